@@ -1,0 +1,52 @@
+# Every target starts from nothing: it creates .venv, and renews it when a file that decides its contents has changed.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# The package is the repository root, so a type checker finds it under its name only through a link.
+TYPECHECK := .venv/typecheck
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench clean
+# The checks print one after another also under `make -j`.
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train the example on two local processes (examples/train_ddp.py)"
+	@echo "make test    the whole check: lint, types, tests"
+	@echo "make lint    ruff check, ruff format --check"
+	@echo "make types   mypy"
+	@echo "make bench   run every script in benchmarks/, one after another"
+	@echo "make clean   remove .venv, build products and caches"
+	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
+
+$(STAMP): setup.cfg constraints.txt pyproject.toml
+	@echo "installing into .venv (a few minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,demo]"
+	@mkdir -p $(TYPECHECK)
+	@ln -sfn ../.. $(TYPECHECK)/fullrank
+	@touch $@
+
+# One thread per process: the processes share the cores, and torchrun warns when the number is not set.
+demo: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
+
+test: $(STAMP) lint types
+	@$(BIN)/python -m pytest tests
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@MYPYPATH=$(TYPECHECK) $(BIN)/mypy
+
+bench: $(STAMP)
+	@set -e; found=; for script in benchmarks/*.py; do \
+		[ -f "$$script" ] || continue; \
+		found=1; echo "== $$script"; $(BIN)/python "$$script"; \
+	done; [ -n "$$found" ] || echo "no scripts in benchmarks/"
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache tests/.pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

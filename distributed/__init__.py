@@ -1,0 +1,6 @@
+"""Moving rows and sums between ranks so that gradients equal those of one process."""
+
+from .gather import all_gather_no_grad, all_gather_with_grad, gather_rows
+from .normalize import global_mean
+
+__all__ = ["all_gather_no_grad", "all_gather_with_grad", "gather_rows", "global_mean"]

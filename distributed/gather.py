@@ -1,0 +1,273 @@
+"""Gathers whose backward gives each rank the gradient of its own rows, at the scale the wrapper needs.
+
+Every rank holds the same gathered rows and computes the same loss L from them. With x_r the rows of rank r, the true
+gradient of a parameter w is ``sum_r (dx_r/dw)^T dL/dx_r``. A wrapper that averages over W ranks divides that sum by W,
+so the backward of the gather multiplies by k = W; under a sum k = 1. No communication is needed: dL/dx_r is known on
+rank r already. The loss value itself is never scaled, so it can be logged, and a parameter used after the gather gets
+W equal contributions that the average turns into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .errors import attempt, expected
+from .group import Group, check_gradient_reduction, gradient_scale, resolve_group
+from .header import agree, backend_by_device, refuse_in_backward
+from .payload import gather_payload
+from .torch_private import not_compiled, reduce_scatter_flat
+
+
+class Rows(NamedTuple):
+    """What a rank brings to a gather: row-aligned tensors (None passes through) and what all ranks must agree on."""
+
+    tensors: tuple[Tensor | None, ...]
+    facts: Mapping[str, object] = {}
+    checksum: Tensor | None = None
+
+
+class Gathered(NamedTuple):
+    """What every rank holds after it: the tensors with all rows, and the number of rows of each rank."""
+
+    tensors: tuple[Tensor | None, ...]
+    rows: tuple[int, ...]
+
+
+class _Plan(NamedTuple):
+    group: ProcessGroup
+    rows: tuple[int, ...]
+    scale: int
+    reduce_scatter: bool
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gather row-aligned tensors and give each rank the gradient of its own rows.
+
+    ======== ================ =============================================
+    tensor   shape            meaning
+    ======== ================ =============================================
+    x_i      (N_r, ...)       input i, rows of this rank
+    y_i      (sum N_r, ...)   output i: rows of all ranks, in rank order
+    dx_i     (N_r, ...)       local: k * dy_i[own rows]
+                              reduce_scatter: k / W * (sum_r dy_i)[own rows]
+    ======== ================ =============================================
+
+    The local form needs no communication because every rank computes the same loss, so the same dy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        outputs = gather_payload(tensors, plan.rows, plan.group)
+        ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
+        # A gradient that nobody computed costs nothing locally, but in a collective it must be there on every rank.
+        ctx.set_materialize_grads(plan.reduce_scatter)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        own = _sum_own_rows if ctx.plan.reduce_scatter else _own_rows
+        needed = ctx.needs_input_grad[1:]
+        return None, *(own(g, ctx.plan) if g is not None and need else None for g, need in zip(grads, needed))
+
+
+def _own_rows(grad: Tensor, plan: _Plan) -> Tensor:
+    rank = dist.get_rank(plan.group)
+    own = grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank])
+    return own if plan.scale == 1 else own * plan.scale
+
+
+def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
+    """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
+    world_size, rank, most = len(plan.rows), dist.get_rank(plan.group), max(plan.rows)
+    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    padded = wide.new_zeros(world_size, most, *grad.shape[1:])
+    for index, part in enumerate(wide.split(plan.rows)):
+        padded[index, : plan.rows[index]] = part
+    staged = padded.cpu() if backend_by_device(plan.group).get(grad.device.type) == "gloo" else padded
+    own = staged.new_empty(max(most * grad[:0].new_empty(1, *grad.shape[1:]).numel(), 1))
+    flat = staged.reshape(-1) if staged.numel() else staged.new_zeros(world_size)
+    reduce_scatter_flat(own, flat, plan.group)
+    own = own[: staged[0].numel()].view_as(staged[0])[: plan.rows[rank]].to(grad.device)
+    return (own * (plan.scale / world_size)).to(grad.dtype)
+
+
+def check_rows(tensors: tuple[Tensor | None, ...]) -> int:
+    """Return the common number of rows of ``tensors`` (0 without any), or raise TypeError or ValueError."""
+    count: int | None = None
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
+            fix = "Pass dtensor.full_tensor() or its local rows." if isinstance(tensor, Tensor) else ""
+            raise TypeError(expected(f"tensor {index}", "a plain torch.Tensor or None", tensor, fix))
+        if tensor.ndim == 0:
+            raise ValueError(expected(f"tensor {index}", "at least one dimension", tensor, "Use reshape(1)."))
+        if count is not None and tensor.shape[0] != count:
+            raise ValueError(expected(f"tensor {index}", f"{count} rows as in the tensors before it", tensor))
+        count = tensor.shape[0]
+    return count or 0
+
+
+def _describe(tensor: Tensor | None) -> str | None:
+    """Return what the ranks must share about one tensor: not its row count."""
+    if tensor is None:
+        return None
+    needs_grad = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} (N{''.join(f', {size}' for size in tensor.shape[1:])}){needs_grad} on {tensor.device.type}"
+
+
+@not_compiled
+def gather_agreed(
+    call: str,
+    group: ProcessGroup,
+    prepare: Callable[[], Rows],
+    *,
+    gradient_reduction: str | int = "mean",
+    backward: Literal["local", "reduce_scatter"] = "local",
+) -> Gathered:
+    """Check, agree, gather: the one way rows travel. Two collectives, whatever the data and however many tensors.
+
+    Args:
+        call: name of the call for the header and for messages.
+        group: a group of at least two ranks.
+        prepare: checks this rank's arguments and returns its :class:`Rows`; whatever it raises is raised on all ranks.
+        gradient_reduction: see :func:`all_gather_with_grad`.
+        backward: see :func:`all_gather_with_grad`.
+    """
+    brought, error = attempt(lambda: _checked(prepare, group))
+    if brought is None:
+        agree(call, group, error=error)
+        raise AssertionError("unreachable: agree raises when a rank failed")
+    (tensors, facts, checksum), count = brought
+    facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
+    rows = agree(call, group, facts=facts, rows=count, checksum=checksum).rows
+    present = [tensor for tensor in tensors if tensor is not None]
+    plan = _Plan(group, rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
+    outputs = iter(_GatherRows.apply(plan, *present) if present else ())
+    return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows)
+
+
+def _checked(prepare: Callable[[], Rows], group: ProcessGroup) -> tuple[Rows, int]:
+    brought = prepare()
+    count = check_rows(brought.tensors)
+    usable = backend_by_device(group)
+    devices = {tensor.device.type for tensor in brought.tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
+    if not devices <= set(usable):
+        fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
+        raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
+    return brought, count
+
+
+def gather_rows(
+    *tensors: Tensor | None, group: Group = None, gradient_reduction: str | int = "mean"
+) -> tuple[Tensor | None, ...]:
+    """Gather tensors whose rows belong together from all ranks, in one payload collective.
+
+    Equal to ``tuple(all_gather_with_grad(t) for t in tensors)``, with a third of the collectives for three tensors.
+
+    Args:
+        *tensors: tensors with the same number of rows N on this rank; N may differ between ranks and may be 0. Any
+            dtype, any trailing shape, equal on every rank. None stands for an absent tensor and comes back as None.
+        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
+        gradient_reduction: see :func:`all_gather_with_grad`.
+
+    Returns:
+        A tuple with one entry per argument, rows in rank order. At world size 1, the very same objects.
+
+    Shape:
+        each (N_r, ...) -> (sum over ranks of N_r, ...).
+
+    Raises:
+        TypeError: for an argument that is neither a tensor nor None.
+        ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
+            of gradient that differ between ranks.
+        RuntimeError: without a process group.
+
+    Distributed:
+        Two collectives forward (a header of 64 bytes, one payload), none backward. Errors are raised on every rank.
+    """
+    return _gather("gather_rows", tensors, group, gradient_reduction)
+
+
+def all_gather_with_grad(
+    tensor: Tensor,
+    group: Group = None,
+    *,
+    gradient_reduction: str | int = "mean",
+    backward: Literal["local", "reduce_scatter"] = "local",
+) -> Tensor:
+    r"""Gather rows from all ranks; gradients flow back to this rank's own rows.
+
+    Equal to ``torch.cat(rows_of_every_rank)``. With :math:`L` the same loss on every rank and :math:`x_r` the rows of
+    rank r, the backward is
+
+    .. math:: \frac{\partial}{\partial x_r} = k \, \frac{\partial L}{\partial y}[\text{own rows}]
+
+    with k from ``gradient_reduction``, so that the parameter gradients after the wrapper's reduction are those of one
+    process with all rows.
+
+    Args:
+        tensor: (N, ...) of any dtype, N may differ between ranks and may be 0, contiguous or not.
+        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh`` (several dimensions are flattened).
+        gradient_reduction: how parameter gradients are combined over the ranks. ``"mean"`` (DDP, FSDP2 and HSDP as
+            they come): k = W. ``"sum"``: k = 1. An int, the number of ranks the wrapper averages over, when that is not
+            the group of the gather: k = that int.
+        backward: ``"local"`` when every rank computes the same loss from the gathered rows, as all losses here do; no
+            communication. ``"reduce_scatter"`` when ranks compute different losses: the objective is then their mean,
+            the backward is ``k / W`` times the sum over ranks of the gradients of these rows, in one collective that
+            every rank must reach.
+
+    Returns:
+        (sum over ranks of N, ...) in rank order. At world size 1 the same tensor object comes back.
+
+    Raises:
+        TypeError: when ``tensor`` is not a plain tensor.
+        ValueError: for a tensor without dimensions, for dtypes or trailing shapes that differ between ranks, for an
+            unknown ``gradient_reduction`` or ``backward``.
+        RuntimeError: without a process group.
+
+    Distributed:
+        Two collectives forward. Errors are raised on every rank, so that none is left waiting.
+    """
+    return _gather("all_gather_with_grad", (tensor,), group, gradient_reduction, backward)[0]  # type: ignore[return-value]
+
+
+def all_gather_no_grad(tensor: Tensor, group: Group = None) -> Tensor:
+    """Gather rows from all ranks without gradient: targets, masks, weights.
+
+    Equal to ``torch.cat(rows_of_every_rank).detach()``; arguments, shapes, errors and collectives are those of
+    :func:`all_gather_with_grad`. At world size 1 the same tensor object comes back.
+    """
+    with torch.no_grad():
+        return _gather("all_gather_no_grad", (tensor,), group, "mean")[0]  # type: ignore[return-value]
+
+
+def _gather(
+    call: str,
+    tensors: tuple[Tensor | None, ...],
+    group: Group,
+    gradient_reduction: str | int,
+    backward: Literal["local", "reduce_scatter"] = "local",
+) -> tuple[Tensor | None, ...]:
+    def prepare() -> Rows:
+        check_gradient_reduction(gradient_reduction)
+        if backward not in ("local", "reduce_scatter"):
+            raise ValueError(expected("backward", "'local' or 'reduce_scatter'", backward))
+        check_rows(tensors)
+        return Rows(tensors, {"backward": backward, "gradient_reduction": gradient_reduction})
+
+    resolved = resolve_group(group)
+    if dist.get_world_size(resolved) == 1:
+        return prepare().tensors
+    refuse_in_backward(call)
+    return gather_agreed(call, resolved, prepare, gradient_reduction=gradient_reduction, backward=backward).tensors

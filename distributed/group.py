@@ -1,0 +1,154 @@
+"""Which ranks take part in a call: groups, meshes, and the auto-detection of the losses."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import expected
+from .torch_private import flatten_mesh
+
+Group = ProcessGroup | DeviceMesh | None
+
+_NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what it needs)"
+
+
+def is_initialized() -> bool:
+    """Return True when a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
+    """Return the process group that ``group`` stands for.
+
+    Args:
+        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``. A mesh of several dimensions is
+            flattened once, which creates a group: every rank of the mesh must make that first call.
+        name: what the error messages call it.
+
+    Raises:
+        TypeError: when ``group`` is something else.
+        ValueError: when this rank is not a member of it.
+        RuntimeError: when there is no process group, or it has been destroyed.
+    """
+    if not is_initialized():
+        raise RuntimeError(expected(name, "an initialized process group", None, f"Please {_NO_GROUP}."))
+    if group is None:
+        resolved = dist.group.WORLD
+    elif isinstance(group, DeviceMesh):
+        resolved = flatten_mesh(group)
+    elif isinstance(group, ProcessGroup):
+        resolved = group
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_not_a_member(name))
+    else:
+        raise TypeError(expected(name, "a ProcessGroup, a DeviceMesh or None", group))
+    try:
+        rank = dist.get_rank(resolved)
+    except (ValueError, RuntimeError) as error:
+        fix = "It was destroyed with its default group: pass the new one, or None for the default group."
+        raise RuntimeError(expected(name, "a process group that exists", group, fix)) from error
+    if rank < 0:
+        raise ValueError(_not_a_member(name))
+    assert resolved is not None
+    return resolved
+
+
+def _not_a_member(name: str) -> str:
+    fix = "Pass the group that this rank belongs to: new_group returns one on each of its members."
+    return expected(name, "a group with this rank in it", f"one without rank {dist.get_rank()}", fix)
+
+
+def group_ranks(group: ProcessGroup) -> list[int]:
+    """Return the global ranks of ``group``, in group order."""
+    return dist.get_process_group_ranks(group)
+
+
+def gradient_scale(gradient_reduction: str | int, group: ProcessGroup) -> int:
+    """Return k, the factor on this rank's rows in the backward of a gather.
+
+    ``"mean"``: the wrapper averages parameter gradients over the ranks of the gather (DDP, FSDP2), so k is their
+    number. ``"sum"``: it adds them, so k is 1. An int: it averages over that many ranks.
+    """
+    if gradient_reduction == "mean":
+        return dist.get_world_size(group)
+    return 1 if gradient_reduction == "sum" else int(gradient_reduction)
+
+
+def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
+    """Return ``gradient_reduction`` unchanged, or raise ValueError when it is none of "mean", "sum", int >= 1."""
+    is_count = isinstance(gradient_reduction, int) and not isinstance(gradient_reduction, bool)
+    if gradient_reduction in ("mean", "sum") or (is_count and int(gradient_reduction) >= 1):
+        return gradient_reduction
+    fix = "DDP, FSDP2 and HSDP average as they come: 'mean'."
+    what = "'mean', 'sum' or the number of ranks that the wrapper averages over"
+    raise ValueError(expected("gradient_reduction", what, gradient_reduction, fix))
+
+
+class DataGroup:
+    """The ranks over which a loss is pooled, found at the first forward.
+
+    ``resolve(None)`` detects: without a process group the call is local and nothing is decided; with one it resolves
+    and remembers; when that process group has been destroyed and another made, it resolves again. ``resolve(False)``
+    is local. ``resolve(True)`` demands a process group.
+
+    A copy shares the group. A pickle cannot hold one: it is dropped, and the default group takes its place.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(_not_a_member("group"))
+            raise TypeError(expected("group", "a ProcessGroup, a DeviceMesh or None", group))
+        self.group = group
+        self._world: ProcessGroup | None = None
+        self._resolved: ProcessGroup | None = None
+        self._dropped = False
+
+    def resolve(self, gather_distributed: bool | None) -> ProcessGroup | None:
+        """Return the group to communicate over, or None when the call is local (also at world size 1)."""
+        if gather_distributed is False:
+            return None
+        if not is_initialized():
+            if gather_distributed:
+                fix = f"Please {_NO_GROUP}, or set gather_distributed=None to detect it."
+                raise RuntimeError(expected("gather_distributed=True", "an initialized process group", None, fix))
+            return None
+        if self._world is not dist.group.WORLD:
+            if self._dropped:
+                warnings.warn(
+                    "A loss that was unpickled has lost its process group and uses the default group. "
+                    "Set loss.group to choose another.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+            self._resolved = resolve_group(self.group)
+            self._world = dist.group.WORLD
+        assert self._resolved is not None
+        return self._resolved if dist.get_world_size(self._resolved) > 1 else None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:
+        return copy.copy(self)
+
+    def __copy__(self) -> DataGroup:
+        twin = DataGroup(self.group)
+        twin._world, twin._resolved = self._world, self._resolved
+        return twin
+
+    def __getstate__(self) -> dict[str, bool]:
+        return {"dropped": self.group is not None or self._dropped}
+
+    def __setstate__(self, state: dict[str, bool]) -> None:
+        DataGroup.__init__(self)
+        self._dropped = state["dropped"]
+
+
+def check_gather_distributed(value: bool | None) -> bool | None:
+    """Return ``value`` unchanged, or raise TypeError when it is none of None, True, False."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(expected("gather_distributed", "None, True or False", value))

@@ -1,0 +1,198 @@
+"""The agreement that opens every communicating call: one small all-gather, always of the same size.
+
+gloo aborts or hangs when ranks enter different collectives, or the same one with different sizes. So whatever a rank
+is about to do, and even when it has failed its checks, it first gathers one header of eight words::
+
+    | failed | digest | rows | checksum | total 0 | total 1 | total 2 | total 3 |
+
+    failed    1 when this rank has an exception to raise
+    digest    64-bit hash of the facts that all ranks must share: which call, dtypes, shapes, flags, temperature ...
+    rows      number of rows this rank brings (may differ: the payload is padded to the largest)
+    checksum  hash of device state that all ranks must share: what the memory queue holds
+    totals    float64 numbers that differ by rank and are added in rank order: sums and counts of the focal losses
+
+All ranks see the same headers and so take the same branch. If one has failed or the facts disagree, they exchange the
+reasons and all raise the same exception. That second exchange happens on this path only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .errors import expected
+from .group import group_ranks
+from .torch_private import all_gather_flat, backward_is_running
+
+NUM_TOTALS = 4
+_WORDS = 4 + NUM_TOTALS
+
+# What to do about a fact that differs; facts without a line here are values and shapes of the arguments.
+_STATE_ADVICE = {
+    "call": "Every rank must make the same calls in the same order.",
+    "training": "Call train() or eval() on every rank, or set gather_distributed=False on a rank that works alone.",
+    "queue": "Load the same checkpoint, or call reset_queue(), on every rank.",
+    "draws": "Load the same checkpoint on every rank.",
+    "temperature": "Set the same temperature, or advance the same schedule, on every rank.",
+    "arguments": "Construct it with the same arguments on every rank.",
+}
+
+
+class Agreement(NamedTuple):
+    """What the ranks told each other: row counts, and float64 totals (W, NUM_TOTALS) in rank order."""
+
+    rows: tuple[int, ...]
+    totals: Tensor
+
+
+def refuse_in_backward(call: str) -> None:
+    """Raise RuntimeError when a backward pass is running: a recomputed forward would gather and enqueue twice."""
+    if backward_is_running():
+        raise RuntimeError(
+            f"{call}: called while a backward pass runs, as activation checkpointing does when it recomputes. "
+            "It would enqueue its rows twice and scale gradients wrongly: call the loss outside checkpoint."
+        )
+
+
+def agree(
+    call: str,
+    group: ProcessGroup,
+    *,
+    error: Exception | None = None,
+    facts: Mapping[str, object] | None = None,
+    rows: int = 0,
+    totals: Sequence[Tensor | float] = (),
+    checksum: Tensor | None = None,
+) -> Agreement:
+    """Exchange headers, and return what the ranks bring; or raise the same exception on all of them.
+
+    Args:
+        call: name of the call, the first of the facts and the head of every message.
+        group: the group that takes part.
+        error: the exception this rank has to raise, if it failed its checks.
+        facts: what must be equal on every rank; compared by ``repr``.
+        rows: this rank's number of rows.
+        totals: at most four numbers, floats or one-element tensors.
+        checksum: int64 scalar that must be equal on every rank.
+
+    Raises:
+        The failing rank's class of exception (the first of them) if a rank failed; ValueError if arguments disagree;
+        RuntimeError if state disagrees. The text names the ranks and the reasons, and is the same on every rank.
+    """
+    assert len(totals) <= NUM_TOTALS
+    texts = {"call": call, **{key: repr(value) for key, value in (facts or {}).items()}}
+    device = _header_device(group)
+    words = torch.tensor([error is not None, _digest(texts), rows] + [0] * (_WORDS - 3), dtype=torch.int64)
+    words = words.to(device)
+    if checksum is not None:
+        words[3] = checksum.to(device)
+    for slot, total in enumerate(totals):
+        value = torch.as_tensor(total, dtype=torch.float64, device=device).detach().reshape(1)
+        words[4 + slot : 5 + slot] = value.view(torch.int64)
+    gathered = words.new_empty(dist.get_world_size(group) * _WORDS)
+    all_gather_flat(gathered, words, group)
+    gathered = gathered.view(-1, _WORDS)  # [W, 8]
+    head = gathered[:, :4].tolist()
+    if any(row[0] for row in head) or any(row[1] != head[0][1] or row[3] != head[0][3] for row in head):
+        _raise_together(group, error, texts, head)
+    return Agreement(tuple(row[2] for row in head), gathered[:, 4:].view(torch.float64))
+
+
+def _digest(texts: Mapping[str, str]) -> int:
+    """Return a signed 64-bit hash of the facts, the same in every process (``hash`` is salted per process)."""
+    data = "\n".join(f"{key}={value}" for key, value in texts.items()).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+def _header_device(group: ProcessGroup) -> torch.device:
+    """Return the device of the header: the CPU where the group can communicate there, else the accelerator.
+
+    It depends on the group alone, never on the arguments, so that a rank with bad arguments joins the same collective.
+    """
+    if "cpu" in backend_by_device(group):
+        return torch.device("cpu")
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def backend_by_device(group: ProcessGroup) -> dict[str, str]:
+    """Return the backend that ``group`` uses for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    config = dist.get_backend_config(group)
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+
+
+def _raise_together(
+    group: ProcessGroup, error: Exception | None, texts: Mapping[str, str], head: list[list[int]]
+) -> NoReturn:
+    """Exchange the reasons and raise the same exception on every rank."""
+    reasons: list[Any] = [None] * dist.get_world_size(group)
+    reason = None if error is None else (_public_class(error).__name__, str(error))
+    dist.all_gather_object(reasons, (reason, dict(texts)), group=group)
+    ranks = group_ranks(group)
+    failed = [(rank, facts["call"], *reason) for rank, (reason, facts) in zip(ranks, reasons) if reason is not None]
+    if failed:
+        raise _failure(failed) from error
+    raise _disagreement(ranks, [facts for _, facts in reasons], [row[3] for row in head])
+
+
+def _public_class(error: Exception) -> type[Exception]:
+    """Return the class that every rank can raise: ValueError, TypeError, or RuntimeError for all others."""
+    return next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), RuntimeError)
+
+
+def _failure(failed: list[tuple[int, str, str, str]]) -> Exception:
+    """Return the exception for ranks that failed: (rank, call, class, text) each."""
+    kinds = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, _, _, text in failed:
+        ranks_by_text.setdefault(text, []).append(rank)
+    parts = [f"{_name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    _, call, kind, _ = failed[0]
+    return kinds[kind](f"{call} failed on {'; '.join(parts)}")
+
+
+def _disagreement(ranks: list[int], facts: list[dict[str, str]], checksums: list[int]) -> Exception:
+    """Return the exception for ranks that disagree, naming each fact, who holds which value, and what to do."""
+    call, keys = facts[0]["call"], list(dict.fromkeys(key for held in facts for key in held))
+    if len({held["call"] for held in facts}) > 1:
+        call, keys = "ranks", ["call"]  # different calls have different facts: only the calls themselves tell
+    parts, advice, is_state = [], [], False
+    for key in keys:
+        values = [held.get(key, "nothing") for held in facts]
+        if len(set(values)) > 1:
+            parts.append(f"{key}: {_who_has_what(ranks, values)}")
+            is_state |= key in _STATE_ADVICE
+            advice.append(_STATE_ADVICE.get(key, "Pass the same kind of arguments on every rank."))
+    if not parts:
+        parts.append(f"queue: {_who_has_what(ranks, [f'contents {value & 0xFFFFFFFF:08x}' for value in checksums])}")
+        advice.append(_STATE_ADVICE["queue"])
+        is_state = True
+    kind = RuntimeError if is_state else ValueError
+    return kind(expected(call, "the same on every rank", _Words("; ".join(parts)), " ".join(dict.fromkeys(advice))))
+
+
+class _Words(str):
+    """A text that error messages quote as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _who_has_what(ranks: list[int], values: list[str]) -> str:
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values):
+        ranks_by_value.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_name_ranks(held)}" for value, held in ranks_by_value.items())
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,141 @@
+"""Sums over all rows divided by a count over all rows: two scalars travel, no rows do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .errors import attempt, expected
+from .group import Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
+from .header import agree, refuse_in_backward
+from .torch_private import not_compiled
+
+
+class Fraction(NamedTuple):
+    """A rank's part of a global mean: its total (with graph), its number of terms, what all ranks must agree on."""
+
+    total: Tensor
+    num_terms: Tensor | float
+    facts: Mapping[str, object] = {}
+
+
+class _GlobalRatio(torch.autograd.Function):
+    """Return sum_r S_r / N as every rank knows it; backward gives rank r ``k / N`` for its own S_r.
+
+    total (), ratio () float64, scale () = k / N. The other ranks' totals are constants here: their gradient is taken on
+    their own rank, and the wrapper combines the parameter gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, ratio: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return ratio.to(total.dtype).reshape(total.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (scale,) = ctx.saved_tensors
+        return grad * scale.to(grad.dtype), None, None
+
+
+def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
+    """Return ``total / count``, and ``total`` itself where the count is 0: then the total is an empty sum."""
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    return total / torch.where(count == 0, torch.ones_like(count), count)
+
+
+@not_compiled
+def mean_agreed(
+    call: str, group: ProcessGroup, prepare: Callable[[], Fraction], *, gradient_reduction: str | int = "mean"
+) -> Tensor:
+    """Check, agree, divide: one collective, the header, in which total and count ride.
+
+    Args:
+        call: name of the call for the header and for messages.
+        group: a group of at least two ranks.
+        prepare: checks this rank's arguments and returns its :class:`Fraction`; what it raises is raised on all ranks.
+        gradient_reduction: how the wrapper combines gradients, see :func:`global_mean`.
+    """
+    fraction, error = attempt(prepare)
+    if fraction is None:
+        agree(call, group, error=error)
+        raise AssertionError("unreachable: agree raises when a rank failed")
+    total, count, facts = fraction
+    facts = {**facts, "gradient": total.requires_grad and torch.is_grad_enabled()}
+    totals = agree(call, group, facts=facts, totals=(total, count)).totals  # [W, 4]
+    summed = torch.zeros_like(totals[0])
+    for part in totals:  # in rank order, so that every rank gets the same bits
+        summed = summed + part
+    summed = summed.to(total.device)
+    divisor = torch.where(summed[1] == 0, torch.ones_like(summed[1]), summed[1])
+    ratio = summed[0] / divisor
+    scale = gradient_scale(gradient_reduction, group) / divisor
+    return _GlobalRatio.apply(total, ratio, scale)
+
+
+def global_mean(
+    total: Tensor, count: Tensor | float, group: Group = None, *, gradient_reduction: str | int = "mean"
+) -> Tensor:
+    r"""Divide the sum of ``total`` over the ranks by the sum of ``count`` over the ranks.
+
+    .. math:: \frac{\sum_r S_r}{\sum_r N_r}
+
+    Equal to ``loss_of_all_rows.sum() / num_rows_of_all_ranks`` in one process. The mean over ranks of ``S_r / N_r``,
+    which DDP computes when every rank divides by its own count, weights a rank with few rows like one with many.
+
+    Args:
+        total: scalar, this rank's sum of losses.
+        count: this rank's number of terms, or its mass of weights; a number or a one-element tensor, >= 0. No gradient
+            flows to it.
+        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
+        gradient_reduction: ``"mean"`` when the wrapper averages parameter gradients over the group (DDP, FSDP2, HSDP),
+            ``"sum"`` when it adds them, or the number of ranks it averages over.
+
+    Returns:
+        Scalar in the dtype of ``total``, with the same value on every rank. Without a process group, ``total / count``.
+
+    Raises:
+        TypeError: when ``total`` is not a tensor.
+        ValueError: when ``total`` or ``count`` has more than one element, or ``count`` is negative.
+
+    Degenerate: a count of 0 over all ranks gives the sum of the totals, an empty sum: 0 with zero gradients.
+    Distributed: one collective of 64 bytes forward, none backward. Errors are raised on every rank.
+
+    Example:
+        >>> import torch
+        >>> global_mean(torch.tensor(6.0), 4)
+        tensor(1.5000)
+    """
+
+    def prepare() -> Fraction:
+        check_gradient_reduction(gradient_reduction)
+        return Fraction(_check_total(total), _check_count(count), {"gradient_reduction": gradient_reduction})
+
+    resolved = resolve_group(group) if group is not None or is_initialized() else None
+    if resolved is None or dist.get_world_size(resolved) == 1:
+        return local_mean(*prepare()[:2])
+    refuse_in_backward("global_mean")
+    return mean_agreed("global_mean", resolved, prepare, gradient_reduction=gradient_reduction)
+
+
+def _check_total(total: Tensor) -> Tensor:
+    if not isinstance(total, Tensor):
+        raise TypeError(expected("total", "a tensor", total, "Pass the summed loss, with its graph."))
+    if total.numel() != 1:
+        raise ValueError(expected("total", "one element", total, "Sum the losses first."))
+    return total
+
+
+def _check_count(count: Tensor | float) -> Tensor | float:
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(expected("count", "one element", count, "Count the rows of this rank first."))
+    value = count.detach().reshape(()) if isinstance(count, Tensor) else count
+    if not isinstance(value, (Tensor, int, float)):
+        raise TypeError(expected("count", "a number or a tensor", count))
+    if not value >= 0:
+        raise ValueError(expected("count", "a number >= 0", float(value)))
+    return value

@@ -1,0 +1,124 @@
+"""The proof of the demo: the gradient over several ranks against the gradient of one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from demo_report import STYLES, count
+from torch import Tensor, nn
+
+from fullrank import all_gather_no_grad
+from fullrank.losses import RankingLoss
+
+
+class Proof(NamedTuple):
+    """Relative differences to the gradient that one process gets with all rows: norm of difference / norm."""
+
+    fullrank: float
+    detached: float
+    local: float
+
+
+def prove(
+    losses: Mapping[str, nn.Module],
+    models: tuple[nn.Module, nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
+    rows: tuple[Tensor, Tensor],
+    own: slice,
+) -> dict[str, Proof]:
+    """Return the proof of each loss.
+
+    Args:
+        losses: called with logits (N, 1) and targets (N,).
+        models: the model, and another one whose scores fill the memory queues, as scores of the past do.
+        wrap: what makes a model data-parallel.
+        rows: inputs and targets of the full batch, the same on every rank.
+        own: which rows are this rank's.
+    """
+    inputs, targets = rows[0].double(), rows[1]
+    model, past = (copy.deepcopy(one).double() for one in models)
+    with torch.no_grad():
+        past_logits = past(inputs)
+    proofs = {}
+    for name, loss in losses.items():
+        if isinstance(loss, RankingLoss):
+            loss.queue.enqueue(past_logits, targets)
+        proofs[name] = _compare(model, loss, (inputs, targets), own, wrap)
+    return proofs
+
+
+def _compare(
+    model: nn.Module,
+    loss: nn.Module,
+    rows: tuple[Tensor, Tensor],
+    own: slice,
+    wrap: Callable[[nn.Module], nn.Module],
+) -> Proof:
+    inputs, targets = rows
+    local_loss = _without_gather(loss)
+    truth = _gradient(copy.deepcopy(model), lambda net: copy.deepcopy(local_loss)(net(inputs), targets))
+    attempts: tuple[Callable[[nn.Module], Tensor], ...] = (
+        # fullrank: the loss as it is, on this rank's rows.
+        lambda net: copy.deepcopy(loss)(net(inputs[own]), targets[own]),
+        # The usual convention: gather detached rows, put this rank's own back, the loss of one process on top.
+        lambda net: copy.deepcopy(local_loss)(_gather_detached(net(inputs[own]), own), targets),
+        # No gather at all: the loss of this rank's rows.
+        lambda net: copy.deepcopy(local_loss)(net(inputs[own]), targets[own]),
+    )
+    found = [_gradient(wrap(copy.deepcopy(model)), attempt) for attempt in attempts]
+    return Proof(*(_largest((one - truth).norm() / truth.norm()) for one in found))
+
+
+def _without_gather(loss: nn.Module) -> nn.Module:
+    """Return a copy of ``loss`` that keeps to the rows it is given."""
+    loss = copy.deepcopy(loss)
+    for part in loss.modules():
+        if hasattr(part, "gather_distributed"):
+            part.gather_distributed = False
+    return loss
+
+
+def _gather_detached(logits: Tensor, own: slice) -> Tensor:
+    """Return the rows of all ranks, of which only this rank's own carry gradient."""
+    if not dist.is_initialized():
+        return logits
+    everyone = all_gather_no_grad(logits.detach())
+    return torch.cat([everyone[: own.start], logits, everyone[own.stop :]])
+
+
+def _gradient(model: nn.Module, objective: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Return the gradient of all parameters as one vector, after whatever reduction ``model`` makes."""
+    objective(model).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def _largest(value: Tensor) -> float:
+    """Return the largest ``value`` of all ranks; what is not a number counts as infinite."""
+    value = value.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def print_proof(proofs: Mapping[str, Proof], sizes: Sequence[int], queue_size: int, highest: float) -> None:
+    """Print the table of the proof, for ranks with ``sizes`` rows."""
+    rows = " + ".join(str(size) for size in sizes)
+    print(
+        f"\nGradient over {count(len(sizes), 'rank')} ({rows} rows) against one process with all rows, in float64:\n"
+        f"norm of difference / norm; the ranking losses with a filled queue of {count(queue_size, 'row')}\n"
+    )
+    print(f"  {'loss':<20}{'fullrank':>12}{'detached gather':>19}{'no gather':>13}")
+    for name, proof in proofs.items():
+        print(f"  {STYLES[name].label:<20}{proof.fullrank:>12.1e}{proof.detached:>19.3f}{proof.local:>13.3f}")
+    print("\n  detached gather: rows gathered without gradient, the own rows put back, DDP averages")
+    print("  no gather: the loss of each rank's own rows, DDP averages; for cross-entropy that is torch's own")
+    if len(sizes) == 1:
+        print("  One process holds all rows: there is nothing to gather and the proof is trivial. Start with torchrun.")
+    elif all(proof.fullrank <= highest for proof in proofs.values()):
+        print(f"  The promise is at most {highest:.0e}: kept.")
+    else:
+        print(f"  The promise is at most {highest:.0e}: BROKEN. The exit status is 1.")

@@ -1,0 +1,28 @@
+"""The losses as modules, their formulas as pure functions, and the sums of sigmoids under them."""
+
+from .focal import FocalLoss
+from .pauc_at_budget import PAUCAtBudgetLoss, pauc_at_budget
+from .ranking import RankingLoss
+from .recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
+from .sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
+from .sigmoid_sums import sigmoid_sums
+from .smooth_ap import SmoothAPLoss, smooth_ap
+from .softmax_focal import SoftmaxFocalLoss, softmax_focal
+from .warmup import LossWarmupWrapper
+
+__all__ = [
+    "FocalLoss",
+    "LossWarmupWrapper",
+    "PAUCAtBudgetLoss",
+    "RankingLoss",
+    "RecallAtQuantileLoss",
+    "SigmoidFocalLoss",
+    "SmoothAPLoss",
+    "SoftmaxFocalLoss",
+    "pauc_at_budget",
+    "recall_at_quantile",
+    "sigmoid_focal",
+    "sigmoid_sums",
+    "smooth_ap",
+    "softmax_focal",
+]

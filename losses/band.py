@@ -1,0 +1,85 @@
+"""A band of false-positive rates, and the score thresholds that bound it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.errors import check_choice, check_number, expected
+from .pool import Pool
+from .quantiles import INTERPOLATIONS, upper_quantiles
+
+Surrogate = Literal["trapezoid", "pairwise"]
+TauScale = Literal["iqr", "band"]
+PosNumerator = Literal["pool", "live"]
+BudgetBasis = Literal["fpr", "population"]
+
+SMALLEST_SCALE = 1e-12  # at or below it the reference scores are one value, and no temperature can be derived
+
+
+class Band(NamedTuple):
+    """What defines the partial area; checked by :func:`check_band`."""
+
+    alpha: float = 0.0
+    beta: float = 0.005
+    surrogate: Surrogate = "trapezoid"
+    n_knots: int = 2
+    tau_scale: TauScale = "iqr"
+    pos_numerator: PosNumerator = "pool"
+    budget_basis: BudgetBasis = "fpr"
+    quantile_interpolation: str = "higher"
+
+
+def check_band(band: Band) -> Band:
+    """Return ``band`` unchanged, or raise TypeError or ValueError."""
+    check_number("alpha", band.alpha)
+    check_number("beta", band.beta)
+    if not 0 <= band.alpha < band.beta <= 1:
+        raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", (band.alpha, band.beta)))
+    if isinstance(band.n_knots, bool) or not isinstance(band.n_knots, int) or band.n_knots < 2:
+        raise ValueError(expected("n_knots", "an int >= 2", band.n_knots))
+    check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise"))
+    check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
+    check_choice("pos_numerator", band.pos_numerator, ("pool", "live"))
+    check_choice("budget_basis", band.budget_basis, ("fpr", "population"))
+    check_choice("quantile_interpolation", band.quantile_interpolation, INTERPOLATIONS)
+    return band
+
+
+class Thresholds(NamedTuple):
+    """The scores at the band edges and at the knots, and the temperature; all detached."""
+
+    t_alpha: Tensor  # [C]
+    t_beta: Tensor  # [C]
+    knots: Tensor  # [C, K]
+    tau: Tensor  # [C], 1 where the scale is too small
+    resolved: Tensor  # [C] bool: there is a reference, and its scale is large enough
+    has_reference: Tensor  # [C] bool
+
+
+def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> Thresholds:
+    """Return the band edges, the knots and the temperature of each class, all detached."""
+    reference = iid if band.budget_basis == "population" else iid & ~pool.positive
+    fractions: list[float] = [band.alpha, band.beta]
+    if band.surrogate == "trapezoid":
+        fractions += _knot_fractions(band)
+    if band.tau_scale == "iqr":
+        fractions += [0.25, 0.75]
+    levels = upper_quantiles(pool.scores, reference, fractions, band.quantile_interpolation)  # [C, L]
+    has_reference = reference.any(dim=1)
+    levels = torch.where(has_reference[:, None], levels, torch.zeros_like(levels))
+    t_alpha, t_beta = levels[:, 0], levels[:, 1]
+    scale = levels[:, -2] - levels[:, -1] if band.tau_scale == "iqr" else t_alpha - t_beta
+    large = ~(scale <= SMALLEST_SCALE)  # a NaN scale stays: the loss is NaN, not skipped
+    tau = torch.where(large, scale * temperature, torch.ones_like(scale))
+    knots = levels[:, 2 : 2 + band.n_knots] if band.surrogate == "trapezoid" else levels[:, :0]
+    return Thresholds(t_alpha, t_beta, knots, tau, has_reference & large, has_reference)
+
+
+def _knot_fractions(band: Band) -> list[float]:
+    """Return equally spaced rates whose ends are the band edges to the last bit."""
+    steps = band.n_knots - 1
+    inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
+    return [band.alpha, *inner, band.beta]

@@ -1,0 +1,43 @@
+"""What every loss knows about the ranks it is computed over."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ..distributed.group import DataGroup, Group, check_gather_distributed, check_gradient_reduction
+
+
+class DistributedLoss(nn.Module):
+    """Base of the losses: the arguments that say which ranks take part, and how their gradients are combined.
+
+    Args:
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+            May be changed between steps, such as False while rank 0 validates alone.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        validate_args: check target ranges and weights, which waits for the device. Metadata is always checked.
+    """
+
+    def __init__(
+        self, gather_distributed: bool | None, group: Group, gradient_reduction: str | int, validate_args: bool
+    ) -> None:
+        super().__init__()
+        self.gather_distributed = check_gather_distributed(gather_distributed)
+        self.gradient_reduction = check_gradient_reduction(gradient_reduction)
+        self.validate_args = validate_args
+        self._data_group = DataGroup(group)
+
+    @property
+    def group(self) -> Group:
+        """The group this loss was given; assign another one to change it."""
+        return self._data_group.group
+
+    @group.setter
+    def group(self, group: Group) -> None:
+        self._data_group = DataGroup(group)
+
+    def _resolve_group(self) -> ProcessGroup | None:
+        """Return the group to communicate over, or None when the call is local."""
+        return self._data_group.resolve(check_gather_distributed(self.gather_distributed))

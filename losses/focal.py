@@ -1,0 +1,102 @@
+"""What the focal losses share: sums over elements divided by a count over all ranks. Logits never travel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.errors import check_number, expected
+from ..distributed.group import Group
+from ..distributed.header import refuse_in_backward
+from ..distributed.normalize import Fraction, local_mean, mean_agreed
+from .distributed_loss import DistributedLoss
+
+
+class Elements(NamedTuple):
+    """Element losses, weighted, 0 where ignored; and what a reduction divides their sum by."""
+
+    values: Tensor  # [N, *], compute dtype
+    divisor: Tensor  # scalar: number of elements, or their mass of weights; 0 for a plain sum
+
+
+def reduce_elements(elements: Elements, reduction: str) -> Tensor:
+    """Return the loss over the elements of this rank."""
+    return elements.values if reduction == "none" else local_mean(elements.values.sum(), elements.divisor)
+
+
+def focus(log_p: Tensor, gamma: float) -> Tensor:
+    """Return ``(1 - p)^gamma``, to full accuracy for p near 1, and with a finite slope there."""
+    if gamma == 0:
+        return torch.ones_like(log_p)
+    distance = -torch.expm1(log_p)
+    # x^gamma has an infinite slope at 0 for gamma < 1; the smallest normal number keeps it finite.
+    return distance.clamp_min(torch.finfo(distance.dtype).tiny) ** gamma if gamma < 1 else distance**gamma
+
+
+def check_inputs(inputs: Tensor, targets: Tensor) -> None:
+    """Raise TypeError or ValueError when the inputs are not floating, or the two are on different devices."""
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise TypeError(expected(name, "a tensor", value))
+    if not inputs.is_floating_point():
+        raise TypeError(expected("inputs", "a floating-point tensor", inputs, "Pass raw logits."))
+    if targets.device != inputs.device:
+        raise ValueError(expected("targets", f"a tensor on {inputs.device}, as inputs", str(targets.device)))
+
+
+def check_gamma(gamma: float) -> None:
+    """Raise TypeError or ValueError when ``gamma`` is not a number >= 0."""
+    check_number("gamma", gamma)
+    if not gamma >= 0:
+        raise ValueError(expected("gamma", "a number >= 0", gamma))
+
+
+class FocalLoss(DistributedLoss):
+    """Base of the focal losses: the sum of element losses and their count ride in one header between the ranks.
+
+    Args:
+        reduction: see the subclass.
+        gather_distributed, group, gradient_reduction, validate_args: see :class:`DistributedLoss`.
+    """
+
+    def __init__(
+        self,
+        reduction: str,
+        gather_distributed: bool | None,
+        group: Group,
+        gradient_reduction: str | int,
+        validate_args: bool,
+    ) -> None:
+        super().__init__(gather_distributed, group, gradient_reduction, validate_args)
+        self.reduction = reduction
+
+    def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
+        """Return this rank's element losses and count; the formula of the subclass."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor, targets: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+        """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit, on every rank.
+            RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
+
+        Distributed: one collective of 64 bytes forward, none backward.
+        """
+        call = type(self).__name__
+        refuse_in_backward(call)
+        group = self._resolve_group()
+        if group is None:
+            return reduce_elements(self.elements(inputs, targets, sample_weight), self.reduction)
+        own: list[Elements] = []
+
+        def prepare() -> Fraction:
+            own.append(self.elements(inputs, targets, sample_weight))
+            dtype = str(inputs.dtype).removeprefix("torch.")
+            facts = {"arguments": self.extra_repr(), "inputs": dtype, "sample_weight": sample_weight is not None}
+            return Fraction(own[0].values.sum(), own[0].divisor, facts)
+
+        mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
+        return own[0].values if self.reduction == "none" else mean

@@ -1,0 +1,159 @@
+"""Focal loss of independent binary problems."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..distributed.errors import check_choice, check_number, expected
+from ..distributed.group import Group
+from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements
+from .pool import check_weight, compute_dtype
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def sigmoid_focal(
+    inputs: Tensor,
+    targets: Tensor,
+    alpha: float = 0.25,
+    gamma: float = 2.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    *,
+    sample_weight: Tensor | None = None,
+    validate_args: bool = True,
+) -> Tensor:
+    r"""Compute the focal loss of independent binary problems.
+
+    .. math:: L = -\alpha_t (1 - p_t)^\gamma \log p_t, \quad p_t = \sigma(x) \text{ where } y = 1, \; 1 - \sigma(x)
+              \text{ where } y = 0
+
+    Args:
+        inputs: raw logits of any shape.
+        targets: floats in [0, 1], the shape of ``inputs``.
+        alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for none.
+        gamma: focusing exponent >= 0; 0 is binary cross-entropy.
+        reduction: ``"mean"`` over elements, ``"sum"``, or ``"none"`` for the shape of ``inputs``.
+        sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their mass.
+        validate_args: check weights.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+
+    Degenerate: no elements give 0 with zero gradients.
+    Numerics: half precision is computed in float32, which the loss has too; the gradient has the dtype of the inputs.
+
+    Example:
+        >>> import torch
+        >>> sigmoid_focal(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+        tensor(0.0433)
+
+    Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5.
+    """
+    check_choice("reduction", reduction, REDUCTIONS)
+    _check_alpha_gamma(alpha, gamma)
+    elements = _sigmoid_elements(inputs, targets, alpha, gamma, reduction, sample_weight, validate_args)
+    return reduce_elements(elements, reduction)
+
+
+def _sigmoid_elements(
+    inputs: Tensor,
+    targets: Tensor,
+    alpha: float,
+    gamma: float,
+    reduction: str,
+    sample_weight: Tensor | None,
+    validate_args: bool,
+) -> Elements:
+    check_inputs(inputs, targets)
+    if targets.shape != inputs.shape:
+        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
+    x = inputs.to(compute_dtype(inputs.dtype))
+    y = targets.to(x.dtype)
+    # p_t = p y + (1 - p)(1 - y). For y in {0, 1} it is one sigmoid, whose logarithm is minus the cross-entropy, and
+    # nothing cancels, infinite logits included. Only other targets need the general form.
+    is_hard = (y == 0) | (y == 1)
+    hard = F.logsigmoid(torch.where(y > 0.5, x, -x))
+    x_soft = torch.where(is_hard, torch.zeros_like(x), x)
+    p = torch.sigmoid(x_soft)
+    soft = (p * y + (1 - p) * (1 - y)).log()
+    cross_entropy = torch.where(is_hard, -hard, F.binary_cross_entropy_with_logits(x_soft, y, reduction="none"))
+    values = focus(torch.where(is_hard, hard, soft), gamma) * cross_entropy
+    if alpha >= 0:
+        values = values * (alpha * y + (1 - alpha) * (1 - y))
+    if sample_weight is None:
+        mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device)
+        return Elements(values, mass * (reduction == "mean"))
+    weight = _broadcast_weight(sample_weight, inputs, x.dtype, validate_args)
+    return Elements(values * weight, weight.sum() * (reduction == "mean"))
+
+
+def _broadcast_weight(sample_weight: Tensor, inputs: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
+    what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
+    if not isinstance(sample_weight, Tensor):
+        raise TypeError(expected("sample_weight", "a tensor or None", sample_weight))
+    if sample_weight.shape[:1] != inputs.shape[:1]:
+        raise ValueError(expected("sample_weight", what, sample_weight))
+    if 1 <= sample_weight.ndim < inputs.ndim:  # weights (N,) of rows: align with dim 0, not with the last
+        sample_weight = sample_weight.reshape(*sample_weight.shape, *[1] * (inputs.ndim - sample_weight.ndim))
+    try:
+        expanded = sample_weight.expand(inputs.shape)
+    except RuntimeError:
+        raise ValueError(expected("sample_weight", what, sample_weight)) from None
+    return check_weight(expanded, dtype, validate_args)
+
+
+def _check_alpha_gamma(alpha: float, gamma: float) -> None:
+    check_number("alpha", alpha)
+    if not (0 <= alpha <= 1 or alpha == -1):
+        raise ValueError(expected("alpha", "a number in [0, 1], or -1 for no weighting", alpha))
+    check_gamma(gamma)
+
+
+class SigmoidFocalLoss(FocalLoss):
+    """Focal loss of independent binary problems, averaged over the elements of all ranks.
+
+    The formula is that of :func:`~fullrank.losses.sigmoid_focal`.
+
+    Args:
+        alpha: weight of the positives in [0, 1]; -1 for none.
+        gamma: focusing exponent >= 0.
+        reduction: ``"mean"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
+        gather_distributed, group, gradient_reduction, validate_args: see :class:`FocalLoss`.
+
+    Example:
+        >>> import torch
+        >>> SigmoidFocalLoss()(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+        tensor(0.0433)
+
+    Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.25,
+        gamma: float = 2.0,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        gather_distributed: bool | None = None,
+        *,
+        group: Group = None,
+        gradient_reduction: str | int = "mean",
+        validate_args: bool = True,
+    ) -> None:
+        check_choice("reduction", reduction, REDUCTIONS)
+        _check_alpha_gamma(alpha, gamma)
+        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args)
+        self.alpha, self.gamma = alpha, gamma
+
+    def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
+        """Return this rank's element losses and count."""
+        return _sigmoid_elements(
+            inputs, targets, self.alpha, self.gamma, self.reduction, sample_weight, self.validate_args
+        )
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``, and for the comparison between ranks."""
+        return f"alpha={self.alpha}, gamma={self.gamma}, reduction={self.reduction!r}"

@@ -1,0 +1,252 @@
+"""From a pointwise loss to a ranking loss: phases, blending, and a temperature that cools."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..distributed.errors import check_count, check_number, check_positive, expected
+from ..distributed.group import check_gather_distributed
+
+
+class LossWarmupWrapper(nn.Module):
+    r"""Train with ``warmup_loss`` first, blend, then with ``main_loss`` at a temperature that decays.
+
+    A ranking loss has little gradient on scores that are not yet spread; a pointwise loss spreads them. With n blend
+    units, unit k (from 0) has
+
+    .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
+              w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
+
+    From the end of the warm-up on, the switch, the temperature of ``main_loss`` is
+
+    .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
+
+    with s steps since the switch and S ``temp_decay_steps``. At the switch the queue of ``main_loss`` is reset.
+
+    Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch when the warm-up is
+    counted in epochs. Over several ranks the gradient is that of one process only if ``warmup_loss`` averages over all
+    ranks too: ``SoftmaxFocalLoss(gamma=0)`` is cross-entropy that does, torch's own averages on each rank.
+
+    Args:
+        warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
+        main_loss: called with ``(logits, targets, **kwargs)``.
+        warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
+        temp_start, temp_end: temperatures at the switch and after ``temp_decay_steps``, > 0.
+        temp_decay_steps: length of the decay in steps, >= 1.
+        blend_epochs: length of the blend in epochs.
+        warmup_steps: length of the warm-up in steps instead of epochs.
+        blend_steps: length of the blend in steps; needs ``warmup_steps``.
+        final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
+        reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch.
+        gather_distributed: set on the two losses when not None.
+
+    Raises:
+        ValueError: for values out of range, or lengths given in epochs and in steps.
+
+    Example:
+        >>> import torch
+        >>> from fullrank import SmoothAPLoss, SoftmaxFocalLoss
+        >>> loss = LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), SmoothAPLoss(num_classes=2), warmup_steps=10)
+        >>> loss.on_train_batch_start(0)
+        >>> loss.in_warmup, loss.main_weight
+        (True, 0.0)
+        >>> loss.on_train_batch_start(10)
+        >>> loss.in_warmup, loss.main_weight, loss.current_temperature
+        (False, 1.0, 0.05)
+    """
+
+    warmup_loss: Any  # modules; Any, since what they offer beyond a forward is looked up
+    main_loss: Any
+
+    def __init__(
+        self,
+        warmup_loss: nn.Module,
+        main_loss: nn.Module,
+        warmup_epochs: int = 0,
+        temp_start: float = 0.05,
+        temp_end: float = 0.005,
+        temp_decay_steps: int = 10_000,
+        *,
+        blend_epochs: int = 0,
+        warmup_steps: int | None = None,
+        blend_steps: int | None = None,
+        final_main_weight: float = 1.0,
+        reset_queue_each_epoch: bool = False,
+        gather_distributed: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _check_lengths(warmup_epochs, blend_epochs, warmup_steps, blend_steps)
+        check_number("final_main_weight", final_main_weight)
+        if not 0 < final_main_weight <= 1:
+            raise ValueError(expected("final_main_weight", "a number in (0, 1]", final_main_weight))
+        check_count("temp_decay_steps", temp_decay_steps, 1)
+        self.warmup_loss, self.main_loss = warmup_loss, main_loss
+        self.warmup_epochs, self.blend_epochs = warmup_epochs, blend_epochs
+        self.warmup_steps, self.blend_steps = warmup_steps, blend_steps
+        self.temp_start, self.temp_end = check_positive("temp_start", temp_start), check_positive("temp_end", temp_end)
+        self.temp_decay_steps, self.final_main_weight = temp_decay_steps, final_main_weight
+        self.reset_queue_each_epoch = reset_queue_each_epoch
+        self._epoch = self._step = 0
+        self._switch_step: int | None = None
+        self._warned = False
+        self._weights_warmup = _takes(warmup_loss, "sample_weight")
+        if not hasattr(main_loss, "temperature"):
+            warnings.warn(
+                f"{type(main_loss).__name__} has no temperature: the schedule has no effect.", UserWarning, stacklevel=2
+            )
+        if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):
+            warnings.warn(
+                f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if check_gather_distributed(gather_distributed) is not None:
+            for loss in (self.warmup_loss, self.main_loss):
+                if hasattr(loss, "gather_distributed"):
+                    loss.gather_distributed = gather_distributed
+
+    @property
+    def _lengths(self) -> tuple[int, int, int]:
+        """The present unit (step or epoch), and the lengths of warm-up and blend in that unit."""
+        if self.warmup_steps is not None:
+            return self._step, self.warmup_steps, self.blend_steps or 0
+        return self._epoch, self.warmup_epochs, self.blend_epochs
+
+    @property
+    def in_warmup(self) -> bool:
+        """True while ``warmup_loss`` alone is used."""
+        now, warmup, _ = self._lengths
+        return now < warmup
+
+    @property
+    def in_blend(self) -> bool:
+        """True between the warm-up and the full weight of ``main_loss``."""
+        now, warmup, blend = self._lengths
+        return warmup <= now < warmup + blend
+
+    @property
+    def main_weight(self) -> float:
+        """The weight of ``main_loss`` now: 0 in the warm-up, rising in the blend, ``final_main_weight`` after it."""
+        now, warmup, blend = self._lengths
+        if now < warmup:
+            return 0.0
+        return min(1.0, (now - warmup + 1) / (blend + 1)) * self.final_main_weight
+
+    @property
+    def current_temperature(self) -> float | None:
+        """The temperature of ``main_loss`` now; None when it has none."""
+        temperature = getattr(self.main_loss, "temperature", None)
+        return None if temperature is None else float(temperature)
+
+    def on_train_epoch_start(self, epoch: int) -> None:
+        """Set the epoch, counted from 0. Call it on every rank."""
+        self._epoch = epoch
+        if self.reset_queue_each_epoch and not self.in_warmup:
+            self._reset_queue()
+
+    def on_train_batch_start(self, global_step: int) -> None:
+        """Set the optimizer step, counted from 0, and the temperature. Call it on every rank.
+
+        The first call after the warm-up is the switch: it resets the queue and starts the decay.
+        """
+        self._step = global_step
+        if self.in_warmup:
+            return
+        if self._switch_step is None:
+            self._switch_step = global_step
+            self._reset_queue()
+        if hasattr(self.main_loss, "temperature"):
+            progress = min(1.0, max(0, global_step - self._switch_step) / self.temp_decay_steps)
+            decayed = self.temp_start * (self.temp_end / self.temp_start) ** progress
+            self.main_loss.temperature = self.temp_end if progress == 1.0 else decayed
+
+    def forward(self, logits: Tensor, targets: Tensor, **kwargs: Any) -> Any:
+        """Return the loss of the present phase.
+
+        Args:
+            logits, targets: passed to both losses.
+            **kwargs: passed to ``main_loss``; of these only ``sample_weight`` goes to ``warmup_loss``, if it takes it.
+
+        Returns:
+            A scalar in the warm-up. Else what ``main_loss`` returns; of a tuple, the first element is blended and the
+            others stay those of ``main_loss``.
+        """
+        weight = self.main_weight
+        if weight == 0.0:
+            return self._warmup(logits, targets, kwargs)
+        if self.training and self._switch_step is None and not self._warned and self.current_temperature is not None:
+            self._warned = True
+            warnings.warn(
+                "LossWarmupWrapper: on_train_batch_start(global_step) was never called after the warm-up, so the "
+                "temperature does not decay. Call it in every step.",
+                UserWarning,
+                stacklevel=2,
+            )
+        main = self.main_loss(logits, targets, **kwargs)
+        if weight == 1.0:
+            return main
+        warmup = self._warmup(logits, targets, kwargs)
+        if isinstance(main, tuple):
+            blended = (1 - weight) * warmup + weight * main[0]
+            return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
+        return (1 - weight) * warmup + weight * main
+
+    def _warmup(self, logits: Tensor, targets: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        if self._weights_warmup and "sample_weight" in kwargs:
+            return self.warmup_loss(logits, targets, sample_weight=kwargs["sample_weight"])
+        return self.warmup_loss(logits, targets)
+
+    def _reset_queue(self) -> None:
+        if hasattr(self.main_loss, "reset_queue"):
+            self.main_loss.reset_queue()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return where the schedule stands; the temperature is saved by ``main_loss``, or here if it does not."""
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "switch_step": -1 if self._switch_step is None else self._switch_step,
+            "temperature": -1.0 if self.current_temperature is None else self.current_temperature,
+        }
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._switch_step = None if int(state["switch_step"]) < 0 else int(state["switch_step"])
+        if float(state["temperature"]) > 0 and hasattr(self.main_loss, "temperature"):
+            self.main_loss.temperature = float(state["temperature"])
+
+    def extra_repr(self) -> str:
+        """Return the schedule for ``repr``."""
+        unit = "epochs" if self.warmup_steps is None else "steps"
+        _, warmup, blend = self._lengths
+        return (
+            f"warmup_{unit}={warmup}, blend_{unit}={blend}, final_main_weight={self.final_main_weight}, "
+            f"temperature {self.temp_start} -> {self.temp_end} in {self.temp_decay_steps} steps"
+        )
+
+
+def _takes(loss: nn.Module, name: str) -> bool:
+    """Return True when the forward of ``loss`` takes the keyword ``name``, by name or by ``**kwargs``."""
+    parameters = inspect.signature(loss.forward).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_lengths(warmup_epochs: int, blend_epochs: int, warmup_steps: int | None, blend_steps: int | None) -> None:
+    check_count("warmup_epochs", warmup_epochs, 0)
+    check_count("blend_epochs", blend_epochs, 0)
+    if warmup_steps is not None:
+        check_count("warmup_steps", warmup_steps, 0)
+        if warmup_epochs > 0:
+            raise ValueError(expected("warmup_steps", "None with warmup_epochs > 0", warmup_steps, "Give one of them."))
+    if blend_steps is not None:
+        check_count("blend_steps", blend_steps, 0)
+        if warmup_steps is None:
+            raise ValueError(expected("blend_steps", "None without warmup_steps", blend_steps, "Give both in steps."))
+    if blend_epochs > 0 and (blend_steps is not None or warmup_steps is not None):
+        raise ValueError(expected("blend_epochs", "0 with a warm-up in steps", blend_epochs, "Use blend_steps."))

@@ -1,0 +1,6 @@
+"""The exact metrics that the losses are surrogates of, as torchmetrics metrics."""
+
+from .pauc_at_budget import PAUCAtBudget
+from .recall_at_quantile import RecallAtQuantile
+
+__all__ = ["PAUCAtBudget", "RecallAtQuantile"]

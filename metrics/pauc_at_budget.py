@@ -1,0 +1,137 @@
+"""Exact partial area under the ROC curve, over a band of false-positive rates."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..losses.band import Band, BudgetBasis, check_band
+from ..losses.pool import PerClass, Pool
+from .ranking_metric import Average, RankingMetric
+
+
+class _Counts(NamedTuple):
+    """Rows flagged by a threshold just below each score, best first; of tied scores only the last is a threshold."""
+
+    positives: Tensor  # [C, M]
+    rows: Tensor  # [C, M]
+    last_of_tie: Tensor  # [C, M] bool
+
+
+def _count_flagged(pool: Pool) -> _Counts:
+    """Count for every threshold of every class. All rows of ``pool`` are members of all classes, as in a metric."""
+    scores, order = pool.scores.sort(dim=1, descending=True)
+    positives = pool.positive.gather(1, order).cumsum(dim=1)
+    rows = torch.arange(1, scores.shape[1] + 1, device=scores.device).expand_as(positives)
+    last_of_tie = torch.ones_like(pool.positive)
+    # By comparison: the difference of two equal infinities is NaN.
+    last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
+    return _Counts(positives, rows, last_of_tie)
+
+
+def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: float) -> Tensor:
+    """Return the area under the polyline through (0, 0) and the vertices, for x in [alpha, beta].
+
+    Args:
+        x: (C, M), not decreasing along a row, >= 0.
+        y: as x.
+        vertex: (C, M) bool, the points that count.
+
+    Shape:
+        output (C,).
+    """
+    x0, y0 = _previous_vertex(x, vertex), _previous_vertex(y, vertex)
+    width = x - x0
+    slope = (y - y0) / torch.where(width > 0, width, torch.ones_like(width))
+    left, right = x0.clamp(alpha, beta), x.clamp(alpha, beta)
+    # A segment is a line, so its mean is its value in the middle; one that is vertical or outside has no width.
+    area = (right - left) * (y0 + slope * ((left + right) / 2 - x0))
+    return area.masked_fill(~vertex, 0.0).sum(dim=1)
+
+
+def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
+    """Return for each entry the value at the vertex before it, 0 before the first; values do not decrease."""
+    reached = values.masked_fill(~vertex, 0.0).cummax(dim=1).values
+    return torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=1)
+
+
+def pauc_per_class(pool: Pool, band: Band) -> PerClass:
+    """Return the partial area of each class of ``pool``, over the width of the band."""
+    flagged = _count_flagged(pool)
+    positives, negatives = pool.positive.sum(dim=1, keepdim=True), pool.negative.sum(dim=1, keepdim=True)  # [C, 1]
+    tpr = flagged.positives.to(pool.scores) / positives.clamp_min(1)
+    if band.budget_basis == "fpr":
+        spent = (flagged.rows - flagged.positives).to(pool.scores) / negatives.clamp_min(1)
+    else:
+        spent = flagged.rows.to(pool.scores) / (positives + negatives)
+    area = _area_between(spent, tpr, flagged.last_of_tie, band.alpha, band.beta)
+    return PerClass(area / (band.beta - band.alpha), ((positives > 0) & (negatives > 0))[:, 0])
+
+
+class PAUCAtBudget(RankingMetric):
+    r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalised.
+
+    Equal, for ``alpha=0, beta=1``, to ``sklearn.metrics.roc_auc_score``; O(N log N) time and O(N C) memory.
+
+    .. math:: \frac{1}{\beta - \alpha} \int_\alpha^\beta \mathrm{TPR}(u) \, du
+
+    with u the false-positive rate, or the share of all rows that are flagged. The curve is the empirical one: a point
+    for each distinct score, tied rows as one step, straight lines between, integrated exactly. Not standardised as
+    McClish does: a random ranking has (alpha + beta) / 2, a perfect one 1 (less than 1 under ``"population"``, whose
+    budget is spent on positives too). The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`.
+
+    Args:
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
+        alpha, beta: the band, 0 <= alpha < beta <= 1.
+        budget_basis: what u is a share of: the negatives (``"fpr"``), or all rows (``"population"``).
+        average: ``"macro"`` for the mean over the valid classes, None for all.
+        ignore_index: rows with this target take no part.
+        **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
+
+    Shape:
+        update: logits (N, C), targets (N,). compute: float64 scalar, or (C,) with ``average=None``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
+
+    Degenerate:
+        A class without a positive or without a negative is NaN under ``average=None`` and left out of the mean; the
+        mean over no class is NaN. A NaN score makes its class NaN, and the mean with it.
+
+    Distributed:
+        As :class:`~fullrank.metrics.RecallAtQuantile`: every rank gets the value of one process with all rows.
+
+    Example:
+        >>> import torch
+        >>> metric = PAUCAtBudget(num_classes=1, beta=0.5)
+        >>> metric.update(torch.tensor([[4.0], [3.0], [2.0], [1.0]]), torch.tensor([1, 0, 1, 0]))
+        >>> metric.compute()
+        tensor(0.5000, dtype=torch.float64)
+
+    Reference:
+        McClish, Analyzing a Portion of the ROC Curve, Medical Decision Making, 1989.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        alpha: float = 0.0,
+        beta: float = 0.005,
+        *,
+        budget_basis: BudgetBasis = "fpr",
+        average: Average = "macro",
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_classes, average, ignore_index, **kwargs)
+        check_band(Band(alpha, beta, budget_basis=budget_basis))
+        self.alpha, self.beta, self.budget_basis = alpha, beta, budget_basis
+
+    def compute_per_class(self, pool: Pool) -> PerClass:
+        """Return the partial area of each class."""
+        return pauc_per_class(pool, Band(self.alpha, self.beta, budget_basis=self.budget_basis))
+
+    def _own_arguments(self) -> tuple[str, ...]:
+        return "alpha", "beta", "budget_basis"

@@ -1,0 +1,87 @@
+"""Exact recall above a quantile of the scores."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..distributed.errors import check_choice
+from ..losses.pool import PerClass, Pool
+from ..losses.quantiles import INTERPOLATIONS, upper_quantiles
+from ..losses.recall_at_quantile import check_quantile
+from .ranking_metric import Average, RankingMetric
+
+
+def recall_per_class(pool: Pool, quantile: float, interpolation: str) -> PerClass:
+    """Return the recall at the quantile, of each class of ``pool``."""
+    threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
+    positives = pool.positive.sum(dim=1)  # [C]
+    caught = (pool.positive & (pool.scores >= threshold)).sum(dim=1)  # [C]
+    recall = caught.to(pool.scores) / positives.clamp_min(1)
+    # Between -inf and another score there is no threshold, and nothing may pass for a recall of 0.
+    return PerClass(recall.masked_fill(threshold[:, 0].isnan(), math.nan), positives > 0)
+
+
+class RecallAtQuantile(RankingMetric):
+    r"""Share of the positives that score at or above the (1 - q) quantile of all scores, so that they are reviewed.
+
+    Equal to ``(scores[positive] >= torch.quantile(scores, 1 - q, interpolation="higher")).mean()`` for each class;
+    O(N) time for small q, O(N C) memory.
+
+    .. math:: \frac{1}{|P|} \sum_{i \in P} [x_i \ge \theta], \quad \theta = Q_{1-q}(x)
+
+    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`.
+
+    Args:
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
+        quantile: q in (0, 1), the share of rows that can be reviewed. At 0.005 it takes some 200 rows to be more than
+            the recall of the top row.
+        quantile_interpolation: how the threshold is read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``. With ``"higher"`` the row at the threshold and its ties are reviewed.
+        average: ``"macro"`` for the mean over the valid classes, None for all.
+        ignore_index: rows with this target take no part, in the threshold either.
+        **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
+
+    Shape:
+        update: logits (N, C), targets (N,). compute: float64 scalar, or (C,) with ``average=None``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
+
+    Degenerate:
+        A class without a positive is NaN under ``average=None`` and left out of the mean; the mean over no class is
+        NaN. A NaN score makes its class NaN, and the mean with it.
+
+    Distributed:
+        ``compute`` is a call for all ranks of ``process_group``: one small collective to learn whether all still have
+        the value of the last call, and if not, two that gather the rows. A rank that has no rows, none since the last
+        call, or never called ``update``, takes part like any other. Each gets the value of one process with all rows.
+
+    Example:
+        >>> import torch
+        >>> metric = RecallAtQuantile(num_classes=1, quantile=0.5)
+        >>> metric.update(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]))
+        >>> metric.compute()
+        tensor(0.5000, dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        quantile: float = 0.005,
+        *,
+        quantile_interpolation: str = "higher",
+        average: Average = "macro",
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_classes, average, ignore_index, **kwargs)
+        self.quantile = check_quantile(quantile)
+        self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
+
+    def compute_per_class(self, pool: Pool) -> PerClass:
+        """Return the recall of each class."""
+        return recall_per_class(pool, self.quantile, self.quantile_interpolation)
+
+    def _own_arguments(self) -> tuple[str, ...]:
+        return "quantile", "quantile_interpolation"

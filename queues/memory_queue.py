@@ -1,0 +1,270 @@
+"""A ring of past rows that every rank holds bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.errors import check_choice, check_count, expected
+from ..distributed.group import Group, is_initialized, resolve_group
+from ..distributed.header import agree
+
+Keep = Literal["all", "negatives"]
+
+# Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
+_MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
+
+
+class QueueRows(NamedTuple):
+    """The rows of a queue, in storage order. ``sample_weight`` is None until weighted rows have been enqueued."""
+
+    logits: Tensor  # [len, C]
+    targets: Tensor  # [len], or [len, C] multi-hot
+    iid_mask: Tensor  # [len]
+    sample_weight: Tensor | None  # [len]
+
+
+class MemoryQueue(nn.Module):
+    """A ring buffer of rows: logits, targets, iid flags and sample weights.
+
+    Fed with the gathered rows of a step, every rank holds the same queue. The tensors are not buffers: DDP broadcasts
+    buffers at every forward and ``.bfloat16()`` would round them. They have a fixed shape, follow the module's device
+    but not its dtype (float32; float64 once fed float64), and are saved through ``state_dict`` as copies.
+
+    Args:
+        capacity: number of rows, >= 0; 0 keeps nothing. A row takes ``4 * num_classes + 13`` bytes.
+        num_classes: columns of the logits; 1 is binary.
+        ignore_index: rows with this target never enter.
+        keep: ``"all"`` rows, or ``"negatives"``: the rows that are a negative of at least one class.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index`` instead of (N,) class indices.
+
+    Raises:
+        ValueError: for a negative capacity, ``num_classes`` below 1, or an unknown ``keep``.
+
+    Example:
+        >>> import torch
+        >>> queue = MemoryQueue(capacity=3, num_classes=1)
+        >>> queue.enqueue(torch.tensor([[0.1], [0.2], [float("nan")]]), torch.tensor([0, 1, 0]))
+        >>> len(queue), queue.rows().targets.tolist()
+        (2, [0, 1])
+
+    Reference:
+        He et al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020.
+    """
+
+    def __init__(
+        self, capacity: int, num_classes: int, ignore_index: int = -100, *, keep: Keep = "all", multi_hot: bool = False
+    ) -> None:
+        super().__init__()
+        check_count("capacity", capacity, 0)
+        check_count("num_classes", num_classes, 1)
+        check_choice("keep", keep, ("all", "negatives"))
+        self.capacity, self.num_classes, self.ignore_index = capacity, num_classes, ignore_index
+        self.keep, self.multi_hot = keep, multi_hot
+        self._allocate(torch.empty(0).device)
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        rows, columns = self.capacity, self.num_classes
+        small = -128 <= self.ignore_index <= 127
+        self._logits = torch.zeros(rows, columns, dtype=dtype, device=device)
+        if self.multi_hot:
+            self._targets = torch.zeros(rows, columns, dtype=torch.int8 if small else torch.int64, device=device)
+        else:
+            self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._iid = torch.ones(rows, dtype=torch.bool, device=device)
+        self._weight = torch.ones(rows, dtype=dtype, device=device)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._fill = self._pointer = self._num_enqueued = 0
+        self._has_weights = False
+        self._checksum = torch.zeros((), dtype=torch.int64, device=self._logits.device)
+
+    def __len__(self) -> int:
+        """Return the number of rows held, at most ``capacity``."""
+        return self._fill
+
+    @property
+    def checksum(self) -> Tensor:
+        """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
+        return self._checksum
+
+    @property
+    def position(self) -> tuple[int, int, int, bool]:
+        """What must agree between ranks besides the checksum: pointer, length, rows enqueued so far, weighted."""
+        return self._pointer, self._fill, self._num_enqueued, self._has_weights
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self._clear()
+
+    def rows(self) -> QueueRows:
+        """Return the rows held, as views in storage order (oldest first until the ring has wrapped around)."""
+        held = slice(0, self._fill)
+        weight = self._weight[held] if self._has_weights else None
+        return QueueRows(self._logits[held], self._targets[held], self._iid[held], weight)
+
+    @torch.no_grad()
+    def enqueue(
+        self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None = None, sample_weight: Tensor | None = None
+    ) -> None:
+        """Store rows, the oldest giving way. Rows with a non-finite logit or an ignored target are left out.
+
+        Enqueuing a batch in two parts leaves the queue that one call would. Cost: O(rows of the batch).
+
+        Args:
+            logits: (N, C), stored detached.
+            targets: (N,) class indices, or (N, C) with ``multi_hot``.
+            iid_mask: (N,) bool, None for all True.
+            sample_weight: (N,), None for all 1.
+
+        Raises:
+            ValueError: when shapes do not fit.
+        """
+        self._check_shapes(logits, targets, iid_mask, sample_weight)
+        if self.capacity == 0 or logits.shape[0] == 0:
+            return
+        self._follow(logits)
+        wanted = self._wanted(logits, targets)
+        device, count = self._logits.device, logits.shape[0]
+        iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
+        weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
+        stored = (self._logits, self._targets, self._iid, self._weight)
+        rows = [new[wanted].to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        count = rows[0].shape[0]
+        self._checksum = self._checksum + self._hash(*rows)
+        start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
+        for old, new in zip(stored, rows):
+            _write_ring(old, new[-self.capacity :], start)
+        self._pointer = (self._pointer + count) % self.capacity
+        self._fill = min(self._fill + count, self.capacity)
+        self._num_enqueued += count
+        self._has_weights |= sample_weight is not None
+
+    def _check_shapes(
+        self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
+    ) -> None:
+        if logits.ndim != 2 or logits.shape[1] != self.num_classes:
+            raise ValueError(expected("logits", f"shape (N, {self.num_classes})", logits))
+        shape = tuple(logits.shape) if self.multi_hot else (logits.shape[0],)
+        if tuple(targets.shape) != shape:
+            raise ValueError(expected("targets", f"shape {shape}", targets))
+        for name, value in (("iid_mask", iid_mask), ("sample_weight", sample_weight)):
+            if value is not None and tuple(value.shape) != (logits.shape[0],):
+                raise ValueError(expected(name, f"shape ({logits.shape[0]},)", value))
+
+    def _follow(self, logits: Tensor) -> None:
+        """Move to the device of ``logits``, and to float64 if they are."""
+        dtype = torch.promote_types(self._logits.dtype, logits.dtype)
+        if self._logits.device != logits.device or self._logits.dtype != dtype:
+            self._logits = self._logits.to(logits.device, dtype)
+            self._weight = self._weight.to(logits.device, dtype)
+            self._move(logits.device)
+
+    def _wanted(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return (N,) bool: the rows that enter."""
+        wanted = logits.isfinite().all(dim=1)
+        taking_part = targets != self.ignore_index
+        if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
+            taking_part = taking_part & (targets == 0)
+        return wanted & (taking_part.any(dim=1) if self.multi_hot else taking_part)
+
+    def _hash(self, logits: Tensor, targets: Tensor, iid: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum over rows of a hash of the row's bits times its odd sequence number, modulo 2**64.
+
+        The sum makes two parts of a batch equal to the whole; the sequence number makes order count.
+        """
+        bits = torch.int64 if logits.dtype == torch.float64 else torch.int32
+        count, columns = logits.shape
+        column = (torch.arange(columns, device=logits.device) * 2 + 1) * _MIX[0]
+        rows = (logits.contiguous().view(bits).to(torch.int64) * column).sum(dim=1)  # [N]
+        labels = (targets.to(torch.int64) * column).sum(dim=1) if self.multi_hot else targets
+        rows = rows + labels * _MIX[1] + iid * 2 + weight.contiguous().view(bits).to(torch.int64) * _MIX[2]
+        rows = (rows ^ (rows >> 29)) * _MIX[0]
+        sequence = torch.arange(self._num_enqueued, self._num_enqueued + count, device=logits.device) * 2 + 1
+        return (rows * sequence).sum()
+
+    def assert_synchronized(self, group: Group = None) -> None:
+        """Compare the contents over the ranks, bit for bit; a collective call.
+
+        Raises:
+            RuntimeError: on every rank, naming the ranks whose queue differs. Without a process group there is nothing
+                to compare.
+        """
+        if not is_initialized():
+            return
+        resolved = resolve_group(group)
+        contents = hashlib.blake2b(repr(self.position).encode(), digest_size=8)
+        for tensor in self.rows():
+            if tensor is not None:
+                contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        facts = {"queue": f"{self._fill} rows with contents {contents.hexdigest()}"}
+        agree("MemoryQueue.assert_synchronized", resolved, facts=facts)
+
+    def _move(self, device: torch.device) -> None:
+        for name in ("_logits", "_targets", "_iid", "_weight", "_checksum"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
+        # Take only the device from the conversion: to(bfloat16) must not round what was stored.
+        super()._apply(fn, recurse)
+        device = fn(self._logits[:0]).device
+        if device == self._logits.device:
+            return self
+        if self._logits.is_meta:
+            self._allocate(device, self._logits.dtype)  # nothing was stored on the meta device
+        else:
+            self._move(device)
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the whole state as tensors of fixed shape and plain numbers, safe for ``weights_only=True``."""
+        return {
+            "capacity": self.capacity,
+            "num_classes": self.num_classes,
+            "keep": self.keep,
+            "multi_hot": self.multi_hot,
+            "logits": self._logits.clone(),
+            "targets": self._targets.clone(),
+            "iid_mask": self._iid.clone(),
+            "sample_weight": self._weight.clone(),
+            "checksum": self._checksum.clone(),
+            "fill": self._fill,
+            "pointer": self._pointer,
+            "num_enqueued": self._num_enqueued,
+            "has_weights": self._has_weights,
+        }
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned, on this queue's device.
+
+        Raises:
+            ValueError: when the state is of a queue with other arguments.
+        """
+        for name in ("capacity", "num_classes", "keep", "multi_hot"):
+            if state[name] != getattr(self, name):
+                fix = f"Construct it with {name}={state[name]!r}, or drop the queue's keys and load with strict=False."
+                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
+        device = self._logits.device
+        self._logits = state["logits"].to(device, copy=True)
+        self._weight = state["sample_weight"].to(device, copy=True)
+        self._targets = state["targets"].to(device, self._targets.dtype, copy=True)
+        self._iid = state["iid_mask"].to(device, copy=True)
+        self._checksum = state["checksum"].to(device, copy=True)
+        self._fill, self._pointer = int(state["fill"]), int(state["pointer"])
+        self._num_enqueued, self._has_weights = int(state["num_enqueued"]), bool(state["has_weights"])
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``."""
+        return f"capacity={self.capacity}, num_classes={self.num_classes}, keep={self.keep!r}, fill={self._fill}"
+
+
+def _write_ring(ring: Tensor, rows: Tensor, start: int) -> None:
+    """Write ``rows`` (at most ``len(ring)``) into ``ring`` from ``start`` on, wrapping around once."""
+    head = min(rows.shape[0], ring.shape[0] - start)
+    ring[start : start + head] = rows[:head]
+    ring[: rows.shape[0] - head] = rows[head:]

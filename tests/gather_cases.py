@@ -1,0 +1,361 @@
+"""What the worker processes run for the tests of gathers, groups and agreement."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import gradient_cases
+import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
+from gradient_cases import Case
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fullrank
+
+
+def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
+    """Return rows that tell their rank and position."""
+    values = torch.arange(count * max(1, torch.Size(trailing).numel())) % 5 + 10 * rank
+    values = values[: count * torch.Size(trailing).numel()].reshape(count, *trailing)
+    return values % 2 == 0 if dtype == "bool" else values.to(getattr(torch, dtype))
+
+
+def gather_all_kinds(rank: int, counts: list[int], dtype: str, trailing: tuple[int, ...]) -> bool:
+    """Return True when both gathers give the rows of all ranks in rank order, contiguous input or not."""
+    world_size = dist.get_world_size()
+    expected = torch.cat([rows_of(r, counts[r], dtype, trailing) for r in range(world_size)])
+    own = rows_of(rank, counts[rank], dtype, trailing)
+    strided = torch.stack([own, own], dim=-1)[..., 0]
+    results = [fullrank.all_gather_no_grad(own), fullrank.all_gather_with_grad(strided)]
+    return all(r.dtype == own.dtype and torch.equal(r, expected) for r in results)
+
+
+def gather_together(rank: int, counts: list[int]) -> tuple[bool, int, list[str]]:
+    """Gather four row-aligned tensors and a None at once; return correctness, the collectives, and their operators."""
+    kinds = [("float32", (3,)), ("int64", ()), ("bool", ()), ("float64", (2, 2))]
+    own = [rows_of(rank, counts[rank], dtype, trailing) for dtype, trailing in kinds]
+    with CollectiveCounter() as counter:
+        gathered = fullrank.gather_rows(own[0], own[1], None, own[2], own[3])
+    world_size = dist.get_world_size()
+    right = gathered[2] is None
+    for result, (dtype, trailing) in zip((gathered[0], gathered[1], gathered[3], gathered[4]), kinds):
+        right &= torch.equal(result, torch.cat([rows_of(r, counts[r], dtype, trailing) for r in range(world_size)]))
+    return right, counter.total, sorted(counter.counts)
+
+
+def backward_of_gather(rank: int, counts: list[int], reduction: str | int, backward: str) -> tuple[list, list, int]:
+    """Return this rank's gradient, what it should be, and the collectives in backward.
+
+    Rank r's loss is sum_i (r + 1) (i + 1) y_i with ``reduce_scatter``, and the same with r = 0 on every rank if local.
+    """
+    world_size = dist.get_world_size()
+    own = torch.randn(counts[rank], 2, dtype=torch.float64, requires_grad=True)
+    gathered = fullrank.all_gather_with_grad(own, gradient_reduction=reduction, backward=backward)
+    slope = torch.arange(1, sum(counts) + 1, dtype=torch.float64)[:, None]
+    factor = rank + 1 if backward == "reduce_scatter" else 1
+    loss = (gathered * slope * factor).sum()
+    with CollectiveCounter() as counter:
+        loss.backward()
+    first = sum(counts[:rank])
+    scale = {"mean": world_size, "sum": 1}.get(reduction, reduction)
+    if backward == "reduce_scatter":
+        scale = scale / world_size * sum(range(1, world_size + 1))
+    expected = (slope * scale).expand(-1, 2)[first : first + counts[rank]]
+    assert own.grad is not None
+    return own.grad.tolist(), expected.tolist(), counter.total
+
+
+def half_precision_reduce_scatter(rank: int) -> tuple[list, str]:
+    """Return the gradient of a bf16 gather whose sum over ranks only float32 holds: 256 + 1."""
+    own = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = fullrank.all_gather_with_grad(own, backward="reduce_scatter")
+    gathered.backward(torch.full_like(gathered, 256.0 if rank == 0 else 1.0))
+    assert own.grad is not None
+    return own.grad.float().tolist(), str(own.grad.dtype)
+
+
+class CopyCounter(TorchDispatchMode):
+    """Context in which ``copied`` adds up the elements that copying operators write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("copy_", "clone", "cat", "_to_copy", "constant_pad_nd", "fill_", "zero_"):
+            self.copied += result.numel()
+        return result
+
+
+def copied_elements(rank: int, counts: list[int]) -> tuple[int, list[int]]:
+    """Return the elements copied by a gather of (N, 8) rows, and the sizes of its collectives in bytes."""
+    own = torch.ones(counts[rank], 8)
+    with CollectiveCounter() as counter, CopyCounter() as copies:
+        fullrank.all_gather_no_grad(own)
+    return copies.copied, counter.sizes
+
+
+def world_mean(rank: int, total: list[float], count: list[float], as_tensor: bool) -> tuple[float, float, int, int]:
+    """Return the global mean, the gradient of this rank's total, and the collectives forward and backward."""
+    own = torch.tensor(total[rank], dtype=torch.float64, requires_grad=True)
+    number = torch.tensor(count[rank]) if as_tensor else count[rank]
+    with CollectiveCounter() as forward:
+        mean = fullrank.global_mean(own, number)
+    with CollectiveCounter() as backward:
+        mean.backward()
+    assert own.grad is not None
+    return mean.item(), own.grad.item(), forward.total, backward.total
+
+
+def mean_over_unequal_shards(rank: int, convention: str) -> float:
+    """Return the gradient error of a DDP model under a global mean, or under the mean of each rank's mean."""
+    case = Case("smooth_ap")
+    step = gradient_cases.make_step(case, 0)
+    world_size = dist.get_world_size()
+    counts = gradient_cases.split(step.features.shape[0], world_size, 0)
+    model = gradient_cases.Scorer(1)
+    (model(step.features) ** 2).mean().backward()
+    whole = torch.cat(gradient_cases.flat_gradients(model))
+    model.zero_grad()
+    own = gradient_cases.shard(step, counts, rank)
+    wrapped = DistributedDataParallel(model)
+    squares = wrapped(own.features) ** 2
+    if convention == "fullrank":
+        fullrank.global_mean(squares.sum(), squares.numel()).backward()
+    else:
+        squares.mean().backward()
+    return float((torch.cat(gradient_cases.flat_gradients(model)) - whole).norm() / whole.norm())
+
+
+def gradient_over_groups(rank: int, form: str) -> float:
+    """Return the gradient error of SmoothAP over half of the four ranks, or over a mesh; DDP has the same group."""
+    case = Case("smooth_ap", queue_size=32)
+    if form == "subgroup":
+        halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        group = process_group = halves[rank % 2]
+    else:
+        shape, names = ((4,), ("data",)) if form == "mesh" else ((2, 2), ("replicate", "shard"))
+        group = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        process_group = dist.group.WORLD
+    place, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    worst = 0.0
+    losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(case, local=False, group=group)]
+    model = gradient_cases.Scorer(1)
+    wrapped = DistributedDataParallel(model, process_group=process_group)
+    for index in range(3):
+        # Each sub-group trains on batches of its own.
+        step = gradient_cases.make_step(case, index + 10 * (rank % 2 if form == "subgroup" else 0))
+        own = gradient_cases.shard(step, gradient_cases.split(step.features.shape[0], size, index), place)
+        model.zero_grad()
+        losses[0](model(step.features), step.targets).backward()
+        whole = torch.cat(gradient_cases.flat_gradients(model))
+        model.zero_grad()
+        losses[1](wrapped(own.features), own.targets).backward()
+        spread = torch.cat(gradient_cases.flat_gradients(model))
+        worst = max(worst, float((spread - whole).norm() / whole.norm()))
+    return worst
+
+
+def outsider(rank: int) -> str:
+    """Return the error of a rank that is not in the group it passes."""
+    group = dist.new_group([0])
+    if rank == 0:
+        return str(fullrank.all_gather_no_grad(torch.ones(2), group=group).shape)
+    try:
+        fullrank.all_gather_no_grad(torch.ones(2), group=group)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def collectives_of_losses(rank: int) -> dict[str, tuple[int, int]]:
+    """Return the collectives of one call, forward and backward, for every loss, with all optional arguments."""
+    counts = {}
+    for name in ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"):
+        for world in ("whole", "lone"):
+            group = None if world == "whole" else [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+            case = Case(name, weighted=True)
+            loss = gradient_cases.make_loss(case, local=False, group=group)
+            step = gradient_cases.make_step(case, 0)
+            logits = torch.randn(step.features.shape[0], gradient_cases.num_outputs(case), requires_grad=True)
+            with CollectiveCounter() as forward:
+                value = loss(logits, step.targets, sample_weight=step.weight)
+            with CollectiveCounter() as backward:
+                value.backward()
+            counts[f"{name} {world}"] = (forward.total, backward.total)
+    return counts
+
+
+def broadcasts_with_a_large_queue(rank: int, queue_size: int) -> tuple[int, int]:
+    """Return the bytes broadcast in a DDP forward with the loss, and a queue of this size, inside the module."""
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=queue_size, temperature=0.5)
+    model = DistributedDataParallel(gradient_cases.Scorer(1, loss).float())
+    features, targets = torch.randn(8, gradient_cases.NUM_FEATURES), torch.tensor([0, 1] * 4)
+    for _ in range(3):  # DDP settles its buckets in the first steps
+        model(features, targets).backward()
+    with CollectiveCounter() as counter:
+        model(features, targets).backward()
+    broadcasts = sum(number for name, number in counter.counts.items() if "broadcast" in name)
+    return broadcasts, max(counter.sizes)
+
+
+def copies_and_pickles(rank: int) -> list[Any]:
+    """Return what a deep copy and a pickle of a loss with an explicit group do."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8, group=group, temperature=0.5)
+    logits, targets = torch.tensor([[0.1 * rank], [0.3]]), torch.tensor([0, 1])
+    first = loss(logits, targets).item()
+    twin = copy.deepcopy(loss)
+    loaded = pickle.loads(pickle.dumps(loss))
+    again = [module(logits, targets).item() for module in (loss, twin, loaded)]
+    return [first, again, twin.group is group, loaded.group is None, len(twin.queue)]
+
+
+def detection(rank: int) -> list[Any]:
+    """Return what gather_distributed=None, False and True do, changed between the calls of one loss."""
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
+    logits, targets = torch.tensor([[0.3 - rank], [0.1]]), torch.tensor([1, 0])
+    values = []
+    for setting in (None, False, True, None):
+        loss.gather_distributed = setting
+        values.append(loss(logits, targets).item())
+    return values
+
+
+# --- agreement ---------------------------------------------------------------------------------------------------
+
+
+def make_bad(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a ranking loss, spoiled in one way."""
+    logits, targets = arguments["logits"], arguments["targets"]
+    count = logits.shape[0]
+    spoiled = {
+        "rank of logits": {"logits": logits[:, 0]},
+        "columns": {"logits": torch.cat([logits, logits], dim=1)},
+        "length": {"targets": targets[:-1]},
+        "float targets": {"targets": targets.double()},
+        "integer logits": {"logits": logits.detach().long()},
+        "not a tensor": {"logits": "scores"},
+        "class out of range": {"targets": targets + 7},
+        "mask shape": {"iid_mask": torch.ones(count + 1, dtype=torch.bool)},
+        "mask dtype": {"iid_mask": torch.ones(count)},
+        "weight shape": {"sample_weight": torch.ones(count, 1)},
+        "negative weight": {"sample_weight": -torch.ones(count)},
+        "weight not finite": {"sample_weight": torch.full((count,), torch.nan)},
+    }[kind]
+    return {**arguments, **spoiled}
+
+
+def bad_input(rank: int, loss_name: str, kind: str, bad_rank: int) -> tuple[str, str, float, float]:
+    """Let one rank pass bad arguments in the second of three steps.
+
+    Returns the class and text of the error, and the error in loss and gradient of the third step against a run in which
+    the bad step never happened.
+    """
+    outcome: dict[bool, tuple[float, Tensor]] = {}
+    text = name = ""
+    for spoil in (True, False):
+        case = Case(loss_name, num_classes=3)
+        loss = gradient_cases.make_loss(case, local=False)
+        for index in range(3):
+            generator = torch.Generator().manual_seed(10 * index + rank)
+            logits = torch.randn(7 + rank, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+            arguments = {"logits": logits, "targets": torch.randint(0, 3, (7 + rank,), generator=generator)}
+            if index == 1:
+                if not spoil:
+                    continue
+                try:
+                    loss(**(make_bad(kind, arguments) if rank == bad_rank else arguments))
+                except (ValueError, TypeError, RuntimeError) as error:
+                    name, text = type(error).__name__, str(error)
+                continue
+            value = loss(**arguments)
+            value.backward()
+        assert logits.grad is not None
+        outcome[spoil] = value.item(), logits.grad
+    value_error = abs(outcome[True][0] - outcome[False][0])
+    return name, text, value_error, float((outcome[True][1] - outcome[False][1]).abs().max())
+
+
+def disagreement(rank: int, kind: str) -> tuple[str, str]:
+    """Let rank 1 differ from the others in one respect; return the class and text of the error."""
+    odd = rank == 1
+    torch.manual_seed(rank)
+    loss = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5)
+    logits, targets = torch.randn(4, 2, requires_grad=True), torch.tensor([0, 1, 0, 1])
+    extra: dict[str, Any] = {}
+    call: Any = loss
+    if kind == "weights":
+        extra = {"sample_weight": torch.ones(4)} if odd else {}
+    elif kind == "mask":
+        extra = {"iid_mask": torch.ones(4, dtype=torch.bool)} if odd else {}
+    elif kind == "dtype":
+        logits = logits.double() if odd else logits
+    elif kind == "no gradient":
+        logits = logits.detach() if odd else logits
+    elif kind == "another loss":
+        call = fullrank.SoftmaxFocalLoss() if odd else loss
+    elif kind == "arguments":
+        call = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, reduction="sum") if odd else loss
+    elif kind == "temperature":
+        loss.temperature = 0.25 if odd else 0.5
+    elif kind == "train and eval":
+        loss.train(not odd)
+    elif kind == "queue":
+        loss(logits, targets)
+        if odd:
+            loss.reset_queue()
+    elif kind == "queue contents":
+        loss.gather_distributed = False
+        loss(logits, targets)  # each rank enqueues rows of its own
+        loss.gather_distributed = None
+    elif kind == "number of tensors":
+        return _error_of(lambda: fullrank.gather_rows(logits, targets if odd else None))
+    elif kind == "trailing shape":
+        return _error_of(lambda: fullrank.all_gather_with_grad(logits[:, :1] if odd else logits))
+    elif kind == "other function":
+        first, other = fullrank.all_gather_no_grad, fullrank.gather_rows
+        return _error_of(lambda: other(logits) if odd else first(logits))
+    elif kind == "negative count":
+        return _error_of(lambda: fullrank.global_mean(logits.sum(), -1 if odd else 4))
+    elif kind == "focal weights":
+        call, extra = fullrank.SoftmaxFocalLoss(), {"sample_weight": torch.ones(4)} if odd else {}
+    elif kind == "focal targets":
+        call, targets = fullrank.SoftmaxFocalLoss(), targets + 5 if odd else targets
+    else:
+        raise AssertionError(kind)
+    return _error_of(lambda: call(logits, targets, **extra))
+
+
+def _error_of(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def inside_checkpoint(rank: int, reentrant: bool) -> tuple[str, str]:
+    """Return the error of a loss that activation checkpointing runs again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5)
+    logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
+    value = checkpoint(loss, logits, targets, use_reentrant=reentrant)
+    return _error_of(value.backward)
+
+
+def synchronized(rank: int, spoil: bool) -> tuple[str, str]:
+    """Return what assert_synchronized says after gathered steps, and after one rank's queue was changed."""
+    loss = fullrank.RecallAtQuantileLoss(num_classes=1, quantile=0.3, queue_size=8, temperature=0.5)
+    loss(torch.tensor([[0.1 * rank], [0.5]]), torch.tensor([0, 1]))
+    if spoil and rank == 1:
+        loss.queue.enqueue(torch.tensor([[9.0]]), torch.tensor([0]))
+    return _error_of(loss.queue.assert_synchronized)

@@ -1,0 +1,243 @@
+"""What the worker processes run for the tests of the promise: gradients over ranks against those of one process.
+
+``train`` takes a few optimizer steps of a small model. The same function computes both sides: spread over the ranks of
+the pool under DDP, and in one process on the whole batch. It returns the gradient of every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fullrank
+
+NUM_FEATURES = 6
+NUM_STEPS = 4
+
+
+class Case(NamedTuple):
+    """One configuration of the promise."""
+
+    loss: str
+    dtype: str = "float64"
+    weighted: bool = False
+    num_classes: int = 1
+    queue_size: int = 64
+    multi_hot: bool = False
+    queue_keep: str = "all"
+    max_pool_size: int | None = None
+    loss_inside: bool = False  # the loss is part of the DDP-wrapped module
+    gradient_reduction: str | int = "mean"
+    reduction: str = "mean"
+
+
+def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
+    """Return the loss of ``case``; ``local`` keeps it to this process."""
+    gather = False if local else None
+    options = {"group": group, "gradient_reduction": case.gradient_reduction}
+    if case.loss == "sigmoid_focal":
+        return fullrank.SigmoidFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
+    if case.loss == "softmax_focal":
+        return fullrank.SoftmaxFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
+    pooled: dict[str, Any] = dict(  # noqa: C408
+        queue_size=case.queue_size,
+        gather_distributed=gather,
+        max_pool_size=case.max_pool_size,
+        reduction=case.reduction,
+    )
+    pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
+    if case.loss == "smooth_ap":
+        return fullrank.SmoothAPLoss(case.num_classes, temperature=0.2, **pooled)
+    if case.loss == "recall":
+        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=0.2, **pooled)
+    surrogate = case.loss.removeprefix("pauc_")
+    return fullrank.PAUCAtBudgetLoss(
+        case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled
+    )
+
+
+class Scorer(nn.Module):
+    """A two-layer model, with the loss inside if asked for."""
+
+    def __init__(self, num_outputs: int, loss: nn.Module | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.hidden = nn.Parameter(torch.randn(NUM_FEATURES, 8, dtype=torch.float64, generator=generator) / 2)
+        self.output = nn.Parameter(torch.randn(8, num_outputs, dtype=torch.float64, generator=generator))
+        self.loss = loss
+
+    def forward(self, features: Tensor, *args: Tensor, **kwargs: Tensor | None) -> Tensor:
+        logits = torch.tanh(features @ self.hidden) @ self.output
+        return logits if self.loss is None else self.loss(logits, *args, **kwargs)
+
+
+class Step(NamedTuple):
+    """The whole batch of one step."""
+
+    features: Tensor
+    targets: Tensor
+    weight: Tensor | None
+
+
+def make_step(case: Case, step: int) -> Step:
+    """Return the same batch in every process; some rows are ignored."""
+    generator = torch.Generator().manual_seed(100 + step)
+    dtype = getattr(torch, case.dtype)
+    count, columns = 37 + 3 * step, num_outputs(case)
+    features = torch.randn(count, NUM_FEATURES, dtype=torch.float64, generator=generator).to(dtype)
+    if case.loss == "sigmoid_focal":
+        targets = (torch.rand(count, columns, generator=generator) < 0.3).to(dtype)
+    elif case.multi_hot:
+        targets = (torch.rand(count, columns, generator=generator) < 0.3).long()
+        targets[torch.rand(count, columns, generator=generator) < 0.1] = -100
+    else:
+        targets = torch.randint(0, max(2, columns), (count,), generator=generator)
+        targets[::6] = -100
+    weight = torch.rand(count, dtype=torch.float64, generator=generator).to(dtype) if case.weighted else None
+    return Step(features, targets, weight)
+
+
+def num_outputs(case: Case) -> int:
+    """Return the number of logits per row."""
+    return 3 if case.loss == "softmax_focal" else case.num_classes
+
+
+def split(count: int, world_size: int, step: int) -> list[int]:
+    """Return uneven row counts; in every odd step one rank, a different one each time, has none."""
+    shares = [1 + (rank + step) % world_size * 2 for rank in range(world_size)]
+    if step % 2:
+        shares[(step // 2) % world_size] = 0
+    counts = [count * share // sum(shares) for share in shares]
+    counts[counts.index(max(counts))] += count - sum(counts)
+    return counts
+
+
+def shard(step: Step, counts: list[int], rank: int) -> Step:
+    """Return the rows of ``rank``."""
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    return Step(*(None if tensor is None else tensor[rows] for tensor in step))
+
+
+class Trace(NamedTuple):
+    """What a training leaves: per step, the loss and the gradient in one list, and the parameters it started from."""
+
+    gradients: list[list[float]]
+    parameters: list[dict[str, Tensor]]
+
+
+def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -> Trace:
+    """Train over ``world_size`` ranks under DDP, or in one process if it is 1.
+
+    With ``follow`` every step starts from the parameters of that trace, so that one step's rounding is not what the
+    next step's gradient is judged by.
+    """
+    local = world_size == 1
+    loss = make_loss(case, local)
+    model = Scorer(num_outputs(case), loss if case.loss_inside else None).to(getattr(torch, case.dtype))
+    wrapped = model if local else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trace = Trace([], [])
+    for index in range(NUM_STEPS):
+        if follow is not None:
+            model.load_state_dict(follow.parameters[index], strict=False)
+        trace.parameters.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        step = make_step(case, index)
+        if not local:
+            step = shard(step, split(step.features.shape[0], world_size, index), rank)
+        optimizer.zero_grad()
+        if case.loss_inside:
+            value = wrapped(step.features, step.targets, sample_weight=step.weight)
+        else:
+            value = loss(wrapped(step.features), step.targets, sample_weight=step.weight)
+        value.backward()
+        trace.gradients.append(torch.cat([value.detach().reshape(1), *flat_gradients(model)]).double().tolist())
+        optimizer.step()
+    return trace
+
+
+def flat_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients, flattened, in the order of the parameters."""
+    return [parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def relative_error(values: list[float], reference: list[float]) -> float:
+    """Return the norm of the difference over the norm of the reference, without the loss value in front."""
+    a, b = (torch.tensor(v[1:], dtype=torch.float64) for v in (values, reference))
+    return float((a - b).norm() / b.norm())
+
+
+def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """Return the largest gradient error and the largest error of the loss value, over the steps.
+
+    In float64 the two trainings run apart. In float32 the spread one follows the parameters of the other: the limit is
+    about a gradient, and a step of 0.5 turns the rounding of one into other scores for the next.
+    """
+    whole = train(case, rank, 1)
+    spread = train(case, rank, world_size, whole if case.dtype == "float32" else None)
+    pairs = list(zip(spread.gradients, whole.gradients))
+    gradient = max(relative_error(a, b) for a, b in pairs)
+    value = max(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3) for a, b in pairs)
+    return gradient, value
+
+
+def post_gather_errors(rank: int, world_size: int, dtype: str, convention: str) -> dict[str, float]:
+    """Return relative gradient errors of the encoder and of a scale that is applied after the gather.
+
+    ``convention`` is how the rows are gathered: ``"fullrank"``, ``"detached"`` (all-gather, this rank's slice put back)
+    or ``"scaled"`` (the same with the loss multiplied by W).
+    """
+    case = Case("smooth_ap", dtype=dtype, queue_size=0)
+    step = make_step(case, 0)
+    counts = split(step.features.shape[0], world_size, 0)
+    whole = _scaled_gradients(case, step, "local", world_size)
+    spread = _scaled_gradients(case, shard(step, counts, rank), convention, world_size)
+    return {name: float((spread[name] - whole[name]).norm() / whole[name].norm()) for name in whole} | {
+        "ratio": float((spread["encoder"] @ whole["encoder"]) / whole["encoder"].norm() ** 2),
+        "scale_ratio": float(spread["scale"].sum() / whole["scale"].sum()),
+    }
+
+
+class ScaledScorer(nn.Module):
+    """An encoder, and a learned scale that acts on the gathered rows."""
+
+    def __init__(self, case: Case, convention: str, world_size: int) -> None:
+        super().__init__()
+        self.encoder = Scorer(1)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64) * 1.3)
+        self.loss = make_loss(case, local=True)
+        self.convention, self.world_size = convention, world_size
+
+    def forward(self, features: Tensor, targets: Tensor) -> Tensor:
+        logits = self.encoder(features)
+        if self.convention == "fullrank":
+            logits, targets = fullrank.gather_rows(logits, targets)
+        elif self.convention != "local":
+            logits, targets = _detached_gather(logits), _detached_gather(targets)
+        loss = self.loss(logits * self.scale, targets)
+        return loss * self.world_size if self.convention == "scaled" else loss
+
+
+def _detached_gather(tensor: Tensor) -> Tensor:
+    """Gather without gradient and put this rank's rows back: what is widely done, and wrong by 1 / W under DDP."""
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, tensor.shape[0])
+    padded = tensor.detach().new_zeros(max(counts), *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor.detach()
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    parts = [part[:count] for part, count in zip(parts, counts)]
+    parts[dist.get_rank()] = tensor
+    return torch.cat(parts)
+
+
+def _scaled_gradients(case: Case, step: Step, convention: str, world_size: int) -> dict[str, Tensor]:
+    model = ScaledScorer(case, convention, world_size).to(getattr(torch, case.dtype))
+    wrapped = model if convention == "local" else DistributedDataParallel(model)
+    wrapped(step.features, step.targets).backward()
+    encoder = torch.cat(flat_gradients(model.encoder)).double()
+    assert model.scale.grad is not None
+    return {"encoder": encoder, "scale": model.scale.grad.reshape(1).double()}

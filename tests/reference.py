@@ -1,0 +1,389 @@
+"""Slow definitions of the losses in float64, one loop over classes and one over positives. Nothing of the package here.
+
+Every function takes the live rows as :class:`Rows` and, for the pooled losses, past rows that carry no gradient. They
+are torch code, so ``torch.autograd.grad`` of a reference is the reference of the gradient:
+
+    result = reference.smooth_ap(Rows(logits, targets), past, temperature=0.1)
+    result.loss, result.per_class, result.valid, result.stats
+
+``past`` is what :func:`enqueue` returns for the rows of earlier steps. Over several ranks the live rows are simply the
+concatenation of theirs, in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Rows as they are given to a loss: (N, C), (N,) or multi-hot (N, C), (N,) bool, (N,)."""
+
+    logits: Tensor
+    targets: Tensor
+    iid_mask: Tensor | None = None
+    sample_weight: Tensor | None = None
+
+
+class Result(NamedTuple):
+    """``loss`` with the loss of each class (NaN where not valid), validity, and the diagnostics of partial AUC."""
+
+    loss: Tensor
+    per_class: Tensor
+    valid: Tensor
+    stats: dict[str, Tensor]
+
+
+class Row(NamedTuple):
+    """One row of one class's binary problem."""
+
+    score: Tensor
+    positive: bool
+    iid: bool
+    live: bool
+    weight: float
+
+
+Problem = list[Row]
+
+
+def cat(*parts: Rows) -> Rows:
+    """Return the rows of all parts; what some parts have and others have not is True or 1 for the others."""
+    columns = []
+    for name, default in (("iid_mask", torch.bool), ("sample_weight", torch.float64)):
+        values = [getattr(part, name) for part in parts]
+        if all(value is None for value in values):
+            columns.append(None)
+            continue
+        ones = [torch.ones(len(part.logits), dtype=default) for part in parts]
+        columns.append(torch.cat([one if value is None else value.to(default) for one, value in zip(ones, values)]))
+    return Rows(torch.cat([part.logits for part in parts]), torch.cat([part.targets for part in parts]), *columns)
+
+
+def take(rows: Rows, index: Tensor) -> Rows:
+    """Return the rows of ``index`` (positions or a bool mask)."""
+    return Rows(*(None if value is None else value[index] for value in rows))
+
+
+def enqueue(
+    past: Rows | None,
+    live: Rows,
+    capacity: int,
+    *,
+    ignore_index: int = -100,
+    queue_keep: str = "all",
+) -> Rows | None:
+    """Return the last ``capacity`` rows that may enter a queue, oldest first; None when there are none."""
+    multi_hot, binary = live.targets.ndim == 2, live.logits.shape[1] == 1
+    kept = []
+    for n in range(len(live.logits)):
+        codes = live.targets[n].reshape(-1).tolist()
+        finite = all(math.isfinite(score) for score in live.logits[n].tolist())
+        enters = finite and any(code != ignore_index for code in codes)
+        if queue_keep == "negatives" and (multi_hot or binary):
+            enters = enters and any(code == 0 for code in codes)
+        if enters:
+            kept.append(n)
+    fresh = take(Rows(live.logits.detach(), *live[1:]), torch.tensor(kept, dtype=torch.int64))
+    rows = fresh if past is None else cat(past, fresh)
+    first = max(0, len(rows.logits) - capacity)
+    return take(rows, torch.arange(first, len(rows.logits))) if len(rows.logits) > first else None
+
+
+def problems(
+    live: Rows, past: Rows | None = None, *, ignore_index: int = -100, queue_keep: str = "all"
+) -> list[Problem]:
+    """Return class c against the rest for every class: its rows, without those that take no part in it."""
+    num_classes = live.logits.shape[1]
+    result: list[Problem] = [[] for _ in range(num_classes)]
+    for rows, is_live in ((live, True), (past, False)):
+        if rows is None:
+            continue
+        for n in range(len(rows.logits)):
+            for c in range(num_classes):
+                code = int(rows.targets[n, c] if rows.targets.ndim == 2 else rows.targets[n])
+                if code == ignore_index:
+                    continue
+                indicator = rows.targets.ndim == 2 or num_classes == 1
+                positive = code != 0 if indicator else code == c
+                if positive and not is_live and queue_keep == "negatives":
+                    continue  # a queued positive is left out of its own class
+                iid = True if rows.iid_mask is None else bool(rows.iid_mask[n])
+                weight = 1.0 if rows.sample_weight is None else float(rows.sample_weight[n])
+                score = rows.logits[n, c].double()
+                result[c].append(Row(score if is_live else score.detach(), positive, iid, is_live, weight))
+    return result
+
+
+def _reduce(losses: list[Tensor | None], anchor: Tensor, reduction: str, stats: list[dict[str, float]]) -> Result:
+    """Reduce over the valid classes; None is the loss of a class that is not valid."""
+    kept = [loss for loss in losses if loss is not None]
+    per_class = torch.stack([torch.tensor(math.nan).double() if loss is None else loss for loss in losses])
+    total = sum(kept, anchor.double().sum() * 0)
+    if reduction == "none":
+        loss = per_class
+    else:
+        loss = total / max(1, len(kept)) if reduction == "mean" else total
+    valid = torch.tensor([loss is not None for loss in losses])
+    return Result(
+        loss,
+        per_class,
+        valid,
+        {name: torch.tensor([each[name] for each in stats], dtype=torch.float64) for name in stats[0]},
+    )
+
+
+def _pooled(
+    live: Rows,
+    past: Rows | None,
+    formula: Callable[[Problem], tuple[Tensor | None, dict[str, float]]],
+    reduction: str,
+    ignore_index: int,
+    queue_keep: str,
+) -> Result:
+    outcomes = [formula(problem) for problem in problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)]
+    return _reduce([loss for loss, _ in outcomes], live.logits, reduction, [stats for _, stats in outcomes])
+
+
+def _column(rows: list[Row]) -> Tensor:
+    return torch.stack([row.score for row in rows]) if rows else torch.zeros(0).double()
+
+
+def _weighted_mean(values: list[Tensor], rows: list[Row]) -> Tensor:
+    mass = sum(row.weight for row in rows)
+    return sum(value * row.weight for value, row in zip(values, rows)) / mass
+
+
+# --- average precision -----------------------------------------------------------------------------------------------
+
+
+def smooth_ap(
+    live: Rows,
+    past: Rows | None = None,
+    *,
+    temperature: float = 0.01,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    queue_keep: str = "all",
+) -> Result:
+    """1 - mean over P of (1 + sum over j in P, j != i, of s((x_j - x_i) / t)) / (1 + the same over all j != i)."""
+
+    def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
+        positives = [row for row in problem if row.positive]
+        if sum(row.weight for row in positives) == 0 or len(positives) == len(problem):
+            return None, {}
+        precisions = []
+        for i in positives:
+            other_positives = _column([j for j in positives if j is not i])
+            others = _column([j for j in problem if j is not i])
+            rank_pos = 1 + torch.sigmoid((other_positives - i.score) / temperature).sum()
+            rank_all = 1 + torch.sigmoid((others - i.score) / temperature).sum()
+            precisions.append(rank_pos / rank_all)
+        return 1 - _weighted_mean(precisions, positives), {}
+
+    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
+
+
+# --- quantiles -------------------------------------------------------------------------------------------------------
+
+
+def exact(number: float | Fraction) -> Fraction:
+    """Return the decimal number that was written, 0.005 as 1/200 and not as the nearest binary fraction."""
+    return number if isinstance(number, Fraction) else Fraction(repr(number))
+
+
+def upper_quantile(values: list[float], q: float | Fraction, interpolation: str = "higher") -> float:
+    """Return the (1 - q) quantile; its rank (1 - q)(n - 1) is an exact rational number here."""
+    ordered = sorted(values)
+    rank = (1 - exact(q)) * (len(ordered) - 1)
+    lower, upper = math.floor(rank), math.ceil(rank)
+    if interpolation == "lower":
+        return ordered[lower]
+    if interpolation == "higher":
+        return ordered[upper]
+    if interpolation == "nearest":
+        return ordered[round(rank)]  # half to even
+    low, high = ordered[lower], ordered[upper]
+    if interpolation == "midpoint":
+        return low if lower == upper else (low + high) / 2
+    assert interpolation == "linear"
+    return low if lower == upper else low + (high - low) * float(rank - lower)
+
+
+# --- recall ----------------------------------------------------------------------------------------------------------
+
+
+def recall_at_quantile(
+    live: Rows,
+    past: Rows | None = None,
+    *,
+    quantile: float = 0.005,
+    temperature: float = 0.01,
+    quantile_interpolation: str = "higher",
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    queue_keep: str = "all",
+) -> Result:
+    """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores."""
+
+    def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
+        positives = [row for row in problem if row.positive]
+        if sum(row.weight for row in positives) == 0:
+            return None, {}
+        threshold = upper_quantile([row.score.item() for row in problem], quantile, quantile_interpolation)
+        chances = [torch.sigmoid((i.score - threshold) / temperature) for i in positives]
+        return 1 - _weighted_mean(chances, positives), {}
+
+    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
+
+
+# --- partial AUC -----------------------------------------------------------------------------------------------------
+
+NO_STATS = {"t_alpha": math.nan, "t_beta": math.nan, "tau_eff": math.nan, "pauc_var": math.nan}
+NO_STATS |= {"band_neg_count": 0, "grad_pos_count": 0}
+
+
+class Band(NamedTuple):
+    """The arguments of partial AUC."""
+
+    alpha: float = 0.0
+    beta: float = 0.005
+    surrogate: str = "trapezoid"
+    n_knots: int = 2
+    tau_scale: str = "iqr"
+    pos_numerator: str = "pool"
+    budget_basis: str = "fpr"
+    temperature: float = 0.1
+    quantile_interpolation: str = "higher"
+
+
+def pauc_at_budget(
+    live: Rows,
+    past: Rows | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    queue_keep: str = "all",
+    **band: float | str,
+) -> Result:
+    """1 - the mean over positives of their mean chance to exceed the thresholds, or the negatives, of the band."""
+    settings = Band(**band)
+    return _pooled(live, past, lambda problem: _pauc(problem, settings), reduction, ignore_index, queue_keep)
+
+
+def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]]:
+    negatives = [row for row in problem if not row.positive]
+    numerator = [row for row in problem if row.positive and (row.live or band.pos_numerator == "pool")]
+    reference = [
+        row.score.item() for row in problem if row.iid and (band.budget_basis == "population" or not row.positive)
+    ]
+    if sum(row.weight for row in numerator) == 0 or not negatives or not reference:
+        return None, dict(NO_STATS)
+
+    def level(q: float | Fraction) -> float:
+        return upper_quantile(reference, q, band.quantile_interpolation)
+
+    t_alpha, t_beta = level(band.alpha), level(band.beta)
+    scale = level(0.25) - level(0.75) if band.tau_scale == "iqr" else t_alpha - t_beta
+    tau = band.temperature * scale
+    in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]
+    if scale <= 1e-12 or (band.surrogate == "pairwise" and not in_band):
+        return None, dict(NO_STATS)
+    if band.surrogate == "pairwise":
+        chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
+    else:
+        chances = [_soft_tpr(i, level, band, tau) for i in numerator]
+    values = [chance.item() for chance in chances]
+    mean = sum(values) / len(values)
+    stats = {
+        "t_alpha": t_alpha,
+        "t_beta": t_beta,
+        "tau_eff": tau,
+        "pauc_var": sum((value - mean) ** 2 for value in values) / len(values),
+        "band_neg_count": sum(j.iid for j in in_band),
+        "grad_pos_count": sum(row.positive and row.live for row in problem),
+    }
+    return 1 - _weighted_mean(chances, numerator), stats
+
+
+def _soft_tpr(i: Row, level: Callable[[Fraction], float], band: Band, tau: float) -> Tensor:
+    """Return the trapezoid rule over equally spaced rates of s((x_i - threshold of the rate) / tau), over the width."""
+    alpha, width = exact(band.alpha), exact(band.beta) - exact(band.alpha)
+    steps = band.n_knots - 1
+    heights = [torch.sigmoid((i.score - level(alpha + width * k / steps)) / tau) for k in range(band.n_knots)]
+    return sum((heights[k] + heights[k + 1]) / 2 for k in range(steps)) / steps
+
+
+# --- focal -----------------------------------------------------------------------------------------------------------
+
+
+def sigmoid_focal(
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    alpha: float = 0.25,
+    gamma: float = 2.0,
+    reduction: str = "mean",
+    sample_weight: Tensor | None = None,
+) -> Tensor:
+    """alpha_t (1 - p_t)^gamma CE(x, y) for every element; ``sample_weight`` has the shape of ``inputs``."""
+    values, mass = [], 0.0
+    weights = torch.ones_like(inputs) if sample_weight is None else sample_weight
+    for x, y, weight in zip(inputs.double().reshape(-1), targets.double().reshape(-1), weights.reshape(-1).tolist()):
+        p = torch.sigmoid(x)
+        p_t = p * y + (1 - p) * (1 - y)
+        cross_entropy = -(y * p.log() + (1 - y) * (1 - p).log())
+        alpha_t = 1.0 if alpha < 0 else alpha * y + (1 - alpha) * (1 - y)
+        values.append(weight * alpha_t * (1 - p_t) ** gamma * cross_entropy)
+        mass += weight
+    return _reduce_elements(values, inputs.shape, mass, inputs, reduction)
+
+
+def softmax_focal(
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    alpha: list[float] | None = None,
+    gamma: float = 2.0,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    background_class: int = 0,
+    sample_weight: Tensor | None = None,
+) -> Tensor:
+    """alpha_y (1 - p_y)^gamma CE(x, smoothed y) for every element of (N, *); p_y is that of the target itself."""
+    rows = inputs.double().movedim(1, -1).reshape(-1, inputs.shape[1])
+    weights = torch.ones(targets.shape) if sample_weight is None else sample_weight
+    values, mass = [], 0.0
+    for x, y, weight in zip(rows, targets.reshape(-1).tolist(), weights.reshape(-1).tolist()):
+        if y == ignore_index:
+            values.append(torch.zeros(()).double())
+            continue
+        log_p = x - torch.logsumexp(x, dim=0)
+        smooth = [label_smoothing / len(x) + (1 - label_smoothing) * (c == y) for c in range(len(x))]
+        cross_entropy = -sum(share * log_p[c] for c, share in enumerate(smooth))
+        alpha_y = 1.0 if alpha is None else float(alpha[y])
+        values.append(weight * alpha_y * (1 - log_p[y].exp()) ** gamma * cross_entropy)
+        if reduction != "mean_positive" or y != background_class:
+            mass += weight
+    return _reduce_elements(values, targets.shape, mass, inputs, reduction)
+
+
+def _reduce_elements(values: list[Tensor], shape: torch.Size, mass: float, inputs: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return torch.stack(values).reshape(shape)
+    total = sum(values, inputs.double().sum() * 0)
+    return total if reduction == "sum" else total / (mass or 1.0)
+
+
+# --- sums of sigmoids ------------------------------------------------------------------------------------------------
+
+
+def sigmoid_sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float) -> Tensor:
+    """The one line that specifies it, for (Q,), (K,), (K, n) and with a leading dimension of classes."""
+    return torch.sigmoid((keys.unsqueeze(-2) - queries.unsqueeze(-1)) / temperature) @ weights

@@ -1,0 +1,519 @@
+"""What holds for every loss of the registry, and behaviour at the edges: ties, extremes, NaN, empty classes, draws."""
+
+import math
+
+import loss_cases as cases
+import numpy
+import pytest
+import reference
+import torch
+from loss_cases import FOCAL, IGNORED, INPUTS, NOT_LOSSES, POOLED
+from reference import Rows
+from torch.testing import assert_close
+
+from fullrank import losses
+from fullrank.losses.pool import Batch, TargetRule
+from fullrank.losses.quantiles import INTERPOLATIONS, upper_quantiles
+from fullrank.losses.sampling import draw_rows
+
+# float64 sums of some tens of terms, in another order; gradients divide by temperatures of 0.03 at the least.
+SAME = {"rtol": 1e-12, "atol": 1e-13}
+
+over_losses = pytest.mark.parametrize("name", POOLED)
+over_inputs = pytest.mark.parametrize("inputs", INPUTS)
+
+
+def test_every_loss_is_registered():
+    registered = set(POOLED) | set(FOCAL) | {loss.module.__name__ for loss in (*POOLED.values(), *FOCAL.values())}
+    assert registered | set(NOT_LOSSES) == set(losses.__all__)
+    assert not registered & set(NOT_LOSSES)
+
+
+def _run(name, case, rows, past=None, **options):
+    """Return the loss of each class and the gradient of the rows, after a step on ``past`` rows."""
+    module = case.module(POOLED[name], queue_size=1000 if past else 0, **{"reduction": "none", **POOLED[name].default})
+    if past:
+        cases.call(module, past)
+    rows = cases.leaf(rows)
+    loss = cases.call(module, rows, **options)
+    return loss.detach(), cases.gradient(loss, rows.logits)
+
+
+def _assert_same(ours, theirs, **tolerance):
+    for mine, other in zip(ours, theirs):
+        assert_close(mine, other, equal_nan=True, **(tolerance or SAME))
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+
+@over_inputs
+@over_losses
+def test_row_permutation(name, inputs):
+    case = INPUTS[inputs]
+    rows = case.rows(weighted=True, masked=True)
+    order = torch.randperm(case.num_rows, generator=torch.Generator().manual_seed(1))
+    loss, gradient = _run(name, case, rows)
+    _assert_same(_run(name, case, reference.take(rows, order)), (loss, gradient[order]))
+
+
+@over_inputs
+@over_losses
+def test_score_shift(name, inputs):
+    rows = INPUTS[inputs].rows()
+    shifted = rows._replace(logits=rows.logits + 3.0)
+    _assert_same(_run(name, INPUTS[inputs], shifted), _run(name, INPUTS[inputs], rows))
+
+
+@over_losses
+def test_score_shift_in_float32(name):
+    # Multiples of 2^-8, which float32 holds up to 65536, so that no difference of two scores changes.
+    rows = INPUTS["binary"].rows(num_rows=200)
+    logits = (rows.logits * 256).round().float() / 256
+    module = POOLED[name].module(1, queue_size=0, **(POOLED[name].default | {"temperature": 0.05}))
+    results = []
+    for shift in (0.0, 16384.0):
+        leaf = cases.leaf(rows._replace(logits=logits + shift))
+        loss = cases.call(module, leaf)
+        results.append((loss.detach(), cases.gradient(loss, leaf.logits)))
+    # What is left is the order of float32 sums over 200 rows.
+    _assert_same(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan, math.inf, -math.inf])
+@over_inputs
+@over_losses
+def test_ignored_rows_are_removed_rows(name, inputs, poison):
+    case = INPUTS[inputs]
+    rows, past = case.rows(weighted=True, masked=True), case.rows(1)
+    rows.targets[:3] = IGNORED
+    ignored = rows.targets == IGNORED
+    hole = ignored if case.multi_hot else ignored[:, None].expand_as(rows.logits)
+    rows = rows._replace(logits=rows.logits.masked_fill(hole, poison))
+    kept = ~(ignored.all(dim=1) if case.multi_hot else ignored)
+    loss, gradient = _run(name, case, rows, past)
+    assert not gradient[hole].any()
+    without = reference.take(rows, kept)
+    finite = without._replace(logits=without.logits.masked_fill(hole[kept], 0.0))
+    _assert_same((loss, gradient[kept]), _run(name, case, finite, past))
+
+
+@pytest.mark.parametrize("inputs", ["classes", "multi_hot", "tied"])
+@over_losses
+def test_class_permutation(name, inputs):
+    case = INPUTS[inputs]
+    rows = case.rows(weighted=True)
+    order = torch.arange(case.num_classes).roll(1)
+    if case.multi_hot:
+        targets = rows.targets[:, order]
+    else:
+        targets = torch.where(rows.targets >= 0, order.argsort()[rows.targets.clamp_min(0)], rows.targets)
+    loss = _run(name, case, rows)[0]
+    permuted = _run(name, case, rows._replace(logits=rows.logits[:, order], targets=targets))[0]
+    assert_close(permuted, loss[order], **SAME)
+
+
+@over_inputs
+@over_losses
+def test_weights_of_one_are_no_weights(name, inputs):
+    case = INPUTS[inputs]
+    rows, past = case.rows(), case.rows(1)
+    ones = rows._replace(sample_weight=torch.ones(case.num_rows))
+    _assert_same(_run(name, case, ones, past), _run(name, case, rows, past))
+    two = rows._replace(sample_weight=torch.full((case.num_rows,), 2.0))
+    _assert_same(_run(name, case, two), _run(name, case, rows))
+    if len(rows.targets) > 30:
+        return  # so few positives that uneven weights may not show
+    uneven = rows._replace(sample_weight=torch.linspace(0.1, 2, case.num_rows))
+    assert not torch.allclose(_run(name, case, uneven)[0], _run(name, case, rows)[0], rtol=1e-6)
+
+
+@over_inputs
+@over_losses
+def test_queue_rows_are_detached_live_rows(name, inputs):
+    case, loss = INPUTS[inputs], POOLED[name]
+    past, live = case.rows(0), cases.leaf(case.rows(1))
+    joined = reference.cat(Rows(*past), live)
+    options = {"reduction": "none", "multi_hot": case.multi_hot} | loss.default
+    expected = loss.functional(joined.logits, joined.targets, **options)
+    expected = expected.detach(), cases.gradient(expected, live.logits)
+    _assert_same(_run(name, case, live, past), expected)
+    assert not torch.allclose(_run(name, case, live)[0], expected[0], equal_nan=True)
+
+
+@over_losses
+def test_dtype_and_shape_of_targets_do_not_matter(name):
+    logits, targets = INPUTS["binary"].rows()[:2]
+    targets = (targets == 1).long()
+    loss = POOLED[name]
+    module = loss.module(1, queue_size=0, **loss.default)
+    expected = module(logits, targets)
+    forms = [targets.bool(), targets.int(), targets.to(torch.uint8), targets[:, None], targets[:, None].bool()]
+    assert all(torch.equal(module(logits, form), expected) for form in forms)
+    rows = INPUTS["multi_hot"].rows()
+    module = INPUTS["multi_hot"].module(loss, **loss.default)
+    codes = (rows.targets == 1).long()
+    assert torch.equal(module(rows.logits, codes), module(rows.logits, codes.bool()))
+
+
+@pytest.mark.parametrize("name", FOCAL)
+def test_focal_permutation_and_weights_of_one(name):
+    loss = FOCAL[name]
+    logits, targets, weight = loss.inputs()
+    order = torch.arange(len(logits)).flip(0)
+    expected = loss.functional(logits, targets, sample_weight=weight)
+    permuted = loss.functional(logits[order], targets[order], sample_weight=weight[order])
+    assert_close(permuted, expected, **SAME)
+    plain = loss.functional(logits, targets)
+    assert_close(loss.functional(logits, targets, sample_weight=torch.ones_like(weight)), plain, **SAME)
+    assert abs((plain - expected).item()) > 1e-3
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+def test_focal_ignored_elements_are_removed_elements(poison):
+    logits, targets, _ = cases.focal_classes()
+    flat, labels = logits.movedim(1, -1).reshape(-1, 4), targets.reshape(-1)
+    kept = labels != IGNORED
+    poisoned = flat.masked_fill(~kept[:, None], poison).requires_grad_()
+    loss = losses.softmax_focal(poisoned, labels)
+    assert_close(loss, losses.softmax_focal(flat[kept], labels[kept]), **SAME)
+    assert not cases.gradient(loss, poisoned)[~kept].any()
+
+
+# --- numerics --------------------------------------------------------------------------------------------------------
+
+
+def _against_reference(name, logits, targets, rtol, **changes):
+    loss = POOLED[name]
+    settings = loss.default | changes
+    logits = logits.clone().requires_grad_()
+    ours = loss.functional(logits, targets, **settings)
+    (gradient,) = torch.autograd.grad(ours, logits)
+    assert bool(gradient.isfinite().all())
+    expected = loss.reference(Rows(logits.detach().double(), targets), **settings).loss
+    assert_close(ours.double(), expected, rtol=rtol, atol=1e-7)
+    return ours
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@over_losses
+def test_extreme_magnitudes(name, dtype):
+    rows = INPUTS["binary"].rows()
+    logits = rows.logits.to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    _against_reference(name, logits * 1e30, rows.targets, tolerance)
+    for index in (0, int((rows.targets == 0).nonzero()[0])):  # one positive, one negative far away
+        for far in (1e30, -1e30):
+            one = logits.clone()
+            one[index] = far
+            _against_reference(name, one, rows.targets, tolerance)
+
+
+@over_losses
+def test_temperature_of_a_ten_thousandth_of_the_range(name):
+    rows = INPUTS["tied"].rows(num_rows=40)
+    for logits in (rows.logits.float(), INPUTS["binary"].rows(num_rows=40).logits.float()):
+        targets = (rows.targets == 1).long()
+        span = (logits.max() - logits.min()).item()
+        _against_reference(
+            name, logits, targets if logits.shape[1] == 1 else rows.targets, 1e-4, temperature=1e-4 * span
+        )
+
+
+def test_all_scores_equal():
+    logits = torch.full((9, 1), 2.5, requires_grad=True)
+    targets = (torch.arange(9) < 3).long()
+    assert_close(losses.smooth_ap(logits, targets).item(), 1 - (1 + 2 / 2) / (1 + 8 / 2), rtol=1e-6, atol=0)
+    assert losses.recall_at_quantile(logits, targets).item() == 0.5
+    module = losses.PAUCAtBudgetLoss(1, queue_size=0)
+    with pytest.warns(UserWarning, match="scale of at most 1e-12"):
+        result = module(logits, targets, return_per_class=True)
+    assert (result.loss.item(), result.valid.tolist()) == (0.0, [False])
+    assert module(logits, targets).item() == 0.0  # warned once: a second warning would be an error
+    for loss in (losses.smooth_ap(logits, targets), result.loss):
+        assert bool(torch.autograd.grad(loss, logits)[0].isfinite().all())
+
+
+@pytest.mark.parametrize(("label", "score"), [(0, -math.inf), (1, math.inf)], ids=["negative_last", "positive_first"])
+@over_losses
+def test_infinite_scores(name, label, score):
+    rows = INPUTS["binary"].rows(num_rows=40)
+    place = int((rows.targets == label).nonzero()[0])
+    results = []
+    for value in (score, math.copysign(1e6, score)):
+        logits = rows.logits.clone()
+        logits[place] = value
+        leaf = logits.requires_grad_()
+        loss = POOLED[name].functional(leaf, rows.targets, **POOLED[name].default)
+        results.append((loss.detach(), cases.gradient(loss, leaf)))
+    _assert_same(*results)
+
+
+@over_losses
+def test_infinite_scores_in_a_class_that_is_not_valid(name):
+    # Two positives at +inf have no order, but without negatives none is asked for.
+    if not POOLED[name].needs_negatives:
+        pytest.skip("needs no negatives")
+    logits = torch.tensor([[math.inf], [math.inf], [1.0]], requires_grad=True)
+    loss = POOLED[name].functional(logits, torch.ones(3, dtype=torch.int64))
+    assert loss.item() == 0.0
+    assert torch.autograd.grad(loss, logits)[0].tolist() == [[0.0]] * 3
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_sigmoid_focal_of_extreme_logits(gamma):
+    for far in (math.inf, 1e30):  # on the right side: p_t is 1
+        logits = torch.tensor([far, -far], requires_grad=True)
+        loss = losses.sigmoid_focal(logits, torch.tensor([1.0, 0.0]), gamma=gamma)
+        assert loss.item() == 0.0
+        assert torch.autograd.grad(loss, logits)[0].tolist() == [0.0, 0.0]
+    logits = torch.tensor([-1e30, 1e30], requires_grad=True)
+    loss = losses.sigmoid_focal(logits, torch.tensor([1.0, 0.0]), alpha=-1, gamma=gamma, reduction="sum")
+    assert loss.item() == pytest.approx(2e30, rel=1e-6)
+    assert torch.autograd.grad(loss, logits)[0].tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_softmax_focal_of_extreme_logits(gamma):
+    logits = torch.tensor([[1e30, 0.0, -math.inf], [1e30, 0.0, -math.inf]], requires_grad=True)
+    loss = losses.softmax_focal(logits, torch.tensor([0, 1]), gamma=gamma, reduction="sum")
+    assert loss.item() == pytest.approx(1e30, rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    # sqrt has no slope at 0; the one used instead leaves 1e-19 of the probability's own error at most.
+    assert_close(gradient, torch.tensor([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0]]), rtol=1e-6, atol=1e-18)
+
+
+@over_inputs
+@over_losses
+def test_nan_poisons_its_own_step_and_no_other(name, inputs):
+    case, loss = INPUTS[inputs], POOLED[name]
+    rows, clean = case.rows(0), case.rows(1)
+    for column in range(case.num_classes):
+        valid = (rows.targets if rows.targets.ndim == 1 else rows.targets[:, column]) >= 0
+        logits = rows.logits.clone()
+        place = int(valid.nonzero()[-1])
+        logits[place, column] = math.nan
+        module, twin = (case.module(loss, queue_size=100, **loss.default) for _ in range(2))
+        leaf = cases.leaf(rows._replace(logits=logits))
+        poisoned = cases.call(module, leaf, return_per_class=True)
+        assert bool(poisoned.loss.isnan())
+        others = [c for c in range(case.num_classes) if c != column]
+        assert not poisoned.per_class[others].isnan().any()
+        cases.call(twin, reference.take(rows, torch.arange(case.num_rows) != place))
+        assert len(module.queue) == len(twin.queue)
+        assert torch.equal(cases.call(module, clean), cases.call(twin, clean))
+
+
+# --- degenerate classes ----------------------------------------------------------------------------------------------
+
+
+def _degenerate(kind, case):
+    rows = case.rows(num_rows=0 if kind == "rows" else 12)
+    fill = {"positives": 0, "negatives": 1, "valid": IGNORED, "rows": 0}[kind]
+    return rows._replace(targets=torch.full_like(rows.targets, fill))
+
+
+@pytest.mark.parametrize("inputs", ["binary", "multi_hot"])
+@pytest.mark.parametrize("missing", ["positives", "negatives", "rows", "valid"])
+@over_losses
+def test_without_valid_classes_the_loss_is_zero_and_connected(name, missing, inputs):
+    case, loss = INPUTS[inputs], POOLED[name]
+    if missing == "negatives" and not loss.needs_negatives:
+        pytest.skip("needs no negatives")
+    for reduction in ("mean", "sum", "none"):
+        rows = cases.leaf(_degenerate(missing, case))
+        module = case.module(loss, queue_size=8, reduction=reduction, **loss.default)
+        result = cases.call(module, rows, return_per_class=True)
+        assert not result.valid.any()
+        assert bool(result.per_class.isnan().all())
+        if reduction == "none":
+            assert bool(result.loss.isnan().all())
+            continue
+        result.loss.backward()
+        assert result.loss.item() == 0.0
+        assert rows.logits.grad is not None
+        assert not rows.logits.grad.any()
+        weightless = _degenerate(missing, case)._replace(sample_weight=torch.zeros(len(rows.logits)))
+        assert cases.call(module, weightless).item() == 0.0
+
+
+@over_losses
+def test_a_class_whose_positives_weigh_nothing_is_not_valid(name):
+    rows = INPUTS["classes"].rows()
+    rows = rows._replace(sample_weight=(rows.targets != 1).double())
+    module = INPUTS["classes"].module(POOLED[name], **POOLED[name].default)
+    assert cases.call(module, rows, return_per_class=True).valid.tolist() == [True, False, True]
+
+
+@over_losses
+def test_no_live_rows_above_a_full_queue(name):
+    case, loss = INPUTS["classes"], POOLED[name]
+    past, empty = case.rows(0), cases.leaf(case.rows(1, num_rows=0))
+    module = case.module(loss, queue_size=100, **loss.default)
+    cases.call(module, past)
+    result = cases.call(module, empty)
+    result.backward()
+    assert_close(result, loss.reference(past, **loss.default).loss, **SAME)
+    assert empty.logits.grad.shape == (0, 3)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 3), (0, 3, 2)], ids=str)
+def test_focal_without_valid_elements(shape):
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.full((shape[0], *shape[2:]), IGNORED)
+    for reduction in ("mean", "mean_positive", "sum"):
+        loss = losses.softmax_focal(logits, targets, reduction=reduction)
+        assert loss.item() == 0.0
+        assert not torch.autograd.grad(loss, logits)[0].any()
+    if shape[0] == 0:
+        assert losses.sigmoid_focal(logits, torch.zeros(shape)).item() == 0.0
+
+
+# --- max_pool_size ---------------------------------------------------------------------------------------------------
+
+
+def test_draw_keeps_a_quota_of_every_class():
+    targets = torch.cat([torch.zeros(900), torch.ones(6), torch.full((60,), 2), torch.full((34,), IGNORED)]).long()
+    batch = Batch(torch.zeros(1000, 3), targets)
+    draws = [draw_rows(batch, TargetRule(3), 120, draw) for draw in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    for index in draws:
+        counts = targets[index].clamp_min(-1).add(1).bincount(minlength=4).tolist()
+        assert len(index) == 120 == len(index.unique())
+        assert counts[0] == 0  # ignored rows are not drawn
+        assert counts[2] == 6  # all of a class below its quota of 120 / 2 / 3
+        assert min(counts[1], counts[3]) >= 20
+    # 20 + 6 + 20 are reserved, the other 74 uniform over 880 + 40: class 2 gets 3.2 of them, never its share of 1/3.
+    assert counts[3] < 35
+    few = targets.masked_fill(torch.arange(1000) >= 50, IGNORED)
+    assert len(draw_rows(Batch(torch.zeros(1000, 3), few), TargetRule(3), 120, 0)) == 50
+
+
+def test_draw_counts_a_multi_hot_row_under_each_of_its_classes():
+    codes = torch.zeros(400, 2, dtype=torch.int64)
+    codes[:3] = 1
+    codes[3, 0] = 1
+    index = draw_rows(Batch(torch.zeros(400, 2), codes), TargetRule(2, multi_hot=True), 30, 0)
+    assert codes[index].sum(dim=0).tolist() == [4, 3]
+
+
+@over_losses
+def test_max_pool_size(name):
+    case, loss = INPUTS["classes"], POOLED[name]
+    steps = [case.rows(seed, num_rows=60) for seed in range(4)]
+
+    def build():
+        return case.module(loss, queue_size=50, max_pool_size=40, **loss.default)
+
+    module, twin = build(), build()
+    with pytest.warns(UserWarning, match="max_pool_size=40") as caught:
+        ours = [cases.call(module, rows).item() for rows in steps]
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="max_pool_size=40"):
+        assert ours[:2] == [cases.call(twin, rows).item() for rows in steps[:2]]
+    resumed = build()
+    resumed.load_state_dict(twin.state_dict())
+    with pytest.warns(UserWarning, match="max_pool_size=40"):
+        assert ours[2:] == [cases.call(resumed, rows).item() for rows in steps[2:]]
+    index = draw_rows(Batch(*steps[0][:2]), TargetRule(3), 40, 0)
+    assert_close(ours[0], loss.reference(reference.take(steps[0], index), **loss.default).loss.item(), **SAME)
+    # Every step draws anew, without a queue too.
+    module = case.module(loss, max_pool_size=20, **loss.default)
+    with pytest.warns(UserWarning, match="max_pool_size=20"):
+        assert cases.call(module, steps[0]).item() != cases.call(module, steps[0]).item()
+    # Validation does not move the draws.
+    before = resumed.get_extra_state()
+    cases.call(resumed.eval(), steps[0])
+    assert resumed.get_extra_state() == before
+
+
+# --- host syncs ------------------------------------------------------------------------------------------------------
+
+
+def _num_syncs(function):
+    # On a device each of these waits for it. A dispatch mode would not see into the custom operators.
+    waiting = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique_dim", "aten::_unique2")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.count for event in profile.key_averages() if event.key in waiting)
+
+
+def _step(module, num_classes, **given):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(100, num_classes, generator=generator).requires_grad_()
+    module(logits, torch.arange(100) % num_classes, **given).backward()
+
+
+@over_losses
+def test_number_of_syncs_does_not_grow_with_the_number_of_classes(name):
+    counts = []
+    for num_classes in (3, 50):
+        module = POOLED[name].module(num_classes, queue_size=30, **POOLED[name].default)
+        _step(module, num_classes)
+        counts.append(_num_syncs(lambda m=module, c=num_classes: _step(m, c)))
+    assert counts[0] == counts[1] > 0
+    module = POOLED[name].module(50, queue_size=0, validate_args=False, **POOLED[name].default)
+    assert _num_syncs(lambda: _step(module, 50)) < counts[0]
+
+
+@pytest.mark.parametrize("form", ["list", "tensor"])
+def test_number_of_syncs_of_focal_weights(form):
+    counts = []
+    for num_classes in (3, 50):
+        alpha = [1.0] * num_classes if form == "list" else torch.ones(num_classes)
+        counts.append(_num_syncs(lambda a=alpha, c=num_classes: _step(losses.softmax_focal, c, alpha=a)))
+    assert counts[0] == counts[1]
+
+
+def test_the_count_sees_a_sync_in_a_loop():
+    counts = [_num_syncs(lambda n=n: [float(x) for x in torch.zeros(n)]) for n in (3, 50)]
+    assert counts == [3, 50]
+
+
+# --- quantiles -------------------------------------------------------------------------------------------------------
+
+SIZES = range(1, 301)
+
+
+def _pools():
+    """Row n - 1 has n members, anywhere among 300 columns whose other entries would be noticed."""
+    generator = torch.Generator().manual_seed(0)
+    member = torch.rand(300, 300, generator=generator).argsort(dim=1) < torch.tensor(SIZES)[:, None]
+    scores = torch.randn(300, 300, generator=generator, dtype=torch.float64)
+    return scores.masked_fill(~member, math.nan), member
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_quantiles_equal_those_of_numpy(interpolation):
+    scores, member = _pools()
+    # Multiples of 1/64, for which 1 - q and (1 - q)(n - 1) have no rounding error in numpy.
+    fractions = [k / 64 for k in (0, 1, 5, 16, 31, 32, 33, 48, 63, 64)]
+    ours = upper_quantiles(scores, member, fractions, interpolation)
+    for n in SIZES:
+        values = scores[n - 1][member[n - 1]].numpy()
+        expected = numpy.quantile(values, 1 - numpy.array(fractions), method=interpolation)
+        assert_close(ours[n - 1], torch.from_numpy(expected), rtol=1e-12, atol=1e-14, msg=f"n={n}")
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_quantiles_at_decimal_fractions(interpolation):
+    scores, member = _pools()
+    fractions = [0.005, 0.01, 0.05, 0.1, 0.3, 0.7, 0.995]
+    for each in ([fraction] for fraction in fractions):
+        assert torch.equal(
+            upper_quantiles(scores, member, each, interpolation),
+            upper_quantiles(scores, member, fractions, interpolation)[:, fractions.index(each[0])][:, None],
+        )
+    ours = upper_quantiles(scores, member, fractions, interpolation)
+    expected = [
+        [reference.upper_quantile(scores[n - 1][member[n - 1]].tolist(), q, interpolation) for q in fractions]
+        for n in SIZES
+    ]
+    assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_a_rank_that_rounding_moves_past_an_integer():
+    assert math.ceil((1 - 0.7) * 10) == 4  # 3.0000000000000004
+    scores = torch.arange(11.0)[None]
+    assert upper_quantiles(scores, torch.ones_like(scores, dtype=torch.bool), [0.7], "higher").item() == 3.0

@@ -1,0 +1,255 @@
+"""Values and gradients of every loss against the loop-written definitions, with controls that must fail."""
+
+import sys
+
+import loss_cases as cases
+import pytest
+import reference
+import torch
+from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, POOLED, POOLED_SETTINGS
+from reference import Rows
+from torch.testing import assert_close
+
+# Both sides are float64 and add at most some hundred terms of order one in another order: a few ulp of 2e-16 each,
+# divided by temperatures of 0.05 and shares of some positives in the gradient.
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def _compare(result, expected, logits, expected_logits):
+    loss, per_class, valid = result[:3]
+    assert_close(loss, expected.loss, equal_nan=True, **EXACT)
+    assert_close(per_class, expected.per_class, equal_nan=True, **EXACT)
+    assert torch.equal(valid, expected.valid)
+    ours, theirs = cases.gradient(loss, logits), cases.gradient(expected.loss, expected_logits)
+    assert_close(ours, theirs, **EXACT)
+    return ours
+
+
+def _options(keep):
+    return {"reduction": ("sum" if keep == "all" else "mean"), "queue_keep": keep}
+
+
+@pytest.mark.parametrize("keep", ["all", "negatives"])
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize(("name", "setting"), POOLED_SETTINGS)
+def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
+    loss, case = POOLED[name], INPUTS[inputs]
+    settings = loss.settings[setting] | _options(keep)
+    capacity = case.num_rows + case.num_rows // 2  # the third step overwrites rows of the first
+    module, past = case.module(loss, queue_size=capacity, **settings), None
+    for step in range(3):
+        rows = cases.leaf(case.rows(step, weighted=step > 0, masked=step != 1))
+        twin = cases.leaf(rows)
+        expected = loss.reference(twin, past, **settings)
+        result = cases.call(module, rows, return_per_class=True)
+        gradient = _compare(result, expected, rows.logits, twin.logits)
+        assert bool(gradient.any())
+        past = reference.enqueue(past, twin, capacity, queue_keep=keep)
+        assert len(module.queue) == len(past.logits)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize(("name", "setting"), POOLED_SETTINGS)
+def test_functional(name, setting, inputs, device):
+    loss, case = POOLED[name], INPUTS[inputs]
+    settings = {key: value for key, value in loss.settings[setting].items() if key not in loss.module_only}
+    masked = name == "pauc_at_budget"  # the only functional form with an iid mask
+    for seed, reduction in enumerate(["mean", "sum", "none"]):
+        twin = cases.leaf(case.rows(10 + seed, weighted=True, masked=masked))
+        rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in twin)))
+        expected = loss.reference(twin, reduction=reduction, **settings)
+        options = settings | {"reduction": reduction, "multi_hot": case.multi_hot, "return_per_class": True}
+        result = cases.call(loss.functional, rows, **options)
+        assert_close(result.loss.cpu(), expected.loss, equal_nan=True, **EXACT)
+        ours, theirs = cases.gradient(result.loss, rows.logits).cpu(), cases.gradient(expected.loss, twin.logits)
+        assert_close(ours, theirs, **EXACT)
+        plain = cases.call(loss.functional, rows, **(options | {"return_per_class": False}))
+        assert torch.equal(plain.isnan(), result.loss.isnan())
+        assert torch.equal(plain.nan_to_num(), result.loss.nan_to_num())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", POOLED)
+def test_a_class_without_positives_is_left_out(name, reduction):
+    loss, case = POOLED[name], INPUTS["classes"]
+    rows = cases.leaf(case.rows(3))
+    rows = rows._replace(targets=rows.targets.masked_fill(rows.targets == 1, 0))
+    expected = loss.reference(rows, reduction=reduction, **loss.default)
+    result = cases.call(case.module(loss, reduction=reduction, **loss.default), rows, return_per_class=True)
+    assert result.valid.tolist() == [True, False, True]
+    assert result.per_class.isnan().tolist() == [False, True, False]
+    _compare(result, expected, rows.logits, rows.logits)
+    if reduction == "mean":  # a control: it is not the mean over all classes
+        assert abs(result.loss.item() - result.per_class.nansum().item() / 3) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "setting"), FOCAL_SETTINGS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_focal(name, setting, weighted, device):
+    loss = FOCAL[name]
+    settings = loss.settings[setting]
+    reductions = ["mean", "sum", "none"] + ["mean_positive"] * (name == "softmax_focal")
+    for seed, reduction in enumerate(reductions):
+        logits, targets, weight = loss.inputs(seed)
+        twin, logits = logits.requires_grad_(), logits.detach().to(device).requires_grad_()
+        expected = loss.reference(
+            twin, targets, reduction=reduction, sample_weight=weight if weighted else None, **settings
+        )
+        given = {"sample_weight": weight.to(device) if weighted else None}
+        module = loss.module(reduction=reduction, **settings)
+        for form in (module, lambda *a, r=reduction, **k: loss.functional(*a, reduction=r, **settings, **k)):
+            result = form(logits, targets.to(device), **given)
+            assert_close(result.cpu(), expected, **EXACT)
+            ours = cases.gradient(result, logits).cpu()
+            assert_close(ours, cases.gradient(expected, twin), **EXACT)
+
+
+def test_focal_controls():
+    logits, targets, weight = cases.focal_classes()
+    values = {
+        reduction: reference.softmax_focal(logits, targets, reduction=reduction, label_smoothing=0.2)
+        for reduction in ("mean", "mean_positive", "sum", "none")
+    }
+    ours = cases.losses.softmax_focal(logits, targets, label_smoothing=0.2)
+    assert_close(ours, values["mean"], **EXACT)
+    wrong = {
+        "ignored elements counted": values["none"].mean(),
+        "background not counted": values["mean_positive"],
+        "mean of the means of the rows": values["none"].mean(dim=1).mean(),
+        "no smoothing": reference.softmax_focal(logits, targets),
+    }
+    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
+    weighted = cases.losses.softmax_focal(logits, targets, sample_weight=weight)
+    by_count = (reference.softmax_focal(logits, targets, reduction="none") * weight).sum() / (targets >= 0).sum()
+    assert abs((weighted - by_count).item()) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3)], ids=["rows", "column", "full"])
+def test_sigmoid_focal_weights_broadcast_over_trailing_dimensions(shape):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 2, (7, 3), generator=generator).double()
+    weight = torch.rand(shape, generator=generator, dtype=torch.float64)
+    full = (weight[:, None] if weight.ndim == 1 else weight).expand(7, 3)
+    expected = reference.sigmoid_focal(logits, targets, sample_weight=full)
+    assert_close(cases.losses.sigmoid_focal(logits, targets, sample_weight=weight), expected, **EXACT)
+
+
+def _smooth_ap_of(scores, positive, temperature, *, self_term=0.0, ratio_of_means=False):
+    sigmoids = torch.sigmoid((scores[None] - scores[:, None]) / temperature)[positive]
+    above = sigmoids.sum(dim=1) - 0.5 + self_term  # s(0) = 1/2 is the row itself
+    rank_pos, rank_all = 1 + sigmoids[:, positive].sum(dim=1) - 0.5 + self_term, 1 + above
+    return 1 - (rank_pos.sum() / rank_all.sum() if ratio_of_means else (rank_pos / rank_all).mean())
+
+
+def test_smooth_ap_controls():
+    rows = INPUTS["binary"].rows(0)
+    kept = rows.targets >= 0
+    scores, positive = rows.logits[kept, 0], rows.targets[kept] == 1
+    ours = cases.losses.smooth_ap(rows.logits, rows.targets, temperature=0.3)
+    assert_close(ours, _smooth_ap_of(scores, positive, 0.3), **EXACT)
+    wrong = {
+        "self term": _smooth_ap_of(scores, positive, 0.3, self_term=0.5),
+        "ratio of means": _smooth_ap_of(scores, positive, 0.3, ratio_of_means=True),
+        "ignored rows as negatives": _smooth_ap_of(rows.logits[:, 0], rows.targets == 1, 0.3),
+    }
+    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_recall_control_threshold_off_by_one_row(off):
+    rows = INPUTS["binary"].rows(0)
+    kept = rows.targets >= 0
+    scores, positive = rows.logits[kept, 0], rows.targets[kept] == 1
+    ordered = scores.sort().values
+
+    def recall_loss(place):
+        return 1 - torch.sigmoid((scores[positive] - ordered[place]) / 0.3).mean()
+
+    ours = cases.losses.recall_at_quantile(rows.logits, rows.targets, quantile=0.3, temperature=0.3)
+    # (1 - 0.3)(n - 1) rounded up, in whole numbers.
+    place = -(-7 * (len(scores) - 1) // 10)
+    assert_close(ours, recall_loss(place), **EXACT)
+    assert abs((ours - recall_loss(place + off)).item()) > 1e-3
+
+
+def test_pauc_controls():
+    case = INPUTS["binary"]
+    rows, past = case.rows(0), case.rows(1)
+    rows = rows._replace(iid_mask=torch.arange(case.num_rows) % 2 == 0)
+    settings = {"alpha": 0.1, "beta": 0.5, "surrogate": "pairwise"}
+    module = case.module(POOLED["pauc_at_budget"], queue_size=100, **settings)
+    module.queue.enqueue(past.logits, past.targets)
+    ours = cases.call(module, rows).item()
+    past = reference.enqueue(None, past, 100)
+    assert_close(ours, reference.pauc_at_budget(rows, past, **settings).loss.item(), **EXACT)
+    changes = [
+        {"alpha": 0.0},
+        {"beta": 0.6},
+        {"surrogate": "trapezoid"},
+        {"tau_scale": "band"},
+        {"pos_numerator": "live"},
+        {"budget_basis": "population"},
+        {"quantile_interpolation": "lower"},
+    ]
+    wrong = {str(change): reference.pauc_at_budget(rows, past, **(settings | change)).loss.item() for change in changes}
+    wrong["no iid mask"] = reference.pauc_at_budget(rows._replace(iid_mask=None), past, **settings).loss.item()
+    wrong["no queue"] = reference.pauc_at_budget(rows, **settings).loss.item()
+    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-5] == []
+
+
+@pytest.mark.parametrize("setting", POOLED["pauc_at_budget"].settings)
+@pytest.mark.parametrize("inputs", ["classes", "multi_hot"])
+def test_pauc_diagnostics(inputs, setting):
+    loss, case = POOLED["pauc_at_budget"], INPUTS[inputs]
+    settings = loss.settings[setting]
+    module, past = case.module(loss, queue_size=30, **settings), None
+    for step in range(2):
+        rows = case.rows(step, weighted=True, masked=True)
+        if step == 1:  # no live positive of class 1: valid only with queued ones in the numerator
+            targets = rows.targets.clone()
+            positive = targets[:, 1] == 1 if case.multi_hot else targets == 1
+            (targets[:, 1] if case.multi_hot else targets)[positive] = 0
+            rows = rows._replace(targets=targets)
+        expected = loss.reference(rows, past, **settings)
+        result = cases.call(module, rows, return_per_class=True, return_diagnostics=True)
+        assert_close(result.per_class, expected.per_class, equal_nan=True, **EXACT)
+        assert set(result.stats) == set(expected.stats)
+        for name, value in expected.stats.items():
+            assert_close(result.stats[name].double(), value.double(), equal_nan=True, msg=f"{name} differs", **EXACT)
+        past = reference.enqueue(past, rows, 30)
+    assert bool(expected.valid[1]) == ("live" not in setting)
+    assert module.training
+    assert cases.call(module, rows, return_diagnostics=True)._fields == ("loss", "stats")
+
+
+@pytest.mark.parametrize("method", ["auto", "direct"])
+@pytest.mark.parametrize("leading", [(), (3,)], ids=["plain", "classes"])
+@pytest.mark.parametrize("sizes", [(5, 7), (123, 507), (1, 1), (0, 4), (4, 0)], ids=str)
+def test_sigmoid_sums(sizes, leading, method):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (*leading, sizes[0]), (*leading, sizes[1]), (*leading, sizes[1], 2)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    ours = cases.losses.sigmoid_sums(*inputs, 0.3, method=method)
+    theirs = reference.sigmoid_sums(*inputs, 0.3)
+    # Weights have both signs: sums of 507 terms cancel to about a twentieth.
+    assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    factors = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    for mine, true in zip(*(torch.autograd.grad((y * factors).sum(), inputs) for y in (ours, theirs))):
+        assert_close(mine, true, rtol=1e-12, atol=1e-12)
+
+
+def test_sigmoid_sums_in_chunks(monkeypatch):
+    # The function hides its module of the same name.
+    module = sys.modules["fullrank.losses.sigmoid_sums"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 11), (3, 13), (3, 13, 2)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = reference.sigmoid_sums(*inputs, 0.3)
+    gradients = torch.autograd.grad(expected.square().sum(), inputs)
+    for limit in (1, 40, 2 * 11 * 13, 10**6):  # pairs of a chunk: less than a query's, three queries, two classes, all
+        monkeypatch.setattr(module, "CPU_CHUNK", limit)
+        ours = cases.losses.sigmoid_sums(*inputs, 0.3)
+        assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+        for mine, true in zip(torch.autograd.grad(ours.square().sum(), inputs), gradients):
+            assert_close(mine, true, rtol=1e-12, atol=1e-12)

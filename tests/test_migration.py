@@ -1,0 +1,173 @@
+"""What README promises to users of imbalanced-losses 0.6: same constructors and calls, same numbers in one process."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import imbalanced_losses
+import pytest
+import torch
+from torch import Tensor
+
+import fullrank
+
+NAMES = [name for name in imbalanced_losses.__all__ if inspect.isclass(getattr(imbalanced_losses, name))]
+RANKING = ["SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss"]
+
+
+@pytest.mark.parametrize("name", imbalanced_losses.__all__)
+def test_every_name_and_argument_is_there(name: str) -> None:
+    """Arguments have the same names, order and defaults; ours come after them, keyword-only."""
+    theirs, ours = getattr(imbalanced_losses, name), getattr(fullrank, name)
+    expected = list(inspect.signature(theirs).parameters.values())
+    given = inspect.signature(ours).parameters
+    assert [p.name for p in expected] == list(given)[: len(expected)]
+    for parameter in expected:
+        assert given[parameter.name].default == parameter.default
+        assert given[parameter.name].kind == parameter.kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_takes_the_same_arguments(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(module, name).forward) for module in (imbalanced_losses, fullrank))
+    assert list(ours.parameters) == list(theirs.parameters)
+
+
+def run(module: Any, name: str, arguments: dict[str, Any], weighted: bool) -> list[Tensor]:
+    """Return losses, per-class losses and gradients of six steps, the queue filling."""
+    loss = getattr(module, name)(queue_size=256, **arguments)
+    if module is imbalanced_losses:
+        loss.double()  # its queue is a buffer of the module's dtype
+    results = []
+    generator = torch.Generator().manual_seed(1)
+    columns = arguments["num_classes"]
+    for _ in range(6):
+        logits = torch.randn(40, columns, dtype=torch.float64, generator=generator, requires_grad=True)
+        targets = torch.randint(0, max(2, columns), (40,), generator=generator)
+        targets[::7] = -100
+        iid_mask = torch.rand(40, generator=generator) > 0.2
+        weight = torch.rand(40, dtype=torch.float64, generator=generator) if weighted else None
+        value, per_class, valid = loss(logits, targets, iid_mask, True, sample_weight=weight)
+        value.backward()
+        assert logits.grad is not None
+        results += [value.detach(), per_class.detach(), valid, logits.grad]
+    return results
+
+
+def assert_same(name: str, arguments: dict[str, Any], weighted: bool) -> None:
+    ours, theirs = (run(module, name, arguments, weighted) for module in (fullrank, imbalanced_losses))
+    for a, b in zip(ours, theirs):
+        # Rounding: the same sums in another order.
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("num_classes", [1, 4])
+@pytest.mark.parametrize("name", ["SmoothAPLoss", "RecallAtQuantileLoss"])
+def test_same_numbers(name: str, num_classes: int, weighted: bool) -> None:
+    arguments = {"num_classes": num_classes, "temperature": 0.3}
+    if name == "RecallAtQuantileLoss":
+        arguments["quantile"] = 0.2
+    assert_same(name, arguments, weighted)
+
+
+@pytest.mark.parametrize("num_classes", [1, 4])
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+def test_same_numbers_of_partial_auc(surrogate: str, num_classes: int) -> None:
+    for tau_scale, pos_numerator, basis in itertools.product(("iqr", "band"), ("pool", "live"), ("fpr", "population")):
+        arguments = {
+            "num_classes": num_classes,
+            "alpha": 0.05,
+            "beta": 0.4,
+            "surrogate": surrogate,
+            "n_knots": 4,
+            "tau_scale": tau_scale,
+            "pos_numerator": pos_numerator,
+            "budget_basis": basis,
+            "quantile_interpolation": "linear",
+        }
+        for weighted in (False, True):
+            assert_same("PAUCAtBudgetLoss", arguments, weighted)
+
+
+def test_control_another_temperature_gives_other_numbers() -> None:
+    ours = run(fullrank, "SmoothAPLoss", {"num_classes": 1, "temperature": 0.3}, False)
+    theirs = run(imbalanced_losses, "SmoothAPLoss", {"num_classes": 1, "temperature": 0.31}, False)
+    assert not torch.allclose(ours[0], theirs[0], rtol=1e-6)
+    assert not torch.allclose(ours[3], theirs[3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_same_sigmoid_focal(reduction: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(9, 3, dtype=torch.float64, generator=generator)
+    targets = (torch.rand(9, 3, generator=generator) < 0.3).double()
+    for weight, alpha in itertools.product((None, torch.rand(9, 1, generator=generator).double()), (0.25, -1)):
+        ours, theirs = (
+            module.SigmoidFocalLoss(alpha=alpha, gamma=1.5, reduction=reduction)(inputs, targets, sample_weight=weight)
+            for module in (fullrank, imbalanced_losses)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "mean_positive", "sum", "none"])
+def test_same_softmax_focal(reduction: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(5, 4, 3, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, 4, (5, 3), generator=generator)
+    targets[0, 0] = -100
+    weights = (None, torch.rand(5, 3, generator=generator).double())
+    for weight, alpha, smoothing in itertools.product(weights, (None, [0.1, 0.2, 0.3, 0.4]), (0.0, 0.1)):
+        arguments = {"alpha": alpha, "gamma": 1.5, "reduction": reduction, "label_smoothing": smoothing}
+        ours, theirs = (
+            module.SoftmaxFocalLoss(**arguments)(inputs, targets, sample_weight=weight)
+            for module in (fullrank, imbalanced_losses)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-7 if alpha else 1e-12, atol=1e-14)
+
+
+def test_same_diagnostics() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits, targets = torch.randn(60, 3, generator=generator).double(), torch.randint(0, 3, (60,), generator=generator)
+    for surrogate in ("trapezoid", "pairwise"):
+        stats = [
+            module.PAUCAtBudgetLoss(3, beta=0.3, surrogate=surrogate, queue_size=0)(logits, targets, None, True, True)[
+                3
+            ]
+            for module in (fullrank, imbalanced_losses)
+        ]
+        assert set(stats[0]) == set(stats[1])
+        for name, value in stats[1].items():
+            torch.testing.assert_close(stats[0][name].double(), value.double(), rtol=1e-12, atol=1e-14)
+
+
+def test_same_schedule() -> None:
+    """Phases, weights, temperatures and losses of the wrapper, step by step."""
+    for lengths in ({"warmup_steps": 3, "blend_steps": 2}, {"warmup_epochs": 1, "blend_epochs": 2}):
+        traces = []
+        for module in (fullrank, imbalanced_losses):
+            wrapper = module.LossWarmupWrapper(
+                torch.nn.CrossEntropyLoss(),
+                module.SmoothAPLoss(4, queue_size=0),
+                temp_start=0.5,
+                temp_end=0.1,
+                temp_decay_steps=6,
+                final_main_weight=0.75,
+                **lengths,
+            )
+            trace = []
+            for step in range(16):
+                if step % 4 == 0:
+                    wrapper.on_train_epoch_start(step // 4)
+                wrapper.on_train_batch_start(step)
+                generator = torch.Generator().manual_seed(step)
+                logits = torch.randn(12, 4, dtype=torch.float64, generator=generator)
+                loss = wrapper(logits, torch.arange(12) % 4).item()
+                temperature = -1.0 if wrapper.in_warmup else wrapper.current_temperature
+                trace.append((wrapper.in_warmup, wrapper.in_blend, wrapper.main_weight, temperature, loss))
+            traces.append(trace)
+        for ours, theirs in zip(*traces):
+            assert ours[:2] == theirs[:2]
+            assert ours[2:] == pytest.approx(theirs[2:], rel=1e-12)

@@ -1,0 +1,227 @@
+"""The memory queue: a ring of rows whose whole state is saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import queue_cases
+import torch
+from torch import Tensor
+from workers import WorkerPool, get_pool
+
+import fullrank
+from fullrank import MemoryQueue
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
+
+
+def rows(first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return ``count`` rows whose logits are their running numbers."""
+    numbers = torch.arange(first, first + count)
+    return numbers.float()[:, None], numbers % 2
+
+
+def contents(queue: MemoryQueue) -> list[float]:
+    """Return the numbers of the rows held, sorted."""
+    return sorted(queue.rows().logits[:, 0].tolist())
+
+
+@pytest.mark.parametrize("sizes", [[1] * 9, [3, 3, 3], [4, 5], [9], [2, 7], [0, 9, 0]])
+def test_the_last_rows_are_kept(sizes: list[int]) -> None:
+    """Wrap-around, batches of the capacity and beyond it."""
+    queue, first = MemoryQueue(4, 1), 0
+    for size in sizes:
+        queue.enqueue(*rows(first, size))
+        first += size
+    assert len(queue) == 4
+    assert contents(queue) == [5.0, 6.0, 7.0, 8.0]
+    assert torch.equal(queue.rows().targets, queue.rows().logits[:, 0].long() % 2)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8])
+def test_two_parts_leave_what_one_batch_would(capacity: int) -> None:
+    logits, targets = rows(0, 7)
+    for cut in range(8):
+        whole, parts = MemoryQueue(capacity, 1), MemoryQueue(capacity, 1)
+        whole.enqueue(logits, targets)
+        parts.enqueue(logits[:cut], targets[:cut])
+        parts.enqueue(logits[cut:], targets[cut:])
+        assert torch.equal(whole.rows().logits, parts.rows().logits)  # the order in storage too
+        assert whole.position == parts.position
+        assert torch.equal(whole.checksum, parts.checksum)
+
+
+def test_the_checksum_tells_contents_and_order() -> None:
+    logits, targets = rows(1, 3)
+    checksums = set()
+    variants = [
+        (logits, targets),
+        (logits.flip(0), targets.flip(0)),
+        (logits, 1 - targets),
+        (logits * 1.0000001, targets),
+    ]
+    for variant in variants:
+        queue = MemoryQueue(8, 1)
+        queue.enqueue(*variant)
+        checksums.add(int(queue.checksum))
+    for keyword in ({"iid_mask": torch.tensor([True, False, True])}, {"sample_weight": torch.tensor([1.0, 2.0, 1.0])}):
+        queue = MemoryQueue(8, 1)
+        queue.enqueue(logits, targets, **keyword)
+        checksums.add(int(queue.checksum))
+    assert len(checksums) == 6
+
+
+def test_rows_that_never_enter() -> None:
+    queue = MemoryQueue(8, 2)
+    bad = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
+    queue.enqueue(bad, torch.tensor([0, 1, 0, -100, 1]))
+    assert queue.rows().logits.tolist() == [[3.0, 3.0]]
+
+
+def test_negatives_only() -> None:
+    binary = MemoryQueue(8, 1, keep="negatives")
+    binary.enqueue(*rows(0, 6))
+    assert contents(binary) == [0.0, 2.0, 4.0]
+    several = MemoryQueue(8, 2, keep="negatives")  # each row is a negative of the other class
+    several.enqueue(torch.zeros(3, 2), torch.tensor([0, 1, 0]))
+    assert len(several) == 3
+    labels = MemoryQueue(8, 2, keep="negatives", multi_hot=True)
+    labels.enqueue(torch.zeros(3, 2), torch.tensor([[1, 1], [1, 0], [1, -100]]))
+    assert labels.rows().targets.tolist() == [[1, 0]]
+
+
+def test_multi_hot_rows_and_a_wide_ignore_index() -> None:
+    for ignore_index in (-100, 255):
+        queue = MemoryQueue(4, 2, ignore_index, multi_hot=True)
+        queue.enqueue(torch.zeros(3, 2), torch.tensor([[1, ignore_index], [0, 0], [ignore_index] * 2]))
+        assert queue.rows().targets.tolist() == [[1, ignore_index], [0, 0]]
+
+
+def test_weights_and_flags_stay_with_their_rows() -> None:
+    queue = MemoryQueue(3, 1)
+    queue.enqueue(*rows(0, 2))
+    assert queue.rows().sample_weight is None
+    queue.enqueue(*rows(2, 3), torch.tensor([True, False, True]), torch.tensor([2.0, 3.0, 4.0]))
+    held = queue.rows()
+    assert held.sample_weight is not None
+    order = held.logits[:, 0].argsort()
+    assert held.sample_weight[order].tolist() == [2.0, 3.0, 4.0]
+    assert held.iid_mask[order].tolist() == [True, False, True]
+    queue.reset()
+    assert len(queue) == 0
+    assert queue.rows().sample_weight is None
+
+
+def test_capacity_zero_and_a_stored_row_has_no_graph() -> None:
+    queue = MemoryQueue(0, 1)
+    queue.enqueue(*rows(0, 5))
+    assert len(queue) == 0
+    queue = MemoryQueue(2, 1)
+    queue.enqueue(torch.ones(1, 1, requires_grad=True) * 2, torch.tensor([1]))
+    assert not queue.rows().logits.requires_grad
+
+
+def test_dtype_follows_the_rows_and_never_the_module() -> None:
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=4)
+    third = torch.full((1, 1), 1 / 3)
+    loss.queue.enqueue(third, torch.tensor([0]))
+    loss.bfloat16()
+    assert torch.equal(loss.queue.rows().logits, third)
+    loss.queue.enqueue(third.double() / 7, torch.tensor([0]))
+    assert loss.queue.rows().logits.dtype == torch.float64
+    assert list(loss.buffers()) == []
+
+
+def test_device_follows_the_module(device: torch.device) -> None:
+    with torch.device("meta"):
+        loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=4, temperature=0.5)
+    loss.to_empty(device=device)
+    loss(torch.randn(3, 1, device=device), torch.tensor([0, 1, 0], device=device))
+    assert loss.queue.rows().logits.device.type == device.type
+    assert len(loss.queue) == 3
+
+
+def test_eval_leaves_the_queue_alone() -> None:
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8).eval()
+    loss(*rows(0, 4))
+    assert len(loss.queue) == 0
+    loss.update_queue_in_eval = True
+    loss(*rows(0, 4))
+    assert len(loss.queue) == 4
+
+
+def test_saved_state_is_a_copy_that_goes_on_bit_identically(tmp_path: Path) -> None:
+    loss = queue_cases.make_loss(gather=False)
+    for index in range(4):
+        queue_cases.step(loss, index, 0, 1)
+    state = loss.state_dict()
+    torch.save(state, tmp_path / "loss.pt")
+    twin = copy.deepcopy(loss)
+    expected = [queue_cases.step(loss, index, 0, 1) for index in range(4, 9)]
+    loaded = queue_cases.make_loss(gather=False)
+    loaded.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
+    fresh = queue_cases.make_loss(gather=False)
+    assert [queue_cases.step(loaded, index, 0, 1) for index in range(4, 9)] == expected
+    assert [queue_cases.step(twin, index, 0, 1) for index in range(4, 9)] == expected
+    # The control: a loss that starts afresh does not go on alike.
+    assert [queue_cases.step(fresh, index, 0, 1) for index in range(4, 9)] != expected
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_any_number(tmp_path: Path) -> None:
+    path = str(tmp_path / "loss.pt")
+    expected = get_pool(2)(queue_cases.save_after, 3, path)
+    assert expected[0] == expected[1]
+    assert get_pool(2)(queue_cases.resume, 3, path) == expected
+    assert get_pool(3)(queue_cases.resume, 3, path) == [expected[0]] * 3
+    alone = queue_cases.make_loss(gather=False)
+    alone.load_state_dict(torch.load(path, weights_only=True))
+    assert [queue_cases.step(alone, index, 0, 1) for index in range(3, 7)] == expected[0]
+
+
+def test_distributed_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    for kept, loaded, length in pool_of_two(queue_cases.checkpoint_round_trip, str(tmp_path / "dcp")):
+        assert kept == loaded
+        assert length == 40
+
+
+@pytest.mark.parametrize(("name", "value"), [("capacity", 5), ("num_classes", 2), ("keep", "negatives")])
+def test_a_state_of_another_queue_is_refused(name: str, value: object) -> None:
+    arguments: dict = {"capacity": 4, "num_classes": 1, "keep": "all"}
+    state = MemoryQueue(**arguments).state_dict()
+    other = MemoryQueue(**{**arguments, name: value})
+    with pytest.raises(ValueError, match=rf"{name} of the saved queue: expected .* Construct it with {name}="):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"capacity": -1, "num_classes": 1}, ValueError),
+        ({"capacity": 2.0, "num_classes": 1}, TypeError),
+        ({"capacity": 2, "num_classes": 0}, ValueError),
+        ({"capacity": 2, "num_classes": 1, "keep": "positives"}, ValueError),
+    ],
+)
+def test_impossible_arguments(arguments: dict, error: type[Exception]) -> None:
+    with pytest.raises(error, match="expected"):
+        MemoryQueue(**arguments)
+
+
+def test_rows_of_the_wrong_shape() -> None:
+    queue = MemoryQueue(2, 1)
+    for logits, targets in (
+        (torch.ones(2), torch.ones(2)),
+        (torch.ones(2, 2), torch.ones(2)),
+        (torch.ones(2, 1), torch.ones(3)),
+    ):
+        with pytest.raises(ValueError, match="expected shape"):
+            queue.enqueue(logits, targets)
+    with pytest.raises(ValueError, match="sample_weight: expected shape"):
+        queue.enqueue(torch.ones(2, 1), torch.ones(2), sample_weight=torch.ones(3))
+    assert len(queue) == 0
+
+
+def test_assert_synchronized_alone_has_nothing_to_compare() -> None:
+    MemoryQueue(2, 1).assert_synchronized()

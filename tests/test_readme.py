@@ -1,0 +1,61 @@
+"""Every Python block of README.md runs: the first in this process, the recipes in a real torchrun job."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fullrank
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def block_with(text: str) -> str:
+    """Return the only block that contains ``text``."""
+    (block,) = [block for block in BLOCKS if text in block]
+    return block
+
+
+def test_no_block_is_left_out() -> None:
+    assert len(BLOCKS) == 3
+
+
+def test_the_swapped_line() -> None:
+    names: dict = {}
+    exec(block_with("# loss_fn = torch.nn.BCEWithLogitsLoss()"), names)
+    assert names["loss"].item() == pytest.approx(1 / 6, abs=1e-4)
+    assert names["logits"].grad.abs().sum() > 0
+
+
+def test_the_ddp_recipe(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(block_with("# train.py"), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    # 220 rows a step enter the queue from the switch in step 20 on.
+    assert re.fullmatch(r"loss 0\.\d{4}, queue 4096 rows\n", done.stdout), done.stdout
+
+
+def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process the gather is the identity; over ranks tests/test_gather.py holds both calls."""
+    names: dict = {}
+    exec(block_with("def pairwise_hinge"), names)
+    monkeypatch.setitem(names, "gather_rows", lambda *tensors: tensors)  # there is no process group here
+    logits, targets = torch.tensor([[2.0], [0.5]], requires_grad=True), torch.tensor([1, 0])
+    assert names["pairwise_hinge"](logits, targets).item() == 0.0
+    tokens = names["token_loss"](torch.zeros(3, 4), torch.tensor([1, -100, 2]))
+    assert tokens.item() == pytest.approx(1.3862944)
+
+
+def test_the_public_names_are_in_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert [name for name in fullrank.__all__ if name not in text] == []

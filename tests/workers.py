@@ -1,0 +1,123 @@
+"""Real processes for the distributed tests: one pool of gloo workers per world size, shared by the whole run.
+
+A test names a function of ``tests/`` or of the package's own helpers by reference and calls ``pool(function, *args)``:
+every rank runs ``function(rank, *args)`` inside one process group over a file store, and the results come back in rank
+order. A worker that raises sends its traceback back; a pool that does not answer within the limit is killed and fails.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+LIMIT_S = 60  # a hang must fail the test, never the whole run
+GRACE_S = 5  # how long the others may take to report after one rank has failed
+
+
+class RemoteError(AssertionError):
+    """A worker raised; the text is its traceback."""
+
+
+def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> None:
+    import datetime
+    import warnings
+
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # pytest's filters do not reach here; tests of warnings set their own
+    timeout = datetime.timedelta(seconds=LIMIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    while (task := tasks.get()) is not None:
+        function, args = task
+        try:
+            results.put((rank, True, function(rank, *args)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()
+    results.close()
+    results.join_thread()
+    os._exit(0)  # gloo's threads may abort the interpreter's own teardown
+
+
+class WorkerPool:
+    """``world_size`` spawned processes that run functions together."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="fullrank-")
+        store = os.path.join(self._folder.name, "store")
+        self._tasks = [context.Queue() for _ in range(world_size)]
+        self._results = context.Queue()
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, world_size, store, self._tasks[rank], self._results), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for process in self._processes:
+            process.start()
+        self.broken = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``function(rank, *args)`` on every rank and return the results in rank order.
+
+        Results travel as bytes: return numbers, strings, numpy arrays or lists of them, not tensors.
+        """
+        for tasks in self._tasks:
+            tasks.put((function, args))
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        for _ in range(self.world_size):
+            try:
+                rank, succeeded, value = self._results.get(timeout=GRACE_S if failures else LIMIT_S)
+            except queue.Empty:
+                failures.append(f"no answer from {self.world_size - len(results) - len(failures)} ranks")
+                break
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            self.close()  # the other ranks may stand in a collective that will never end
+            raise RemoteError("\n".join(failures))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes; a broken pool is replaced at its next use."""
+        if self.broken:
+            return
+        self.broken = True
+        for tasks in self._tasks:
+            tasks.put(None)
+        for process in self._processes:
+            process.join(timeout=GRACE_S)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+_pools: dict[int, WorkerPool] = {}
+
+
+def get_pool(world_size: int) -> WorkerPool:
+    """Return the pool of this size, starting it at the first use and again after a failure."""
+    if world_size not in _pools or _pools[world_size].broken:
+        _pools[world_size] = WorkerPool(world_size)
+    return _pools[world_size]
+
+
+def close_pools() -> None:
+    """End all pools; called once at the end of the run."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
