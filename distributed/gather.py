@@ -107,6 +107,8 @@ def check_rows(tensors: tuple[Tensor | None, ...]) -> int:
         if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
             fix = "Pass dtensor.full_tensor() or its local rows." if isinstance(tensor, Tensor) else ""
             raise TypeError(expected(f"tensor {index}", "a plain torch.Tensor or None", tensor, fix))
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise TypeError(expected(f"tensor {index}", "a dense tensor", str(tensor.layout), "Use to_dense()."))
         if tensor.ndim == 0:
             raise ValueError(expected(f"tensor {index}", "at least one dimension", tensor, "Use reshape(1)."))
         if count is not None and tensor.shape[0] != count:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import expected
+from .errors import expected, warn
 from .torch_private import flatten_mesh
 
 Group = ProcessGroup | DeviceMesh | None
@@ -47,15 +46,19 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
         raise ValueError(_not_a_member(name))
     else:
         raise TypeError(expected(name, "a ProcessGroup, a DeviceMesh or None", group))
-    try:
-        rank = dist.get_rank(resolved)
-    except (ValueError, RuntimeError) as error:
-        fix = "It was destroyed with its default group: pass the new one, or None for the default group."
-        raise RuntimeError(expected(name, "a process group that exists", group, fix)) from error
-    if rank < 0:
+    if _rank_in(resolved, name) < 0:
         raise ValueError(_not_a_member(name))
     assert resolved is not None
     return resolved
+
+
+def _rank_in(group: ProcessGroup | None, name: str) -> int:
+    """Return this rank's place in ``group``, -1 without one; RuntimeError when the group has been destroyed."""
+    try:
+        return dist.get_rank(group)
+    except (ValueError, RuntimeError, TypeError) as error:
+        fix = "It was destroyed: pass another one, or None for the default group."
+        raise RuntimeError(expected(name, "a process group that exists", group, fix)) from error
 
 
 def _not_a_member(name: str) -> str:
@@ -120,15 +123,14 @@ class DataGroup:
             return None
         if self._world is not dist.group.WORLD:
             if self._dropped:
-                warnings.warn(
+                warn(
                     "A loss that was unpickled has lost its process group and uses the default group. "
-                    "Set loss.group to choose another.",
-                    UserWarning,
-                    stacklevel=4,
+                    "Set loss.group to choose another."
                 )
             self._resolved = resolve_group(self.group)
             self._world = dist.group.WORLD
         assert self._resolved is not None
+        _rank_in(self._resolved, "group")
         return self._resolved if dist.get_world_size(self._resolved) > 1 else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:
@@ -136,7 +138,7 @@ class DataGroup:
 
     def __copy__(self) -> DataGroup:
         twin = DataGroup(self.group)
-        twin._world, twin._resolved = self._world, self._resolved
+        twin._world, twin._resolved, twin._dropped = self._world, self._resolved, self._dropped
         return twin
 
     def __getstate__(self) -> dict[str, bool]:

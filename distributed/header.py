@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import expected
+from .errors import Words, expected
 from .group import group_ranks
 from .torch_private import all_gather_flat, backward_is_running
 
@@ -36,9 +36,11 @@ _WORDS = 4 + NUM_TOTALS
 # What to do about a fact that differs; facts without a line here are values and shapes of the arguments.
 _STATE_ADVICE = {
     "call": "Every rank must make the same calls in the same order.",
-    "training": "Call train() or eval() on every rank, or set gather_distributed=False on a rank that works alone.",
+    "enqueues rows": "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone.",
     "queue": "Load the same checkpoint, or call reset_queue(), on every rank.",
     "draws": "Load the same checkpoint on every rank.",
+    "schedule": "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank.",
+    "gradient_reduction": "Set the same gradient_reduction on every rank.",
     "temperature": "Set the same temperature, or advance the same schedule, on every rank.",
     "arguments": "Construct it with the same arguments on every rank.",
 }
@@ -175,16 +177,7 @@ def _disagreement(ranks: list[int], facts: list[dict[str, str]], checksums: list
         advice.append(_STATE_ADVICE["queue"])
         is_state = True
     kind = RuntimeError if is_state else ValueError
-    return kind(expected(call, "the same on every rank", _Words("; ".join(parts)), " ".join(dict.fromkeys(advice))))
-
-
-class _Words(str):
-    """A text that error messages quote as it is."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(dict.fromkeys(advice))))
 
 
 def _who_has_what(ranks: list[int], values: list[str]) -> str:

@@ -125,6 +125,8 @@ def global_mean(
 def _check_total(total: Tensor) -> Tensor:
     if not isinstance(total, Tensor):
         raise TypeError(expected("total", "a tensor", total, "Pass the summed loss, with its graph."))
+    if not total.is_floating_point():
+        raise TypeError(expected("total", "a floating-point tensor", total, "Use total.float()."))
     if total.numel() != 1:
         raise ValueError(expected("total", "one element", total, "Sum the losses first."))
     return total

@@ -32,21 +32,29 @@ def gather_payload(tensors: Sequence[Tensor], rows: Sequence[int], group: Proces
         rows: the number of rows of every rank, known from the header.
         group: the group; one all-gather of one block per rank.
     """
-    most = max(rows)
-    single = len(tensors) == 1 and min(rows) == most and tensors[0].numel() > 0
-    block = _bytes_of(tensors[0]) if single else _pack(tensors, most)
-    gathered = _all_gather(block, group)  # [W, bytes]
+    most, equal = max(rows), min(rows) == max(rows)
+    if len(tensors) == 1 and equal and tensors[0].numel() > 0:
+        return [_gather_as_it_stands(tensors[0], group)]
+    gathered = _all_gather(_pack(tensors, most), group)  # [W, bytes]
     outputs, offset = [], 0
     for tensor in tensors:
         size = most * _row_bytes(tensor)
         column = gathered[:, offset : offset + size].view(tensor.dtype)
         padded = column.view(len(rows), most, *tensor.shape[1:])  # [W, most, ...]
-        if min(rows) == most:
-            outputs.append(padded.reshape(len(rows) * most, *tensor.shape[1:]))
-        else:
-            outputs.append(torch.cat([padded[rank, :count] for rank, count in enumerate(rows)]))
+        # Always a copy: a view of the block could not be changed in place by its user.
+        outputs.append(torch.cat([padded[rank, :count] for rank, count in enumerate(rows)]))
         offset += _aligned(size)
     return outputs
+
+
+def _gather_as_it_stands(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, received where they stay."""
+    world_size = dist.get_world_size(group)
+    if _is_staged(tensor, group):
+        return _gather_as_it_stands(tensor.detach().cpu(), group).to(tensor.device)
+    output = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
+    all_gather_flat(output.view(-1).view(torch.uint8), _bytes_of(tensor), group)
+    return output
 
 
 def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
@@ -62,7 +70,7 @@ def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of at most one element counts as contiguous whatever its strides, and could then not be viewed as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
@@ -75,11 +83,14 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
+def _is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Return True when the tensor must pass through the CPU: gloo moves no memory of an accelerator."""
+    return tensor.device.type != "cpu" and backend_by_device(group).get(tensor.device.type) == "gloo"
+
+
 def _all_gather(block: Tensor, group: ProcessGroup) -> Tensor:
     """Return the blocks of all ranks, (W, bytes), on the device of ``block``."""
-    world_size = dist.get_world_size(group)
-    # gloo moves memory of the CPU: blocks of an accelerator pass through it.
-    staged = block.cpu() if backend_by_device(group).get(block.device.type) == "gloo" else block
-    gathered = staged.new_empty(world_size * staged.numel())
+    staged = block.cpu() if _is_staged(block, group) else block
+    gathered = staged.new_empty(dist.get_world_size(group) * staged.numel())
     all_gather_flat(gathered, staged, group)
-    return gathered.view(world_size, -1).to(block.device)
+    return gathered.view(-1, staged.numel()).to(block.device)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """How a loss is shown. The colours are those of Okabe and Ito, which colour-blind readers can tell apart."""
+    """How a loss is shown. The colors are those of Okabe and Ito, which color-blind readers can tell apart."""
 
     label: str
-    colour: str
+    color: str
     metric: str | None = None  # the metric that the loss is a surrogate of, a field of Figures
 
 
@@ -204,7 +204,7 @@ def _draw_precision_recall(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> Non
         recall = np.arange(1, num_positives + 1) / num_positives
         precision = np.mean([_precision_at(one, recall) for one in many], axis=0)
         edges, heights = np.append(0, recall), np.append(precision[0], precision)
-        axes.step(edges, heights, color=STYLES[name].colour, label=STYLES[name].label)
+        axes.step(edges, heights, color=STYLES[name].color, label=STYLES[name].label)
     axes.set(xlabel="recall (share of positives found)", ylabel="precision (share of found rows that are positive)")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), title="Precision and recall after training")
 
@@ -220,7 +220,7 @@ def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]], warmup_steps: 
     for name, many in runs.items():
         steps = [step for step, _ in many[0].curve]
         ap = np.array([[value for _, value in one.curve] for one in many])
-        axes.plot(steps, ap.mean(axis=0), color=STYLES[name].colour)
+        axes.plot(steps, ap.mean(axis=0), color=STYLES[name].color)
     if warmup_steps > 0 and any(STYLES[name].metric for name in runs):
         axes.axvspan(0, warmup_steps, color="#f2f2f2", zorder=0)
         text = "ranking losses\nwarm up with\ncross-entropy"
@@ -231,11 +231,11 @@ def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]], warmup_steps: 
 
 def _draw_gains(axes: Axes, found: Mapping[str, Gain]) -> None:
     """Draw a dot for each seed, and the mean with its interval."""
-    axes.axvline(0, color=STYLES["cross_entropy"].colour, linewidth=1.2)
+    axes.axvline(0, color=STYLES["cross_entropy"].color, linewidth=1.2)
     for row, (name, gain) in enumerate(found.items()):
-        colour = STYLES[name].colour
-        axes.plot(gain.by_seed, np.full(len(gain.by_seed), row + 0.12), "o", color=colour, alpha=0.5, markeredgewidth=0)
-        axes.errorbar(gain.mean, row - 0.12, xerr=gain.width, fmt="D", color=colour, capsize=4)
+        color = STYLES[name].color
+        axes.plot(gain.by_seed, np.full(len(gain.by_seed), row + 0.12), "o", color=color, alpha=0.5, markeredgewidth=0)
+        axes.errorbar(gain.mean, row - 0.12, xerr=gain.width, fmt="D", color=color, capsize=4)
     names = [f"{STYLES[name].label}\n({METRIC_LABELS[STYLES[name].metric]})" for name in found]
     axes.set_yticks(range(len(found)), names)
     reach = 1.15 * max(0.01, *(max(np.abs(gain.by_seed).max(), abs(gain.mean) + gain.width) for gain in found.values()))

@@ -3,7 +3,8 @@
 Two processes:  torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 One process:    python examples/train_ddp.py --seeds 1 --steps 20
 
-To use a ranking loss in your own training, copy `build_loss` and `train`. Nothing else is specific to fullrank: the
+To use a ranking loss in your own training, start from the recipe in README.md, or copy what `build_loss` and `warm_up`
+return for one loss, with `CrossEntropy`, and the lines of `train` that call `on_train_batch_start` and the loss. The
 model is wrapped by DDP as it comes, and the batches of the ranks need not have the same size.
 """
 
@@ -179,7 +180,8 @@ def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description="Train with each loss on scikit-learn's digits, one of them made rare. Compare gradients, metrics.",
-        epilog="With two processes: torchrun --standalone --nproc-per-node 2 examples/train_ddp.py [options]",
+        epilog="With two processes: torchrun --standalone --nproc-per-node 2 examples/train_ddp.py [options]. "
+        "With one: python examples/train_ddp.py --seeds 1 --steps 20, in some 10 seconds.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--losses", nargs="+", choices=list(STYLES), default=list(STYLES), help="which to compare")
@@ -198,8 +200,13 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if not 0 < options.positive_rate < 1:
         parser.error(f"--positive-rate: expected a share between 0 and 1, got {options.positive_rate}")
+    for name in ("quantile", "beta"):
+        if not 0 < getattr(options, name) < 1:
+            parser.error(f"--{name}: expected a share between 0 and 1, got {getattr(options, name)}")
+    if not 0 < options.main_weight <= 1:
+        parser.error(f"--main-weight: expected a weight > 0 and at most 1, got {options.main_weight}")
     # A batch of two rows per rank leaves none of them without a row, of which torch's cross-entropy makes NaN.
-    for name, least in (("seeds", 1), ("steps", 1), ("batch_size", 2)):
+    for name, least in (("seeds", 1), ("steps", 1), ("batch_size", 2), ("queue_size", 0)):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')}: expected a number >= {least}, got {getattr(options, name)}")
     return options

@@ -1,7 +1,9 @@
 """The losses as modules, their formulas as pure functions, and the sums of sigmoids under them."""
 
+from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
-from .pauc_at_budget import PAUCAtBudgetLoss, pauc_at_budget
+from .pauc_at_budget import LossWithClassesAndStats, LossWithStats, PAUCAtBudgetLoss, pauc_at_budget
+from .pool import LossWithClasses, PerClass, Pool
 from .ranking import RankingLoss
 from .recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
 from .sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
@@ -11,9 +13,15 @@ from .softmax_focal import SoftmaxFocalLoss, softmax_focal
 from .warmup import LossWarmupWrapper
 
 __all__ = [
+    "DistributedLoss",
     "FocalLoss",
     "LossWarmupWrapper",
+    "LossWithClasses",
+    "LossWithClassesAndStats",
+    "LossWithStats",
     "PAUCAtBudgetLoss",
+    "PerClass",
+    "Pool",
     "RankingLoss",
     "RecallAtQuantileLoss",
     "SigmoidFocalLoss",

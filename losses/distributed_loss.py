@@ -17,17 +17,30 @@ class DistributedLoss(nn.Module):
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
             ``"sum"``, or the number of ranks it averages over.
-        validate_args: check target ranges and weights, which waits for the device. Metadata is always checked.
+        validate_args: check target ranges and weights, which waits for the device; never done while compiling. Metadata
+            is always checked.
     """
 
     def __init__(
         self, gather_distributed: bool | None, group: Group, gradient_reduction: str | int, validate_args: bool
     ) -> None:
         super().__init__()
-        self.gather_distributed = check_gather_distributed(gather_distributed)
+        self.gather_distributed = gather_distributed
         self.gradient_reduction = check_gradient_reduction(gradient_reduction)
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
+        # What a schedule around this loss has set; its ranks must agree on it too.
+        self._schedule: float | None = None
+
+    @property
+    def gather_distributed(self) -> bool | None:
+        """None detects a process group, False keeps to this rank, True demands a group."""
+        return self._gather_distributed
+
+    @gather_distributed.setter
+    def gather_distributed(self, value: bool | None) -> None:
+        # Checked here, not in the forward: there an exception of one rank would leave the others waiting.
+        self._gather_distributed = check_gather_distributed(value)
 
     @property
     def group(self) -> Group:
@@ -40,4 +53,12 @@ class DistributedLoss(nn.Module):
 
     def _resolve_group(self) -> ProcessGroup | None:
         """Return the group to communicate over, or None when the call is local."""
-        return self._data_group.resolve(check_gather_distributed(self.gather_distributed))
+        return self._data_group.resolve(self.gather_distributed)
+
+    def _shared_facts(self) -> dict[str, object]:
+        """Return what all ranks must agree on in every loss."""
+        return {
+            "arguments": self.extra_repr(),
+            "gradient_reduction": check_gradient_reduction(self.gradient_reduction),
+            "schedule": self._schedule,
+        }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_number, expected
+from ..distributed.errors import Words, check_number, check_tensor, expected
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
 from ..distributed.normalize import Fraction, local_mean, mean_agreed
@@ -37,13 +37,20 @@ def focus(log_p: Tensor, gamma: float) -> Tensor:
 
 def check_inputs(inputs: Tensor, targets: Tensor) -> None:
     """Raise TypeError or ValueError when the inputs are not floating, or the two are on different devices."""
-    for name, value in (("inputs", inputs), ("targets", targets)):
-        if not isinstance(value, Tensor):
-            raise TypeError(expected(name, "a tensor", value))
+    check_tensor("inputs", inputs)
+    check_tensor("targets", targets)
     if not inputs.is_floating_point():
         raise TypeError(expected("inputs", "a floating-point tensor", inputs, "Pass raw logits."))
     if targets.device != inputs.device:
-        raise ValueError(expected("targets", f"a tensor on {inputs.device}, as inputs", str(targets.device)))
+        given, fix = Words(f"one on {targets.device}"), "Use targets.to(inputs.device)."
+        raise ValueError(expected("targets", f"a tensor on {inputs.device}, as inputs", given, fix))
+
+
+def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
+    """Return what to do when ``value`` has the shape ``shape`` but for a dimension of one element, else nothing."""
+    if tuple(value.shape) == (*shape, 1):
+        return f"Use {name}.squeeze({len(shape)})."
+    return f"Use {name}.unsqueeze({value.ndim})." if (*value.shape, 1) == shape else ""
 
 
 def check_gamma(gamma: float) -> None:
@@ -58,7 +65,10 @@ class FocalLoss(DistributedLoss):
 
     Args:
         reduction: see the subclass.
-        gather_distributed, group, gradient_reduction, validate_args: see :class:`DistributedLoss`.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
+        validate_args: check values (targets, weights), which waits for the device; never done while compiling.
     """
 
     def __init__(
@@ -95,7 +105,8 @@ class FocalLoss(DistributedLoss):
         def prepare() -> Fraction:
             own.append(self.elements(inputs, targets, sample_weight))
             dtype = str(inputs.dtype).removeprefix("torch.")
-            facts = {"arguments": self.extra_repr(), "inputs": dtype, "sample_weight": sample_weight is not None}
+            weighted = sample_weight is not None
+            facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
             return Fraction(own[0].values.sum(), own[0].divisor, facts)
 
         mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
+from ..distributed.group import Group
+from ..queues.memory_queue import Keep
 from .band import (
     SMALLEST_SCALE,
     Band,
@@ -20,7 +21,7 @@ from .band import (
     check_band,
 )
 from .pool import LossWithClasses, PerClass, Pool, compact, local_pool, positive_shares, reduce_classes
-from .ranking import RankingLoss, RankingOptions, Reduction
+from .ranking import RankingLoss, Reduction
 from .sigmoid_sums import sigmoid_sums
 
 
@@ -101,7 +102,7 @@ def pauc_at_budget(
         iid_mask: (N,) bool, the rows that may set thresholds; None for all.
         sample_weight: (N,) >= 0, weights of the positives in the mean over P; thresholds have none.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``.
-        validate_args: check target ranges and weights.
+        validate_args: check target ranges and weights; never done while compiling.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -196,22 +197,54 @@ def _stats(
 class PAUCAtBudgetLoss(RankingLoss):
     """One minus the smooth partial AUC over a band, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.pauc_at_budget`; the shared arguments, the pool and what travels
-    between ranks are those of :class:`~fullrank.losses.RankingLoss`. The lower edge ``t_beta`` is known only from some
-    ``1 / beta`` iid negatives on: watch ``band_neg_count``.
+    The formula is that of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the queue.
+    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a band from 0 are the top negative: let
+    the pool have many more, and watch ``band_neg_count``.
 
     With ``surrogate="trapezoid"`` the gradient raises positives and lowers no negative: alone, it lets all scores rise
     together. Anchor it with a pointwise loss, such as ``LossWarmupWrapper(..., final_main_weight=0.5)``, or use
     ``"pairwise"``, which lowers the negatives in the band.
 
     Args:
-        num_classes, queue_size, reduction, ignore_index, update_queue_in_eval, gather_distributed, max_pool_size:
-            see :class:`~fullrank.losses.RankingLoss`, as for the keyword-only arguments.
-        alpha, beta, surrogate, n_knots, tau_scale, budget_basis, quantile_interpolation:
-            see :func:`~fullrank.losses.pauc_at_budget`.
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
+        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
+        surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
+        n_knots: number of knots >= 2, for ``"trapezoid"``.
+        tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
         pos_numerator: the positives of the mean: ``"pool"``, or ``"live"``, whose gradient the queued positives do not
             dilute; a class without live positives is then invalid for the step.
-        temperature: > 0, without unit: a multiple of the scale of the reference scores.
+        budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
+        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
+        ignore_index: rows with this target take no part.
+        update_queue_in_eval: let rows enter the queue in eval mode too.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        quantile_interpolation: how thresholds are read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
+        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+
+    Shape:
+        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
+        scalar, or (C,) with ``reduction="none"``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
+        RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
+
+    Degenerate:
+        A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
+        most 1e-12 (a warning, once), and under ``"pairwise"`` without a negative in the band: left out of the mean and
+        the sum. With no valid class the loss is 0 and its gradient too.
+
+    Distributed:
+        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank gets
+        the same value and holds the same queue.
 
     Example:
         >>> import torch
@@ -242,7 +275,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         gather_distributed: bool | None = None,
         quantile_interpolation: str = "higher",
         max_pool_size: int | None = None,
-        **options: Unpack[RankingOptions],
+        *,
+        group: Group = None,
+        gradient_reduction: str | int = "mean",
+        queue_keep: Keep = "all",
+        multi_hot: bool = False,
+        validate_args: bool = True,
     ) -> None:
         super().__init__(
             num_classes,
@@ -253,16 +291,32 @@ class PAUCAtBudgetLoss(RankingLoss):
             update_queue_in_eval,
             gather_distributed,
             max_pool_size,
-            **options,
+            group=group,
+            gradient_reduction=gradient_reduction,
+            queue_keep=queue_keep,
+            multi_hot=multi_hot,
+            validate_args=validate_args,
         )
         band = Band(alpha, beta, surrogate, n_knots, tau_scale, pos_numerator, budget_basis, quantile_interpolation)
-        for name, value in check_band(band)._asdict().items():
-            setattr(self, name, value)
+        check_band(band)
+        self.alpha, self.beta = alpha, beta
+        self.surrogate, self.n_knots, self.tau_scale = surrogate, n_knots, tau_scale
+        self.pos_numerator, self.budget_basis = pos_numerator, budget_basis
+        self.quantile_interpolation = quantile_interpolation
 
     @property
     def band(self) -> Band:
         """The arguments that define the partial area."""
-        return Band(*(getattr(self, name) for name in Band._fields))
+        return Band(
+            self.alpha,
+            self.beta,
+            self.surrogate,
+            self.n_knots,
+            self.tau_scale,
+            self.pos_numerator,
+            self.budget_basis,
+            self.quantile_interpolation,
+        )
 
     def forward(  # type: ignore[override]
         self,
@@ -298,9 +352,9 @@ class PAUCAtBudgetLoss(RankingLoss):
         if self.validate_args and "flat" not in self._warned and bool(flat.any()):
             self._warn_once(
                 "flat",
-                f"{type(self).__name__}: the reference scores of class {int(flat.nonzero()[0, 0])} have a scale of at "
-                f"most {SMALLEST_SCALE}, so no temperature can be derived and the class is skipped. "
-                "Enlarge queue_size or widen the band.",
+                f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "
+                f"hardly differ: the scale by tau_scale={self.tau_scale!r} is at most {SMALLEST_SCALE}. "
+                "Enlarge queue_size, widen the band, or try the other tau_scale.",
             )
 
     def _own_arguments(self) -> tuple[str, ...]:

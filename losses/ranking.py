@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_count, check_positive
+from ..distributed.errors import check_choice, check_count, check_int, check_positive, warn
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
 from ..queues.memory_queue import Keep, MemoryQueue
+from .batch import Batch, TargetRule, check_batch, compute_dtype
 from .distributed_loss import DistributedLoss
-from .pool import (
-    REDUCTIONS,
-    Batch,
-    LossWithClasses,
-    PerClass,
-    Pool,
-    TargetRule,
-    check_batch,
-    one_vs_rest,
-    reduce_classes,
-)
+from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, one_vs_rest, reduce_classes
 from .sampling import draw_rows
 
 Reduction = Literal["mean", "sum", "none"]
-
-
-class RankingOptions(TypedDict, total=False):
-    """The keyword-only arguments of every ranking loss; their meaning and defaults stand at :class:`RankingLoss`."""
-
-    group: Group
-    gradient_reduction: str | int
-    queue_keep: Keep
-    multi_hot: bool
-    validate_args: bool
 
 
 class RankingLoss(DistributedLoss):
@@ -55,9 +35,12 @@ class RankingLoss(DistributedLoss):
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
-        gather_distributed, group, gradient_reduction, validate_args: see :class:`DistributedLoss`.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
         queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
     """
 
     def __init__(
@@ -81,6 +64,7 @@ class RankingLoss(DistributedLoss):
         self.num_classes, self.queue_size, self.ignore_index = num_classes, queue_size, ignore_index
         check_count("num_classes", num_classes, 1)
         check_count("queue_size", queue_size, 0)
+        check_int("ignore_index", ignore_index)
         if max_pool_size is not None:
             check_count("max_pool_size", max_pool_size, 1)
         self.temperature = check_positive("temperature", temperature)
@@ -140,7 +124,7 @@ class RankingLoss(DistributedLoss):
         def prepare() -> Rows:
             check_positive("temperature", self.temperature)
             batch = check_batch(logits, targets, iid_mask, sample_weight, self._rule, validate_args=self.validate_args)
-            return Rows(tuple(batch), self._facts(), self.queue.checksum if self._enqueues else None)
+            return Rows(tuple(batch), self._facts(), self.queue.checksum if self.queue_size else None)
 
         group = self._resolve_group()
         if group is None:
@@ -157,9 +141,9 @@ class RankingLoss(DistributedLoss):
     def _facts(self) -> Mapping[str, object]:
         """Return what all ranks must agree on besides the tensors."""
         return {
-            "arguments": self.extra_repr(),
+            **self._shared_facts(),
             "temperature": self.temperature,
-            "training": self._enqueues,
+            "enqueues rows": self._enqueues,
             "queue": self.queue.position,
             "draws": self._num_draws,
         }
@@ -187,17 +171,16 @@ class RankingLoss(DistributedLoss):
     def _with_queue(self, live: Batch) -> Batch:
         device = live.logits.device
         queued = self.queue.rows()
+        wide = compute_dtype(live.logits.dtype)
         iid, weight = live.iid_mask, live.sample_weight
         count, num_queued = live.logits.shape[0], len(self.queue)
         # A queued row was accepted as iid or weighted in its time, so the flags exist as soon as either side has them.
         iid = torch.ones(count, dtype=torch.bool, device=device) if iid is None else iid
         if weight is not None or queued.sample_weight is not None:
-            dtype = torch.promote_types(live.logits.dtype, torch.float32)
-            ours = torch.ones(count, dtype=dtype, device=device) if weight is None else weight
+            ours = torch.ones(count, dtype=wide, device=device) if weight is None else weight
             theirs = queued.sample_weight
-            theirs = torch.ones(num_queued, dtype=dtype, device=device) if theirs is None else theirs.to(ours)
+            theirs = torch.ones(num_queued, dtype=wide, device=device) if theirs is None else theirs.to(ours)
             weight = torch.cat([ours, theirs])
-        wide = torch.promote_types(live.logits.dtype, torch.float32)
         return Batch(
             torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
             torch.cat([live.targets, queued.targets.to(live.targets)]),
@@ -212,7 +195,7 @@ class RankingLoss(DistributedLoss):
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warn(text)
 
     def reset_queue(self) -> None:
         """Forget the queued rows; with several ranks, on every one of them."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..distributed.errors import check_choice, check_number, expected
+from ..distributed.group import Group
+from ..queues.memory_queue import Keep
 from .pool import LossWithClasses, PerClass, Pool, local_pool, positive_shares, reduce_classes
 from .quantiles import INTERPOLATIONS, upper_quantiles
-from .ranking import RankingLoss, RankingOptions, Reduction
+from .ranking import RankingLoss, Reduction
 from .sigmoid_sums import sigmoid_sums
 
 
@@ -36,22 +37,24 @@ def recall_at_quantile(
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
         quantile: q in (0, 1), the share of rows that can be reviewed.
-        temperature: tau > 0, in units of the scores.
+        temperature: tau > 0, in units of the scores: a hundredth to a tenth of their spread. Only positives within
+            a few tau of the threshold have gradient.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,).
         ignore_index: rows with this target take no part, in the threshold either.
         quantile_interpolation: how the threshold is read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``; ``"higher"`` never admits more than the share q.
+            ``"nearest"`` or ``"midpoint"``; with ``"higher"`` at most the share q scores strictly above the threshold.
         return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
         sample_weight: (N,) >= 0, weights of the positives in the mean over P; the threshold has none.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``.
-        validate_args: check target ranges and weights.
+        validate_args: check target ranges and weights; never done while compiling.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
-        ``"none"``. With no valid class the loss is 0 and its gradient too.
+        ``"none"``. With no valid class the loss is 0 and its gradient too. With fewer than 1 / q rows the threshold is
+        the top score, and often no positive is near enough to it to have a gradient.
 
     Example:
         >>> import torch
@@ -95,24 +98,58 @@ def recall_per_class(pool: Pool, quantile: float, temperature: float, interpolat
 class RecallAtQuantileLoss(RankingLoss):
     """One minus the smooth recall at a quantile, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.recall_at_quantile`; the shared arguments, the pool and what travels
-    between ranks are those of :class:`~fullrank.losses.RankingLoss`. At ``quantile=0.005`` the threshold is known only
-    from some 200 rows on: let the pool have many more.
+    The formula is that of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
+    queue. With fewer than ``1 / quantile`` rows, 200 by default, the threshold is the top score and often no row has
+    gradient: let the pool have many more.
 
     The threshold is detached, so the gradient raises positives and lowers no negative: alone, the loss lets all scores
     rise together. Anchor it with a pointwise loss, such as ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
+    The temperature is in units of the scores: a hundredth to a tenth of their spread. The default of 0.01 suits scores
+    of unit scale; with logits that spread over 10 it gives gradient to few rows: use 0.1 to 1.
+
     Args:
-        num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval, gather_distributed,
-            max_pool_size: see :class:`~fullrank.losses.RankingLoss`, as for the keyword-only arguments.
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         quantile: q in (0, 1), the share of rows that can be reviewed.
-        quantile_interpolation: how the threshold is read between two scores.
+        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        temperature: width of the sigmoid that stands for the step, > 0, in units of the scores; see above.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
+        ignore_index: rows with this target take no part.
+        update_queue_in_eval: let rows enter the queue in eval mode too.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        quantile_interpolation: how the threshold is read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``; with ``"higher"`` at most the share q scores strictly above the threshold.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
+        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+
+    Shape:
+        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
+        scalar, or (C,) with ``reduction="none"``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
+        RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
+
+    Degenerate:
+        A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
+        the loss is 0 and its gradient too.
+
+    Distributed:
+        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank gets
+        the same value and holds the same queue.
 
     Example:
         >>> import torch
         >>> loss = RecallAtQuantileLoss(num_classes=1, quantile=0.5, queue_size=0)
         >>> loss(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]))
         tensor(0.5000)
+
+    Reference:
+        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores.
     """
 
     def __init__(
@@ -127,7 +164,12 @@ class RecallAtQuantileLoss(RankingLoss):
         gather_distributed: bool | None = None,
         quantile_interpolation: str = "higher",
         max_pool_size: int | None = None,
-        **options: Unpack[RankingOptions],
+        *,
+        group: Group = None,
+        gradient_reduction: str | int = "mean",
+        queue_keep: Keep = "all",
+        multi_hot: bool = False,
+        validate_args: bool = True,
     ) -> None:
         super().__init__(
             num_classes,
@@ -138,7 +180,11 @@ class RecallAtQuantileLoss(RankingLoss):
             update_queue_in_eval,
             gather_distributed,
             max_pool_size,
-            **options,
+            group=group,
+            gradient_reduction=gradient_reduction,
+            queue_keep=queue_keep,
+            multi_hot=multi_hot,
+            validate_args=validate_args,
         )
         self.quantile = check_quantile(quantile)
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pool import Batch, TargetRule
+from .batch import Batch, TargetRule
 
 _SEED = 0x66756C6C  # with the number of the draw, the whole state of the draw
 
@@ -21,7 +21,7 @@ def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]
-    shuffled = torch.randperm(count, generator=generator).to(batch.targets.device)
+    shuffled = torch.randperm(count, generator=generator, device="cpu").to(batch.targets.device)
     membership, taking_part = _membership(batch.targets[shuffled], rule)  # [M, G]
     num_present = int(membership.any(dim=0).sum())
     quota = max(1, size // (2 * max(1, num_present)))
@@ -37,7 +37,7 @@ def _membership(targets: Tensor, rule: TargetRule) -> tuple[Tensor, Tensor]:
     """Return (M, G) bool, the groups of each row, and (M,) bool, whether the row takes part at all."""
     if rule.multi_hot:
         taking_part = (targets != rule.ignore_index).any(dim=1)
-        positive = (targets == 1) & (targets != rule.ignore_index)
+        positive = rule.marked(targets)
         without = taking_part & ~positive.any(dim=1)
         return torch.cat([positive, without[:, None]], dim=1), taking_part
     taking_part = targets != rule.ignore_index

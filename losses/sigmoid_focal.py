@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_number, expected
+from ..distributed.errors import check_choice, check_number, check_tensor, expected
 from ..distributed.group import Group
-from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements
-from .pool import check_weight, compute_dtype
+from .batch import check_weight, compute_dtype
+from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -33,12 +33,12 @@ def sigmoid_focal(
 
     Args:
         inputs: raw logits of any shape.
-        targets: floats in [0, 1], the shape of ``inputs``.
+        targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``.
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for none.
         gamma: focusing exponent >= 0; 0 is binary cross-entropy.
         reduction: ``"mean"`` over elements, ``"sum"``, or ``"none"`` for the shape of ``inputs``.
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their mass.
-        validate_args: check weights.
+        validate_args: check targets and weights; never done while compiling.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -70,7 +70,10 @@ def _sigmoid_elements(
 ) -> Elements:
     check_inputs(inputs, targets)
     if targets.shape != inputs.shape:
-        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
+        fix = squeeze_advice("targets", targets, tuple(inputs.shape))
+        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets, fix))
+    if validate_args and not torch.compiler.is_compiling():
+        _check_unit_interval(targets)
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} it is one sigmoid, whose logarithm is minus the cross-entropy, and
@@ -91,10 +94,16 @@ def _sigmoid_elements(
     return Elements(values * weight, weight.sum() * (reduction == "mean"))
 
 
+def _check_unit_interval(targets: Tensor) -> None:
+    bad = ~((targets >= 0) & (targets <= 1))
+    if bool(bad.any()):
+        fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
+        raise ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
+
+
 def _broadcast_weight(sample_weight: Tensor, inputs: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
-    if not isinstance(sample_weight, Tensor):
-        raise TypeError(expected("sample_weight", "a tensor or None", sample_weight))
+    check_tensor("sample_weight", sample_weight, "a tensor or None")
     if sample_weight.shape[:1] != inputs.shape[:1]:
         raise ValueError(expected("sample_weight", what, sample_weight))
     if 1 <= sample_weight.ndim < inputs.ndim:  # weights (N,) of rows: align with dim 0, not with the last
@@ -116,13 +125,28 @@ def _check_alpha_gamma(alpha: float, gamma: float) -> None:
 class SigmoidFocalLoss(FocalLoss):
     """Focal loss of independent binary problems, averaged over the elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.sigmoid_focal`.
+    The formula is that of :func:`~fullrank.losses.sigmoid_focal`. ``SigmoidFocalLoss(alpha=-1, gamma=0)`` is binary
+    cross-entropy whose mean is exact over ranks with different numbers of rows.
 
     Args:
         alpha: weight of the positives in [0, 1]; -1 for none.
         gamma: focusing exponent >= 0.
         reduction: ``"mean"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
-        gather_distributed, group, gradient_reduction, validate_args: see :class:`FocalLoss`.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
+        validate_args: check values (targets, weights), which waits for the device; never done while compiling.
+
+    Shape:
+        inputs of any shape, targets the same; sizes may differ between ranks and may be 0. Output scalar, or that shape
+        with ``reduction="none"``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
+        RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
+
+    Degenerate: no element on any rank gives 0 with zero gradients.
+    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
 
     Example:
         >>> import torch

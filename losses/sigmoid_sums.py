@@ -1,14 +1,24 @@
-"""Weighted sums of sigmoids of score differences: the numerics under every pooled loss."""
+"""Weighted sums of sigmoids of score differences: the numerics under recall and partial AUC."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..distributed.errors import expected
+from ..distributed.errors import check_choice, check_positive, expected
+from .bins import Bins
+from .sigmoid_sums_binned import binned_gradients, binned_sums, find_bins
+
+T = TypeVar("T")
+
+METHODS = ("auto", "direct", "binned")
+
+# What "auto" compares, in seconds on two cores, forward + backward: a pair; bins at all, each row, each coarse bin.
+PAIR, FIXED, ROW, BIN = 5e-9, 2e-3, 20e-9, 4e-6
 
 # Elements of one chunk of pairs: small enough to stay in a cache, or to fit a small accelerator.
 CPU_CHUNK = 2**18
@@ -21,21 +31,23 @@ def sigmoid_sums(
     weights: Tensor,
     temperature: float,
     *,
-    method: Literal["auto", "direct"] = "auto",
+    method: Literal["auto", "direct", "binned"] = "auto",
 ) -> Tensor:
     r"""Sum sigmoids of the scaled differences between keys and queries.
 
     .. math:: y_{qn} = \sum_k \sigma\!\left(\frac{x_k - x_q}{\tau}\right) w_{kn}
 
-    Equal to ``torch.sigmoid((keys - queries[:, None]) / temperature) @ weights``, in chunks of pairs: O(Q K) time,
-    O(Q + K) memory.
+    Equal to ``torch.sigmoid((keys - queries[:, None]) / temperature) @ weights``; O(Q + K) time and memory, or O(Q K)
+    time for small ones.
 
     Args:
         queries: (Q,) or (C, Q), floating.
         keys: (K,) or (C, K), the dtype of ``queries``.
         weights: (K, n) or (C, K, n), the dtype of ``queries``.
         temperature: the width of the sigmoid in units of the scores, > 0.
-        method: ``"direct"`` sums pair by pair; ``"auto"`` chooses.
+        method: ``"direct"`` sums pair by pair, in chunks; ``"binned"`` sums by bins of scores, whose error is at the
+            level of the dtype; ``"auto"`` takes the faster. Scores that are not finite, or that are so far apart that
+            bins would be empty, are summed pair by pair in any case.
 
     Shape:
         output (Q, n), or (C, Q, n) when the inputs have a leading dimension of classes.
@@ -53,10 +65,11 @@ def sigmoid_sums(
         >>> sigmoid_sums(torch.tensor([0.0]), torch.tensor([0.0, 100.0]), torch.ones(2, 1), temperature=1.0)
         tensor([[1.5000]])
     """
-    if method not in ("auto", "direct"):
-        raise ValueError(expected("method", "'auto' or 'direct'", method))
-    if not temperature > 0:
-        raise ValueError(expected("temperature", "a number > 0", temperature))
+    check_choice("method", method, METHODS)
+    check_positive("temperature", temperature)
+    for name, value in (("queries", queries), ("keys", keys), ("weights", weights)):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype != queries.dtype:
+            raise TypeError(expected(name, "a floating-point tensor, all three of one dtype", value))
     batched = queries.ndim == 2
     fits = queries.ndim in (1, 2) and keys.ndim == queries.ndim and weights.ndim == queries.ndim + 1
     if not fits or weights.shape[:-1] != keys.shape or keys.shape[:-1] != queries.shape[:-1]:
@@ -65,8 +78,19 @@ def sigmoid_sums(
         raise ValueError(expected("queries, keys, weights", what, shapes))
     wide = torch.promote_types(queries.dtype, torch.float32)
     inputs = [tensor.to(wide) if batched else tensor.to(wide)[None] for tensor in (queries, keys, weights)]
-    sums = _direct(*inputs, float(temperature)).to(queries.dtype)
+    sums = _sums(*inputs, float(temperature), method).to(queries.dtype)
     return sums if batched else sums[0]
+
+
+def exact(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep autocast out of ``function``: it would turn the products under a sum back into half precision."""
+
+    @functools.wraps(function)
+    def guarded(first: Tensor, *args: Any) -> T:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *args)
+
+    return guarded
 
 
 def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:
@@ -89,27 +113,47 @@ def _differences(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
     return (keys[:, None, :] - queries[:, :, None]).div_(temperature)  # [c, q, K]
 
 
+def _bins_if_faster(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Bins | None:
+    """Return bins for both, or None where pairs are to be summed one by one."""
+    num_pairs, num_rows = queries.numel() * keys.shape[1], (queries.numel() + keys.numel()) * weights.shape[2]
+    if method == "direct" or num_pairs == 0 or (method == "auto" and num_pairs * PAIR < FIXED + ROW * num_rows):
+        return None
+    bins = find_bins(queries, keys, temperature)
+    if bins is None or method == "binned":
+        return bins
+    tables = BIN * bins.num_coarse * queries.shape[0] * weights.shape[2]
+    return bins if num_pairs * PAIR > FIXED + ROW * num_rows + tables else None
+
+
 @torch.library.custom_op("fullrank::sigmoid_sums", mutates_args=())
-def _direct(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float) -> Tensor:
+@exact
+def _sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
+    bins = _bins_if_faster(queries, keys, weights, temperature, method)
+    if bins is not None:
+        return binned_sums(queries, keys, weights, temperature, bins)
     sums = queries.new_empty(*queries.shape, weights.shape[-1])
     for c, q in _chunks(queries, keys):
         sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], temperature)) @ weights[c]
     return sums
 
 
-@_direct.register_fake
-def _(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float) -> Tensor:
+@_sums.register_fake
+def _(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
     return queries.new_empty(*queries.shape, weights.shape[-1])
 
 
 @torch.library.custom_op("fullrank::sigmoid_sums_backward", mutates_args=())
-def _direct_backward(
-    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float
+@exact
+def _gradients(
+    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and weights.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
+    bins = _bins_if_faster(queries, keys, weights, temperature, method)
+    if bins is not None:
+        return binned_gradients(grad, queries, keys, weights, temperature, bins)
     grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
     for c, q in _chunks(queries, keys):
         difference = _differences(queries[c, q], keys[c], temperature)
@@ -122,20 +166,20 @@ def _direct_backward(
     return grads
 
 
-@_direct_backward.register_fake
+@_gradients.register_fake
 def _(
-    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float
+    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(weights)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.temperature = inputs[3]
+    ctx.temperature, ctx.method = inputs[3:]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_direct_backward(grad.contiguous(), *ctx.saved_tensors, ctx.temperature), None
+    return *_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.temperature, ctx.method), None, None
 
 
-_direct.register_autograd(_backward, setup_context=_setup_context)
+_sums.register_autograd(_backward, setup_context=_setup_context)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .pool import LossWithClasses, PerClass, Pool, local_pool, positive_shares, reduce_classes
+from .pool import LossWithClasses, PerClass, Pool, local_pool, reduce_classes
 from .ranking import RankingLoss, Reduction
 from .soft_ranks import smooth_ap_sums
 
@@ -31,13 +30,14 @@ def smooth_ap(
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
-        temperature: tau > 0, in units of the scores; the smaller, the closer to the exact metric.
+        temperature: tau > 0, in units of the scores: a hundredth to a tenth of their spread. The smaller, the closer to
+            the exact metric, and the fewer rows have gradient.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,).
         ignore_index: rows with this target take no part.
         return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
         sample_weight: (N,) >= 0, weights of the positives in the mean over P.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``.
-        validate_args: check target ranges and weights.
+        validate_args: check target ranges and weights; never done while compiling.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -73,17 +73,49 @@ def smooth_ap(
 
 def smooth_ap_per_class(pool: Pool, temperature: float) -> PerClass:
     """Return one minus the smooth average precision of each class of ``pool``."""
-    share, has_positive = positive_shares(pool, pool.positive)
-    valid = has_positive & pool.negative.any(dim=1)
-    share = torch.where(valid[:, None], share, torch.zeros_like(share))  # no pair of an invalid class is looked at
-    return PerClass(smooth_ap_sums(pool.scores, pool.positive, pool.member, share, temperature), valid)
+    counted = pool.positive if pool.weight is None else pool.positive & (pool.weight > 0)
+    valid = counted.any(dim=1) & (pool.positive.sum(dim=1) < pool.member.sum(dim=1))
+    return PerClass(smooth_ap_sums(pool.scores, pool.positive, pool.member, pool.weight, temperature), valid)
 
 
 class SmoothAPLoss(RankingLoss):
     """One minus the smooth average precision, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.smooth_ap`; arguments, the pool and what travels between ranks are
-    those of :class:`~fullrank.losses.RankingLoss`. The default temperature of 0.01 suits scores of unit scale.
+    The formula is that of :func:`~fullrank.losses.smooth_ap`. The pool is the rows of all ranks and of the queue.
+
+    The temperature is in units of the scores: a hundredth to a tenth of their spread. The default of 0.01 suits scores
+    of unit scale; with logits that spread over 10 it gives gradient to few rows: use 0.1 to 1.
+
+    Args:
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
+        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        temperature: width of the sigmoid that stands for the step, > 0, in units of the scores; see above.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
+        ignore_index: rows with this target take no part.
+        update_queue_in_eval: let rows enter the queue in eval mode too.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
+        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+
+    Shape:
+        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
+        scalar, or (C,) with ``reduction="none"``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
+        RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
+
+    Degenerate:
+        A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
+        sum. With no valid class the loss is 0 and its gradient too.
+
+    Distributed:
+        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank gets
+        the same value and holds the same queue.
 
     Example:
         >>> import torch

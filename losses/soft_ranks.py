@@ -1,17 +1,31 @@
-"""Smooth-AP from soft ranks, value and gradient in one pass over the pairs of positives and pool rows."""
+"""The kernel of Smooth-AP: its loss and gradient over a pool, by whichever way of summing pairs suits the pool."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .sigmoid_sums import chunk_size
+from . import bins as binning
+from .bins import Bins
+from .node_tables import order_for
+from .sigmoid_sums import BIN, FIXED, PAIR, ROW, chunk_size, exact
+from .soft_ranks_binned import Rows, smooth_ap_binned
+from .soft_ranks_sorted import smooth_ap_sorted
+
+_TABLE_BINS = 2**16  # coarse bins of all classes that are looked at together; one takes about 6 KiB
 
 
-def smooth_ap_sums(scores: Tensor, positive: Tensor, member: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def smooth_ap_sums(
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    weight: Tensor | None,
+    temperature: float,
+    method: str = "auto",
+) -> Tensor:
     r"""Return (C,) the weighted mean over positives i of ``1 - rank_pos_i / rank_i``.
 
     With :math:`s_{ij} = \sigma((x_j - x_i)/\tau)`, :math:`r_i = 1 + \sum_{j \in P, j \ne i} s_{ij}` the soft rank among
@@ -24,34 +38,83 @@ def smooth_ap_sums(scores: Tensor, positive: Tensor, member: Tensor, weight: Ten
     Args:
         scores: (C, M) float32 or float64.
         positive: (C, M) bool, a subset of ``member``.
-        member: (C, M) bool: the rows that take part.
-        weight: (C, M), the share of each positive in the mean (they sum to 1 in a valid class); 0 elsewhere.
+        member: (C, M) bool: the rows that take part; None for all.
+        weight: (M,) >= 0, the weight of each row as a positive; None for equal weights.
         temperature: > 0.
+        method: ``"direct"`` sums pair by pair in O(positives x M) time; ``"binned"`` takes O(M) time, or, where rows
+            are so far apart that bins would be empty, O(M log M) and the pairs that interact; ``"auto"`` chooses.
 
-    O(positives x M) time, O(C M) memory. The gradient is linear in the incoming one, so it is computed with the value.
+    Returns:
+        (C,); 0 with zero gradient for a class without a positive of positive weight or without a negative.
+
+    O(C M) memory. The gradient is linear in the incoming one, so it is computed with the value.
     """
     with_grad = scores.requires_grad and torch.is_grad_enabled()
-    loss, _ = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad)
+    loss, _ = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method)
     return loss
 
 
 @torch.library.custom_op("fullrank::smooth_ap", mutates_args=())
+@exact
 def _smooth_ap(
-    scores: Tensor, positive: Tensor, member: Tensor, weight: Tensor, temperature: float, with_grad: bool
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    weight: Tensor | None,
+    temperature: float,
+    with_grad: bool,
+    method: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss (C,) and its gradient with respect to the scores (C, M).
+    """Return the loss (C,) and its gradient with respect to the scores (C, M), empty unless asked for."""
+    problem = _pose(scores, positive, member, weight, temperature)
+    num_pairs = problem.share.numel() * scores.shape[1]
+    cheapest = FIXED + ROW * scores.numel()  # of the bins, without any
+    if method == "direct" or num_pairs == 0 or (method == "auto" and num_pairs * PAIR < cheapest):
+        loss, gradient = _direct(problem, with_grad)
+    else:
+        loss, gradient = _in_linear_time(problem, with_grad, method == "auto")
+    return loss.to(scores.dtype), gradient if with_grad else scores.new_empty(0)
+
+
+class _Problem(NamedTuple):
+    scores: Tensor  # [C, M]
+    positive: Tensor  # [C, M] bool
+    member: Tensor | None  # [C, M] bool, None for all True
+    positives: tuple[Tensor, Tensor]  # class and row of each positive that counts, (P,) each
+    share: Tensor  # [P] float64: what each weighs in the mean of its class
+    temperature: float
+
+
+def _pose(
+    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
+) -> _Problem:
+    """List the positives of the classes that have negatives too, and their shares."""
+    num_members = scores.shape[1] if member is None else member.sum(dim=1)
+    counted = positive & (positive.sum(dim=1) < num_members)[:, None]
+    if weight is not None:
+        counted &= weight > 0
+    class_of, row_of = counted.nonzero(as_tuple=True)
+    mass = torch.ones(row_of.numel(), dtype=torch.float64, device=scores.device)
+    if weight is not None:
+        mass = weight.double()[row_of]
+    total = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device).index_add_(0, class_of, mass)
+    return _Problem(scores, positive, member, (class_of, row_of), mass / total[class_of], temperature)
+
+
+def _direct(problem: _Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Sum pair by pair, in chunks of positives; the reference of the other two.
 
     With u_i the weight of positive i: dloss/ds_ij = u_i r_i / (r_i + n_i)^2 for a negative j, and
     -u_i n_i / (r_i + n_i)^2 for a positive j; ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i.
     """
+    scores, positive, member, (class_of, row_of), shares, temperature = problem
     loss = scores.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
-    class_of, row_of = (positive & (weight > 0)).nonzero(as_tuple=True)  # [P] over all classes
-    outsiders = None if bool(member.all()) else ~member
+    outsiders = None if member is None else ~member
     step = chunk_size(scores, scores.shape[1])
     for first in range(0, class_of.shape[0], step):
         c, row = class_of[first : first + step], row_of[first : first + step]
-        share = weight[c, row]  # [p]
+        share = shares[first : first + step].to(scores.dtype)  # [p]
         difference = (scores[c] - scores[c, row][:, None]).div_(temperature)  # [p, M]
         if outsiders is not None:
             difference.masked_fill_(outsiders[c], -math.inf)
@@ -71,9 +134,91 @@ def _smooth_ap(
     return loss, gradient
 
 
+def _in_linear_time(problem: _Problem, with_grad: bool, may_be_direct: bool) -> tuple[Tensor, Tensor]:
+    """Make every score finite, and choose between bins and sorted neighbours (and pairs, if they may be direct)."""
+    problem, low, high, spoiled = _make_finite(problem)
+    bins = _find_bins(problem, low, high)
+    num_pairs = problem.share.numel() * problem.scores.shape[1]
+    if bins is None:
+        loss, gradient = smooth_ap_sorted(*problem)
+    elif may_be_direct and num_pairs * PAIR < FIXED + ROW * problem.scores.numel() + BIN * bins.num_coarse:
+        loss, gradient = _direct(problem, with_grad)
+    else:
+        loss, gradient = _binned(problem, bins, with_grad)
+    if spoiled is not None:
+        loss = loss.masked_fill(spoiled, math.nan)
+        gradient = gradient.masked_fill_(spoiled[:, None], math.nan) if with_grad else gradient
+    return loss, gradient
+
+
+def _make_finite(problem: _Problem) -> tuple[_Problem, Tensor, Tensor, Tensor | None]:
+    """Replace infinite scores by finite ones that act alike; return the range, and which classes are NaN, if any.
+
+    An infinite score is farther from every finite one than any sigmoid reaches. Two equal infinities, one of them of a
+    positive, have no difference: by the definition their class is NaN, like one with a NaN. Rows that take no part move
+    to a positive.
+    """
+    scores, positive, member, (class_of, row_of), *_ = problem
+    if member is not None:
+        place = scores.new_zeros(scores.shape[0]).index_put_((class_of,), scores[class_of, row_of])
+        scores = torch.where(member, scores, place[:, None])
+    low, high = scores.aminmax(dim=1)
+    if bool((low.isfinite() & high.isfinite()).all()):
+        return problem._replace(scores=scores), low, high, None
+    spoiled = scores.isnan().any(dim=1)
+    finite = scores.isfinite()
+    limit = torch.finfo(scores.dtype).max
+    for sign in (-1.0, 1.0):
+        infinite = scores == sign * math.inf
+        if member is not None:
+            infinite &= member
+        spoiled |= (infinite.sum(dim=1) > 1) & (infinite & positive).any(dim=1)
+        edge = (scores * sign).masked_fill(~finite, -math.inf).amax(dim=1).nan_to_num(neginf=0.0)
+        beyond = (edge + (edge.abs() * 1e-3).clamp_min(64 * problem.temperature)).clamp_max(limit)
+        scores = torch.where(infinite, sign * beyond[:, None], scores)
+    scores = scores.nan_to_num(nan=0.0)
+    low, high = scores.aminmax(dim=1)
+    return problem._replace(scores=scores), low, high, spoiled
+
+
+def _find_bins(problem: _Problem, low: Tensor, high: Tensor) -> Bins | None:
+    """Return bins for the scores; None where most of them would be empty."""
+    scores, temperature = problem.scores, problem.temperature
+    num_rows, fine = scores.shape[1], order_for(scores.dtype).fine
+    bins = binning.cover(low, high, temperature, fine)
+    if bins.window <= binning.most_bins(num_rows):
+        return bins
+    return binning.cover_bulk(scores[0], temperature, fine) if scores.shape[0] == 1 else None
+
+
+def _binned(problem: _Problem, bins: Bins, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Sum by bins, as many classes together as their tables allow."""
+    scores, positive, member, (class_of, row_of), share, temperature = problem
+    order = order_for(scores.dtype)
+    loss = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
+    gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
+    step = max(1, _TABLE_BINS // bins.num_coarse)
+    for first in range(0, scores.shape[0], step):
+        part, mine = slice(first, first + step), slice(None)
+        if step < scores.shape[0]:  # the positives are listed class by class
+            mine = slice(*torch.searchsorted(class_of, class_of.new_tensor([first, first + step])).tolist())
+        rows = Rows(scores[part], positive[part], None if member is None else member[part])
+        where = (class_of[mine] - first, row_of[mine])
+        some = bins._replace(first=bins.first[part])
+        into = gradient[part] if with_grad else None
+        loss[part] = smooth_ap_binned(rows, share[mine], where, some, order, temperature, into)
+    return loss, gradient
+
+
 @_smooth_ap.register_fake
 def _(
-    scores: Tensor, positive: Tensor, member: Tensor, weight: Tensor, temperature: float, with_grad: bool
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    weight: Tensor | None,
+    temperature: float,
+    with_grad: bool,
+    method: str,
 ) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape[0]), torch.empty_like(scores) if with_grad else scores.new_empty(0)
 
@@ -84,7 +229,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_loss: Tensor, grad_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    return grad_loss[:, None] * gradient, None, None, None, None, None
+    return grad_loss[:, None] * gradient, None, None, None, None, None, None
 
 
 _smooth_ap.register_autograd(_backward, setup_context=_setup_context)

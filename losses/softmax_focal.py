@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_number, expected
+from ..distributed.errors import check_choice, check_int, check_number, check_tensor, expected
 from ..distributed.group import Group
-from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements
-from .pool import check_weight, compute_dtype
+from .batch import check_class_range, check_weight, compute_dtype
+from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "sum", "none")
@@ -36,7 +36,7 @@ def softmax_focal(
     .. math:: L = \alpha_y (1 - p_y)^\gamma \, \mathrm{CE}(x, y), \quad p = \mathrm{softmax}(x)
 
     Args:
-        inputs: (N, C, *) raw logits.
+        inputs: (N, C, *) raw logits, C >= 2; one logit is for :func:`~fullrank.losses.sigmoid_focal`.
         targets: (N, *) class indices.
         alpha: C weights >= 0, one per class; None for all 1.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
@@ -46,7 +46,7 @@ def softmax_focal(
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
         background_class: what ``"mean_positive"`` does not count.
         sample_weight: (N, *) >= 0; counts become masses of weights.
-        validate_args: check target range and weights.
+        validate_args: check target range and weights; never done while compiling.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -62,8 +62,8 @@ def softmax_focal(
     Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    _check_softmax(alpha, gamma, label_smoothing)
     rule = _SoftmaxRule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class)
+    _check_rule(rule)
     return reduce_elements(_softmax_elements(inputs, targets, rule, sample_weight, validate_args), reduction)
 
 
@@ -79,60 +79,81 @@ class _SoftmaxRule(NamedTuple):
 def _softmax_elements(
     inputs: Tensor, targets: Tensor, rule: _SoftmaxRule, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
-    check_inputs(inputs, targets)
-    if inputs.ndim < 2:
-        raise ValueError(expected("inputs", "shape (N, C, *)", inputs))
-    shape = (inputs.shape[0], *inputs.shape[2:])
-    if tuple(targets.shape) != shape:
-        raise ValueError(expected("targets", f"shape {shape} for inputs (N, C, *)", targets))
-    if targets.is_floating_point():
-        raise TypeError(expected("targets", "integer class indices", targets, "Use targets.long()."))
-    num_classes = inputs.shape[1]
-    targets = targets.to(torch.int64)
-    valid = targets != rule.ignore_index
-    if validate_args and not torch.compiler.is_compiling():
-        bad = valid & ((targets < 0) | (targets >= num_classes))
-        if bool(bad.any()):
-            what = f"class indices in [0, {num_classes}) or ignore_index={rule.ignore_index}"
-            raise ValueError(expected("targets", what, int(targets[bad][0])))
+    targets, valid = _check_elements(inputs, targets, rule, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
     # Ignored elements may hold anything: with zeros for logits they cannot poison a sum or a gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    known = torch.where(valid, targets, torch.zeros_like(targets))
-    log_p = F.log_softmax(x, dim=1)
-    log_p_target = log_p.gather(1, known.unsqueeze(1)).squeeze(1)  # [N, *]
-    smoothing = rule.label_smoothing
-    cross_entropy = -log_p_target
-    if smoothing > 0:
-        cross_entropy = (1 - smoothing) * cross_entropy - smoothing * log_p.mean(dim=1)
-    values = focus(log_p_target, rule.gamma) * cross_entropy
-    if rule.alpha is not None:
-        alpha = torch.as_tensor(rule.alpha, dtype=x.dtype, device=x.device)
-        if alpha.shape != (num_classes,):
-            raise ValueError(expected("alpha", f"{num_classes} weights, one per class", alpha))
-        values = values * alpha[known]
+    values = _element_losses(x, torch.where(valid, targets, torch.zeros_like(targets)), rule)
     weight = valid.to(x.dtype)
     if sample_weight is not None:
-        if not isinstance(sample_weight, Tensor):
-            raise TypeError(expected("sample_weight", "a tensor or None", sample_weight))
+        check_tensor("sample_weight", sample_weight, "a tensor or None")
         if sample_weight.shape != targets.shape:
-            raise ValueError(expected("sample_weight", f"the shape of targets, {shape}", sample_weight))
+            fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
+            what = f"the shape of targets, {tuple(targets.shape)}"
+            raise ValueError(expected("sample_weight", what, sample_weight, fix))
         weight = weight * check_weight(sample_weight, x.dtype, validate_args)
     counted = weight * (targets != rule.background_class) if rule.reduction == "mean_positive" else weight
     count = counted.sum() * (rule.reduction in ("mean", "mean_positive"))
     return Elements(values * weight, count)
 
 
-def _check_softmax(alpha: Tensor | Sequence[float] | None, gamma: float, label_smoothing: float) -> None:
-    if isinstance(alpha, (int, float)):
-        raise TypeError(expected("alpha", "None or a sequence of one weight per class", alpha))
+def _check_elements(inputs: Tensor, targets: Tensor, rule: _SoftmaxRule, validate_args: bool) -> tuple[Tensor, Tensor]:
+    """Return the targets as int64 (N, *), and which of them are not ignored."""
+    check_inputs(inputs, targets)
+    if inputs.ndim < 2:
+        raise ValueError(expected("inputs", "shape (N, C, *)", inputs))
+    if inputs.shape[1] < 2:
+        what = "at least two classes in dim 1 of inputs (N, C, *)"
+        raise ValueError(expected("inputs", what, inputs, "For one logit use SigmoidFocalLoss."))
+    shape = (inputs.shape[0], *inputs.shape[2:])
+    if tuple(targets.shape) != shape:
+        fix = squeeze_advice("targets", targets, shape)
+        raise ValueError(expected("targets", f"shape {shape} for inputs (N, C, *)", targets, fix))
+    if targets.is_floating_point():
+        raise TypeError(expected("targets", "integer class indices", targets, "Use targets.long()."))
+    targets = targets.to(torch.int64)
+    valid = targets != rule.ignore_index
+    if validate_args and not torch.compiler.is_compiling():
+        check_class_range(targets, ~valid, inputs.shape[1], rule.ignore_index)
+    return targets, valid
+
+
+def _element_losses(x: Tensor, classes: Tensor, rule: _SoftmaxRule) -> Tensor:
+    """Return the focal loss of each element (N, *), for logits (N, C, *) and class indices in range."""
+    log_p = F.log_softmax(x, dim=1)
+    log_p_target = log_p.gather(1, classes.unsqueeze(1)).squeeze(1)  # [N, *]
+    cross_entropy = -log_p_target
+    if rule.label_smoothing > 0:
+        cross_entropy = (1 - rule.label_smoothing) * cross_entropy - rule.label_smoothing * log_p.mean(dim=1)
+    values = focus(log_p_target, rule.gamma) * cross_entropy
+    if rule.alpha is not None:
+        alpha = torch.as_tensor(rule.alpha, dtype=x.dtype, device=x.device)
+        if alpha.shape != (x.shape[1],):
+            raise ValueError(expected("alpha", f"{x.shape[1]} weights, one per class", alpha))
+        values = values * alpha[classes]
+    return values
+
+
+def _check_rule(rule: _SoftmaxRule) -> None:
+    _check_alpha(rule.alpha)
+    check_gamma(rule.gamma)
+    check_number("label_smoothing", rule.label_smoothing)
+    if not 0 <= rule.label_smoothing <= 1:
+        raise ValueError(expected("label_smoothing", "a number in [0, 1]", rule.label_smoothing))
+    check_int("ignore_index", rule.ignore_index)
+    check_int("background_class", rule.background_class)
+
+
+def _check_alpha(alpha: Tensor | Sequence[float] | None) -> None:
     # A tensor is checked by the module, once: reading it here would wait for the device in every call.
-    if alpha is not None and not isinstance(alpha, Tensor) and not all(weight >= 0 for weight in alpha):
-        raise ValueError(expected("alpha", "weights >= 0", alpha))
-    check_gamma(gamma)
-    check_number("label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(expected("label_smoothing", "a number in [0, 1]", label_smoothing))
+    if alpha is None or isinstance(alpha, Tensor):
+        return
+    if isinstance(alpha, (str, bytes)) or not isinstance(alpha, Iterable):
+        fix = "Count the classes and pass their weights, such as [0.2, 0.8]."
+        raise TypeError(expected("alpha", "None or a sequence of one weight per class", alpha, fix))
+    for weight in alpha:
+        if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
+            raise ValueError(expected("alpha", "weights >= 0", alpha))
 
 
 class SoftmaxFocalLoss(FocalLoss):
@@ -148,7 +169,21 @@ class SoftmaxFocalLoss(FocalLoss):
         label_smoothing: in [0, 1].
         ignore_index: elements with this target take no part.
         background_class: what ``"mean_positive"`` does not count.
-        gather_distributed, group, gradient_reduction, validate_args: see :class:`FocalLoss`.
+        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
+        validate_args: check values (target range, weights), which waits for the device; never done while compiling.
+
+    Shape:
+        inputs (N, C, *) with C >= 2, targets (N, *); N may differ between ranks and may be 0. Output scalar, or (N, *)
+        with ``reduction="none"``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
+        RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
+
+    Degenerate: no valid element on any rank gives 0 with zero gradients.
+    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
 
     Example:
         >>> import torch
@@ -173,7 +208,8 @@ class SoftmaxFocalLoss(FocalLoss):
         validate_args: bool = True,
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
-        _check_softmax(alpha.tolist() if isinstance(alpha, Tensor) else alpha, gamma, label_smoothing)
+        _check_rule(_SoftmaxRule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class))
+        _check_alpha(alpha.reshape(-1).tolist() if isinstance(alpha, Tensor) else None)
         super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args)
         self.alpha, self.gamma, self.label_smoothing = alpha, gamma, label_smoothing
         self.ignore_index, self.background_class = ignore_index, background_class

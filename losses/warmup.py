@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..distributed.errors import check_count, check_number, check_positive, expected
+from ..distributed.errors import check_count, check_number, check_positive, expected, warn
 from ..distributed.group import check_gather_distributed
+from .distributed_loss import DistributedLoss
 
 
 class LossWarmupWrapper(nn.Module):
@@ -22,31 +22,44 @@ class LossWarmupWrapper(nn.Module):
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
 
-    From the end of the warm-up on, the switch, the temperature of ``main_loss`` is
+    From the end of the warm-up on, the switch, the temperature of ``main_loss``, whatever it was given, is
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
     with s steps since the switch and S ``temp_decay_steps``. At the switch the queue of ``main_loss`` is reset.
 
     Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch when the warm-up is
-    counted in epochs. Over several ranks the gradient is that of one process only if ``warmup_loss`` averages over all
-    ranks too: ``SoftmaxFocalLoss(gamma=0)`` is cross-entropy that does, torch's own averages on each rank.
+    counted in epochs: without these calls the warm-up never ends.
+
+    Over several ranks the gradient is that of one process only if ``warmup_loss`` averages over all ranks too, and
+    torch's own average on each rank. For one logit take ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
+    cross-entropy; for several classes ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
         main_loss: called with ``(logits, targets, **kwargs)``.
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
-        temp_start, temp_end: temperatures at the switch and after ``temp_decay_steps``, > 0.
+        temp_start, temp_end: temperatures at the switch and after ``temp_decay_steps``, > 0, in place of that of
+            ``main_loss``: in units of the scores, of which a hundredth to a tenth of their spread is usual; for
+            ``PAUCAtBudgetLoss`` multiples of its scale, for which 0.25 to 0.1 is usual.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
         warmup_steps: length of the warm-up in steps instead of epochs.
         blend_steps: length of the blend in steps; needs ``warmup_steps``.
         final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
         reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch.
-        gather_distributed: set on the two losses when not None.
+        gather_distributed: set on the two losses when not None; None leaves their own setting. The attribute may be
+            assigned between steps and sets both: False while rank 0 validates alone, None to detect again.
+
+    Shape:
+        What the two losses take, which must be the same; output a scalar in the warm-up, else as ``main_loss``.
 
     Raises:
+        TypeError: for losses that are no module instances, and arguments of the wrong type.
         ValueError: for values out of range, or lengths given in epochs and in steps.
+
+    Distributed:
+        What the two losses send. Ranks whose schedules have drifted apart raise: the temperature is compared.
 
     Example:
         >>> import torch
@@ -80,6 +93,10 @@ class LossWarmupWrapper(nn.Module):
         gather_distributed: bool | None = None,
     ) -> None:
         super().__init__()
+        for name, loss in (("warmup_loss", warmup_loss), ("main_loss", main_loss)):
+            if not isinstance(loss, nn.Module):
+                fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
+                raise TypeError(expected(name, "an instance of torch.nn.Module", loss, fix))
         _check_lengths(warmup_epochs, blend_epochs, warmup_steps, blend_steps)
         check_number("final_main_weight", final_main_weight)
         if not 0 < final_main_weight <= 1:
@@ -93,22 +110,35 @@ class LossWarmupWrapper(nn.Module):
         self.reset_queue_each_epoch = reset_queue_each_epoch
         self._epoch = self._step = 0
         self._switch_step: int | None = None
-        self._warned = False
+        self._called: set[str] = set()  # the hooks
+        self._warned: set[str] = set()
         self._weights_warmup = _takes(warmup_loss, "sample_weight")
         if not hasattr(main_loss, "temperature"):
-            warnings.warn(
-                f"{type(main_loss).__name__} has no temperature: the schedule has no effect.", UserWarning, stacklevel=2
+            warn(
+                f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
+                "needs a property `temperature` that reads and sets that of the loss."
             )
         if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):
-            warnings.warn(
-                f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.",
-                UserWarning,
-                stacklevel=2,
-            )
+            warn(f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.")
         if check_gather_distributed(gather_distributed) is not None:
-            for loss in (self.warmup_loss, self.main_loss):
-                if hasattr(loss, "gather_distributed"):
-                    loss.gather_distributed = gather_distributed
+            self.gather_distributed = gather_distributed
+
+    @property
+    def gather_distributed(self) -> bool | None:
+        """The setting of ``main_loss``, or of ``warmup_loss`` if it has none; assigning sets both losses."""
+        settings = [loss.gather_distributed for loss in self._gathering_losses()]
+        return settings[0] if settings else None
+
+    @gather_distributed.setter
+    def gather_distributed(self, value: bool | None) -> None:
+        check_gather_distributed(value)
+        for loss in self._gathering_losses():
+            loss.gather_distributed = value
+
+    def _gathering_losses(self) -> list[Any]:
+        """Return the modules that have the setting, also inside adapters."""
+        modules = (module for loss in (self.main_loss, self.warmup_loss) for module in loss.modules())
+        return [module for module in modules if hasattr(module, "gather_distributed")]
 
     @property
     def _lengths(self) -> tuple[int, int, int]:
@@ -145,6 +175,7 @@ class LossWarmupWrapper(nn.Module):
 
     def on_train_epoch_start(self, epoch: int) -> None:
         """Set the epoch, counted from 0. Call it on every rank."""
+        self._called.add("on_train_epoch_start")
         self._epoch = epoch
         if self.reset_queue_each_epoch and not self.in_warmup:
             self._reset_queue()
@@ -154,6 +185,7 @@ class LossWarmupWrapper(nn.Module):
 
         The first call after the warm-up is the switch: it resets the queue and starts the decay.
         """
+        self._called.add("on_train_batch_start")
         self._step = global_step
         if self.in_warmup:
             return
@@ -177,16 +209,13 @@ class LossWarmupWrapper(nn.Module):
             others stay those of ``main_loss``.
         """
         weight = self.main_weight
+        for loss in (self.warmup_loss, self.main_loss):
+            if isinstance(loss, DistributedLoss):
+                loss._schedule = weight
+        if self.training:
+            self._warn_of_missing_calls(weight)
         if weight == 0.0:
             return self._warmup(logits, targets, kwargs)
-        if self.training and self._switch_step is None and not self._warned and self.current_temperature is not None:
-            self._warned = True
-            warnings.warn(
-                "LossWarmupWrapper: on_train_batch_start(global_step) was never called after the warm-up, so the "
-                "temperature does not decay. Call it in every step.",
-                UserWarning,
-                stacklevel=2,
-            )
         main = self.main_loss(logits, targets, **kwargs)
         if weight == 1.0:
             return main
@@ -195,6 +224,27 @@ class LossWarmupWrapper(nn.Module):
             blended = (1 - weight) * warmup + weight * main[0]
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
         return (1 - weight) * warmup + weight * main
+
+    def _warn_of_missing_calls(self, weight: float) -> None:
+        now, warmup, blend = self._lengths
+        in_steps = self.warmup_steps is not None
+        hook = "on_train_batch_start" if in_steps else "on_train_epoch_start"
+        argument, unit = ("global_step", "step") if in_steps else ("epoch", "epoch")
+        if now == 0 < warmup + blend and hook not in self._called:
+            self._warn_once(
+                f"{hook}({argument}) was never called, so the {'warm-up' if weight == 0 else 'blend'} never ends. "
+                f"Call it at the start of every {unit}."
+            )
+        elif weight > 0 and self._switch_step is None and self.current_temperature is not None:
+            self._warn_once(
+                "on_train_batch_start(global_step) was never called after the warm-up, so the temperature does not "
+                "decay. Call it in every step."
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(f"LossWarmupWrapper: {text}")
 
     def _warmup(self, logits: Tensor, targets: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         if self._weights_warmup and "sample_weight" in kwargs:

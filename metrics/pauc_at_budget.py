@@ -57,7 +57,7 @@ def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=1)
 
 
-def pauc_per_class(pool: Pool, band: Band) -> PerClass:
+def exact_pauc(pool: Pool, band: Band) -> PerClass:
     """Return the partial area of each class of ``pool``, over the width of the band."""
     flagged = _count_flagged(pool)
     positives, negatives = pool.positive.sum(dim=1, keepdim=True), pool.negative.sum(dim=1, keepdim=True)  # [C, 1]
@@ -71,14 +71,14 @@ def pauc_per_class(pool: Pool, band: Band) -> PerClass:
 
 
 class PAUCAtBudget(RankingMetric):
-    r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalised.
+    r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalized.
 
     Equal, for ``alpha=0, beta=1``, to ``sklearn.metrics.roc_auc_score``; O(N log N) time and O(N C) memory.
 
     .. math:: \frac{1}{\beta - \alpha} \int_\alpha^\beta \mathrm{TPR}(u) \, du
 
     with u the false-positive rate, or the share of all rows that are flagged. The curve is the empirical one: a point
-    for each distinct score, tied rows as one step, straight lines between, integrated exactly. Not standardised as
+    for each distinct score, tied rows as one step, straight lines between, integrated exactly. Not standardized as
     McClish does: a random ranking has (alpha + beta) / 2, a perfect one 1 (less than 1 under ``"population"``, whose
     budget is spent on positives too). The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`.
 
@@ -131,7 +131,7 @@ class PAUCAtBudget(RankingMetric):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class."""
-        return pauc_per_class(pool, Band(self.alpha, self.beta, budget_basis=self.budget_basis))
+        return exact_pauc(pool, Band(self.alpha, self.beta, budget_basis=self.budget_basis))
 
     def _own_arguments(self) -> tuple[str, ...]:
         return "alpha", "beta", "budget_basis"

@@ -15,11 +15,12 @@ from torchmetrics import Metric
 from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from ..distributed.errors import check_count, expected
+from ..distributed.errors import check_count, check_int, expected
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group, resolve_group
 from ..distributed.header import agree
-from ..losses.pool import Batch, PerClass, Pool, TargetRule, check_batch, compute_dtype, one_vs_rest
+from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
+from ..losses.pool import PerClass, Pool, one_vs_rest
 
 Average = Literal["macro"] | None
 
@@ -53,8 +54,7 @@ class RankingMetric(Metric):
 
     def __init__(self, num_classes: int, average: Average, ignore_index: int, **kwargs: Any) -> None:
         check_count("num_classes", num_classes, 1)
-        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise TypeError(expected("ignore_index", "an int", ignore_index))
+        check_int("ignore_index", ignore_index)
         if average not in ("macro", None):
             raise ValueError(expected("average", "'macro' or None", average))
         super().__init__(**kwargs)
@@ -82,7 +82,7 @@ class RankingMetric(Metric):
         self.targets.append(batch.targets[kept])
 
     def compute(self) -> Tensor:
-        """Return the metric over the rows of all updates, and of all ranks when it synchronises."""
+        """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""
         logits, targets = self._rows()
         if self._is_synced and len(targets) == 0:
             rank_zero_warn(
@@ -170,13 +170,13 @@ class RankingMetric(Metric):
 
         @functools.wraps(compute)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            synchronises = self._to_sync and not self._is_synced and self.distributed_available_fn()
-            if synchronises:
+            synchronizes = self._to_sync and not self._is_synced and self.distributed_available_fn()
+            if synchronizes:
                 self._agree_on_cache()
-            # torchmetrics warns before it synchronises that this rank has no rows. Others may have them; `compute`
+            # torchmetrics warns before it synchronizes that this rank has no rows. Others may have them; `compute`
             # warns when none has.
             count = self._update_count
-            if synchronises or self._is_synced:
+            if synchronizes or self._is_synced:
                 self._update_count = max(count, 1)
             try:
                 value = wrapped(*args, **kwargs)

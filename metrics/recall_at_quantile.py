@@ -12,7 +12,7 @@ from ..losses.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
 
 
-def recall_per_class(pool: Pool, quantile: float, interpolation: str) -> PerClass:
+def exact_recall(pool: Pool, quantile: float, interpolation: str) -> PerClass:
     """Return the recall at the quantile, of each class of ``pool``."""
     threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
     positives = pool.positive.sum(dim=1)  # [C]
@@ -81,7 +81,7 @@ class RecallAtQuantile(RankingMetric):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the recall of each class."""
-        return recall_per_class(pool, self.quantile, self.quantile_interpolation)
+        return exact_recall(pool, self.quantile, self.quantile_interpolation)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return "quantile", "quantile_interpolation"

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..distributed.errors import check_choice, check_count, expected
+from ..distributed.errors import check_choice, check_count, check_int, expected
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import agree
 
@@ -17,6 +17,11 @@ Keep = Literal["all", "negatives"]
 
 # Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
+
+
+def multi_hot_dtype(ignore_index: int) -> torch.dtype:
+    """Return the dtype of multi-hot targets: a byte is enough for 0, 1 and the default -100."""
+    return torch.int8 if -128 <= ignore_index <= 127 else torch.int64
 
 
 class QueueRows(NamedTuple):
@@ -62,6 +67,7 @@ class MemoryQueue(nn.Module):
         super().__init__()
         check_count("capacity", capacity, 0)
         check_count("num_classes", num_classes, 1)
+        check_int("ignore_index", ignore_index)
         check_choice("keep", keep, ("all", "negatives"))
         self.capacity, self.num_classes, self.ignore_index = capacity, num_classes, ignore_index
         self.keep, self.multi_hot = keep, multi_hot
@@ -69,10 +75,9 @@ class MemoryQueue(nn.Module):
 
     def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, columns = self.capacity, self.num_classes
-        small = -128 <= self.ignore_index <= 127
         self._logits = torch.zeros(rows, columns, dtype=dtype, device=device)
         if self.multi_hot:
-            self._targets = torch.zeros(rows, columns, dtype=torch.int8 if small else torch.int64, device=device)
+            self._targets = torch.zeros(rows, columns, dtype=multi_hot_dtype(self.ignore_index), device=device)
         else:
             self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
         self._iid = torch.ones(rows, dtype=torch.bool, device=device)
@@ -148,6 +153,10 @@ class MemoryQueue(nn.Module):
     def _check_shapes(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
     ) -> None:
+        if not logits.is_floating_point():
+            raise TypeError(expected("logits", "a floating-point tensor", logits))
+        if targets.is_floating_point():
+            raise TypeError(expected("targets", "integers or bools", targets))
         if logits.ndim != 2 or logits.shape[1] != self.num_classes:
             raise ValueError(expected("logits", f"shape (N, {self.num_classes})", logits))
         shape = tuple(logits.shape) if self.multi_hot else (logits.shape[0],)
@@ -160,6 +169,8 @@ class MemoryQueue(nn.Module):
     def _follow(self, logits: Tensor) -> None:
         """Move to the device of ``logits``, and to float64 if they are."""
         dtype = torch.promote_types(self._logits.dtype, logits.dtype)
+        if self._logits.is_meta:
+            self._allocate(logits.device, dtype)  # nothing was stored on the meta device
         if self._logits.device != logits.device or self._logits.dtype != dtype:
             self._logits = self._logits.to(logits.device, dtype)
             self._weight = self._weight.to(logits.device, dtype)
@@ -174,19 +185,23 @@ class MemoryQueue(nn.Module):
         return wanted & (taking_part.any(dim=1) if self.multi_hot else taking_part)
 
     def _hash(self, logits: Tensor, targets: Tensor, iid: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum over rows of a hash of the row's bits times its odd sequence number, modulo 2**64.
+        """Return the sum over rows of a hash of the row and its sequence number, modulo 2**64.
 
-        The sum makes two parts of a batch equal to the whole; the sequence number makes order count.
+        The sum makes two parts of a batch equal to the whole; the sequence number makes order count. Each part is mixed
+        before it is added: a linear hash would not tell targets (1, 0, 0, 1) from (0, 1, 1, 0).
         """
         bits = torch.int64 if logits.dtype == torch.float64 else torch.int32
         count, columns = logits.shape
-        column = (torch.arange(columns, device=logits.device) * 2 + 1) * _MIX[0]
-        rows = (logits.contiguous().view(bits).to(torch.int64) * column).sum(dim=1)  # [N]
-        labels = (targets.to(torch.int64) * column).sum(dim=1) if self.multi_hot else targets
-        rows = rows + labels * _MIX[1] + iid * 2 + weight.contiguous().view(bits).to(torch.int64) * _MIX[2]
-        rows = (rows ^ (rows >> 29)) * _MIX[0]
-        sequence = torch.arange(self._num_enqueued, self._num_enqueued + count, device=logits.device) * 2 + 1
-        return (rows * sequence).sum()
+        place = torch.arange(columns, device=logits.device) * 2 + 1
+        cells = _mix(logits.contiguous().view(bits).to(torch.int64) + place * _MIX[0])  # [N, C]
+        if self.multi_hot:
+            cells = cells + _mix(targets.to(torch.int64) + place * _MIX[1])
+        rows = cells.sum(dim=1)  # [N]
+        if not self.multi_hot:
+            rows = rows + _mix(targets + _MIX[1])
+        rows = rows + iid * _MIX[1] + _mix(weight.contiguous().view(bits).to(torch.int64))
+        sequence = torch.arange(self._num_enqueued, self._num_enqueued + count, device=logits.device)
+        return _mix(rows ^ _mix(sequence + _MIX[2])).sum()
 
     def assert_synchronized(self, group: Group = None) -> None:
         """Compare the contents over the ranks, bit for bit; a collective call.
@@ -228,10 +243,14 @@ class MemoryQueue(nn.Module):
             "num_classes": self.num_classes,
             "keep": self.keep,
             "multi_hot": self.multi_hot,
-            "logits": self._logits.clone(),
+            "ignore_index": self.ignore_index,
+            # Always float64, which holds both: torch.distributed.checkpoint loads into the dtype it finds, and a new
+            # queue is float32.
+            "logits": self._logits.to(torch.float64, copy=True),
             "targets": self._targets.clone(),
             "iid_mask": self._iid.clone(),
-            "sample_weight": self._weight.clone(),
+            "sample_weight": self._weight.to(torch.float64, copy=True),
+            "is_double": self._logits.dtype == torch.float64,
             "checksum": self._checksum.clone(),
             "fill": self._fill,
             "pointer": self._pointer,
@@ -245,13 +264,14 @@ class MemoryQueue(nn.Module):
         Raises:
             ValueError: when the state is of a queue with other arguments.
         """
-        for name in ("capacity", "num_classes", "keep", "multi_hot"):
+        for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
             if state[name] != getattr(self, name):
                 fix = f"Construct it with {name}={state[name]!r}, or drop the queue's keys and load with strict=False."
                 raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
-        device = self._logits.device
-        self._logits = state["logits"].to(device, copy=True)
-        self._weight = state["sample_weight"].to(device, copy=True)
+        device = state["logits"].device if self._logits.is_meta else self._logits.device
+        dtype = torch.float64 if state["is_double"] else torch.float32
+        self._logits = state["logits"].to(device, dtype, copy=True)
+        self._weight = state["sample_weight"].to(device, dtype, copy=True)
         self._targets = state["targets"].to(device, self._targets.dtype, copy=True)
         self._iid = state["iid_mask"].to(device, copy=True)
         self._checksum = state["checksum"].to(device, copy=True)
@@ -261,6 +281,13 @@ class MemoryQueue(nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
         return f"capacity={self.capacity}, num_classes={self.num_classes}, keep={self.keep!r}, fill={self._fill}"
+
+
+def _mix(values: Tensor) -> Tensor:
+    """Return a 64-bit mix of each of ``values``, int64: shifts and products in turn, none of which loses a bit."""
+    for shift, factor in ((31, _MIX[0]), (30, _MIX[1])):
+        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return values ^ ((values >> 29) & ((1 << 35) - 1))
 
 
 def _write_ring(ring: Tensor, rows: Tensor, start: int) -> None:

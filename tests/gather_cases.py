@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullrank
+from fullrank import losses
 
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
@@ -316,6 +317,33 @@ def disagreement(rank: int, kind: str) -> tuple[str, str]:
         loss.gather_distributed = False
         loss(logits, targets)  # each rank enqueues rows of its own
         loss.gather_distributed = None
+    elif kind == "queue contents in eval mode":
+        loss.gather_distributed = False
+        loss(logits, targets)
+        loss.gather_distributed = None
+        loss.eval()
+    elif kind == "draws":
+        loss._num_draws = int(odd)
+    elif kind == "schedule":
+        call = fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(), loss, warmup_epochs=1, blend_epochs=3)
+        call.on_train_epoch_start(1 + odd)
+        call.on_train_batch_start(0)
+    elif kind == "focal gradient_reduction":
+        call = fullrank.SoftmaxFocalLoss(gradient_reduction="sum" if odd else "mean")
+    elif kind == "nonsense in gradient_reduction":
+        call = fullrank.SoftmaxFocalLoss()
+        call.gradient_reduction = "average" if odd else "mean"
+    elif kind == "focal classes":
+        call, logits = fullrank.SoftmaxFocalLoss(), torch.zeros(4, 3 if odd else 2)
+    elif kind == "focal arguments":
+        call = fullrank.SoftmaxFocalLoss(gamma=1.0 if odd else 2.0)
+    elif kind == "gather backward":
+        backward = "reduce_scatter" if odd else "local"
+        return _error_of(lambda: fullrank.all_gather_with_grad(logits, backward=backward))
+    elif kind == "global_mean gradient_reduction":
+        return _error_of(lambda: fullrank.global_mean(logits.sum(), 4, gradient_reduction=1 if odd else "mean"))
+    elif kind == "sparse":
+        return _error_of(lambda: fullrank.gather_rows(logits.to_sparse() if odd else logits))
     elif kind == "number of tensors":
         return _error_of(lambda: fullrank.gather_rows(logits, targets if odd else None))
     elif kind == "trailing shape":
@@ -342,14 +370,115 @@ def _error_of(call: Any) -> tuple[str, str]:
     return "none", ""
 
 
-def inside_checkpoint(rank: int, reentrant: bool) -> tuple[str, str]:
-    """Return the error of a loss that activation checkpointing runs again in backward."""
+def inside_checkpoint(rank: int, reentrant: bool, name: str) -> tuple[str, str]:
+    """Return the error of a communicating call that activation checkpointing runs again in backward."""
     from torch.utils.checkpoint import checkpoint
 
-    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5)
+    calls = {
+        "smooth_ap": fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5),
+        "focal": lambda x, y: fullrank.SigmoidFocalLoss()(x, y[:, None].to(x)),
+        "gather": lambda x, y: fullrank.all_gather_with_grad(x).square().sum(),
+        "global_mean": lambda x, y: fullrank.global_mean(x.square().sum(), 4),
+    }
     logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
-    value = checkpoint(loss, logits, targets, use_reentrant=reentrant)
+    value = checkpoint(calls[name], logits, targets, use_reentrant=reentrant)
     return _error_of(value.backward)
+
+
+def odd_tensors(rank: int) -> bool:
+    """Return True when conjugated, negated and in-place changed tensors are gathered like any other."""
+    values = torch.tensor([[1 + 2j, 3 - 1j]])
+    plain = values.conj().clone().resolve_conj()
+    right = torch.equal(fullrank.all_gather_no_grad(values.conj())[:1], plain)
+    right &= torch.equal(fullrank.all_gather_no_grad(values.conj().imag)[:1], plain.imag)
+    for count in (2, 2 + rank):  # equal and uneven shards: the result may be changed in place either way
+        own = torch.ones(count, 2, requires_grad=True)
+        gathered = fullrank.all_gather_with_grad(own)
+        gathered *= 2
+        gathered.sum().backward()
+        right &= bool((own.grad == 2 * dist.get_world_size()).all())
+    return right
+
+
+def identity_at_world_size_one(rank: int) -> bool:
+    """Return True when a gather over a group of one returns the very same objects."""
+    group = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    own, targets = torch.ones(2, 1), torch.zeros(2)
+    pair = fullrank.gather_rows(own, targets, group=group)
+    return (
+        fullrank.all_gather_with_grad(own, group) is own
+        and fullrank.all_gather_no_grad(own, group) is own
+        and pair[0] is own
+        and pair[1] is targets
+    )
+
+
+def autocast_errors(rank: int) -> dict[str, float]:
+    """Return how far autocast moves each pooled loss and its gradient, on a pool that half precision cannot sum."""
+    errors = {}
+    for name in ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise"):
+        outcomes = []
+        for enabled in (False, True):
+            loss = gradient_cases.make_loss(Case(name, queue_size=0), local=False)
+            generator = torch.Generator().manual_seed(rank)
+            logits = torch.randn(3000, 1, generator=generator, requires_grad=True)
+            targets = (torch.rand(3000, generator=generator) < 0.1).long()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                value = loss(logits, targets)
+                value.backward()
+            assert logits.grad is not None
+            outcomes.append(torch.cat([value.detach().reshape(1), logits.grad[:, 0] * 100]))
+        errors[name] = float((outcomes[0] - outcomes[1]).norm() / outcomes[0].norm())
+    return errors
+
+
+def sharded_gradients(rank: int, form: str, inside: bool) -> float:
+    """Return the gradient error of SmoothAP under FSDP2 or HSDP as they come, against one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    case = Case("smooth_ap", queue_size=32, dtype="float64")
+    world_size = dist.get_world_size()
+    if form == "fsdp2":
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(case, local=False)]
+    whole_model = gradient_cases.Scorer(1)
+    model = fully_shard(gradient_cases.Scorer(1, losses[1] if inside else None), mesh=mesh)
+    worst = 0.0
+    for index in range(3):
+        step = gradient_cases.make_step(case, index)
+        counts = gradient_cases.split(step.features.shape[0], world_size, index)
+        own = gradient_cases.shard(step, counts, rank)
+        whole_model.zero_grad()
+        model.zero_grad()
+        losses[0](whole_model(step.features), step.targets).backward()
+        value = model(own.features, own.targets) if inside else losses[1](model(own.features), own.targets)
+        value.backward()
+        whole = torch.cat(gradient_cases.flat_gradients(whole_model))
+        spread = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+        worst = max(worst, float((spread - whole).norm() / whole.norm()))
+    return worst
+
+
+def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
+    """Return training losses around a validation that only rank 0 runs."""
+    main = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, max_pool_size=6)
+    loss: Any = fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(gamma=0), main) if wrapped else main
+    generator = torch.Generator().manual_seed(rank)
+    values = []
+    for step in range(4):
+        if wrapped:
+            loss.on_train_batch_start(step)
+        logits, targets = torch.randn(6, 2, generator=generator), torch.randint(0, 2, (6,), generator=generator)
+        values.append(loss(logits, targets).item())
+        if rank == 0:
+            loss.eval()
+            loss.gather_distributed = False
+            loss(torch.randn(9, 2), torch.randint(0, 2, (9,)))
+            loss.gather_distributed = None
+            loss.train()
+    return values
 
 
 def synchronized(rank: int, spoil: bool) -> tuple[str, str]:
@@ -359,3 +488,51 @@ def synchronized(rank: int, spoil: bool) -> tuple[str, str]:
     if spoil and rank == 1:
         loss.queue.enqueue(torch.tensor([[9.0]]), torch.tensor([0]))
     return _error_of(loss.queue.assert_synchronized)
+
+
+def wrapper_on_rank_0(rank: int) -> tuple[float, float]:
+    """Validate on rank 0 alone, through the warm-up wrapper; return its value and that of rank 0's rows by themselves.
+
+    Before and after it all ranks take a step together, in the blend, so that both losses communicate.
+    """
+    torch.manual_seed(rank)
+    warmup, main = fullrank.SigmoidFocalLoss(alpha=-1, gamma=0), fullrank.SmoothAPLoss(num_classes=1, queue_size=0)
+    loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0, blend_steps=5)
+    loss.on_train_batch_start(0)
+    logits, targets = torch.randn(6, 1), torch.tensor([0, 1, 0, 0, 1, 0])[:, None]
+    together = float(loss(logits, targets))
+    value = expected = 0.0
+    if rank == 0:
+        loss.eval()
+        loss.gather_distributed = False
+        assert warmup.gather_distributed is False
+        assert main.gather_distributed is False
+        value = float(loss(logits, targets))
+        weight, ap = loss.main_weight, losses.smooth_ap(logits, targets, main.temperature)
+        expected = float((1 - weight) * losses.sigmoid_focal(logits, targets, -1, 0) + weight * ap)
+        loss.gather_distributed = None
+        assert loss.gather_distributed is None
+        loss.train()
+    assert float(loss(logits, targets)) == together  # gathered again, on every rank
+    return value, expected
+
+
+def generations(rank: int, folder: str, answers: Any) -> None:
+    """Answer with the losses without, with, without and again with a process group, and the error of a stale group."""
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
+    other = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
+    logits, targets = torch.tensor([[0.3 - rank], [0.1]]), torch.tensor([1, 0])
+    values, stale = [], ""
+    for generation in range(2):
+        values.append(loss(logits, targets).item())
+        store = f"file://{folder}/store{generation}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        values.append(loss(logits, targets).item())
+        if generation == 0:
+            other.group = dist.new_group([0, 1])
+            other(logits, targets)
+        else:
+            stale = _error_of(lambda: other(logits, targets))[1]
+        dist.barrier()
+        dist.destroy_process_group()
+    answers.put((values, stale))

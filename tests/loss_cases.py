@@ -17,8 +17,14 @@ IGNORED = -100
 
 # Names of fullrank.losses.__all__ that are no loss of rows or elements.
 NOT_LOSSES = {
+    "DistributedLoss": "the base of all losses, without a formula",
     "FocalLoss": "the base of the focal losses, without a formula",
     "LossWarmupWrapper": "combines two losses",
+    "LossWithClasses": "a result",
+    "LossWithClassesAndStats": "a result",
+    "LossWithStats": "a result",
+    "PerClass": "what a formula returns",
+    "Pool": "what a formula is given",
     "RankingLoss": "the base of the pooled losses, without a formula",
     "sigmoid_sums": "the numerics under the pooled losses",
 }

@@ -6,6 +6,8 @@ import gather_cases
 import pytest
 from workers import WorkerPool
 
+import fullrank
+
 BAD = {
     "rank of logits": "ValueError",
     "columns": "ValueError",
@@ -55,9 +57,19 @@ DISAGREEMENTS = {
     "other function": ("RuntimeError", "call: all_gather_no_grad on rank"),
     "arguments": ("RuntimeError", "reduction='sum'"),
     "temperature": ("RuntimeError", "temperature: 0.5 on rank"),
-    "train and eval": ("RuntimeError", "training: True on rank"),
+    "train and eval": ("RuntimeError", "enqueues rows: True on rank"),
     "queue": ("RuntimeError", "queue: "),
     "queue contents": ("RuntimeError", "queue: contents "),
+    "queue contents in eval mode": ("RuntimeError", "queue: contents "),
+    "draws": ("RuntimeError", "draws: 0 on rank"),
+    "schedule": ("RuntimeError", "schedule: 0.25 on rank"),
+    "focal gradient_reduction": ("RuntimeError", "gradient_reduction: 'mean' on rank"),
+    "nonsense in gradient_reduction": ("ValueError", "failed on rank 1: gradient_reduction: expected 'mean', 'sum' or"),
+    "focal classes": ("ValueError", "classes: "),
+    "focal arguments": ("RuntimeError", "gamma=1.0"),
+    "gather backward": ("ValueError", "backward: 'local' on rank"),
+    "global_mean gradient_reduction": ("RuntimeError", "gradient_reduction: 'mean' on rank"),
+    "sparse": ("TypeError", "failed on rank 1: tensor 0: expected a dense tensor"),
     "negative count": ("ValueError", "failed on rank 1: count: expected a number >= 0, got -1.0"),
     "focal weights": ("ValueError", "sample_weight: False on rank"),
     "focal targets": ("ValueError", "failed on rank 1: targets: expected class indices in [0, 2)"),
@@ -75,12 +87,20 @@ def test_ranks_that_disagree_are_named(pool: WorkerPool, kind: str) -> None:
     assert "rank 1" in text
 
 
-def test_a_loss_inside_checkpoint_is_refused(pool_of_two: WorkerPool) -> None:
+@pytest.mark.parametrize("call", ["smooth_ap", "focal", "gather", "global_mean"])
+def test_a_call_inside_checkpoint_is_refused(pool_of_two: WorkerPool, call: str) -> None:
     """The non-re-entrant form runs the forward twice, once in backward; so does the re-entrant one."""
     for reentrant in (False, True):
-        for name, text in pool_of_two(gather_cases.inside_checkpoint, reentrant):
+        for name, text in pool_of_two(gather_cases.inside_checkpoint, reentrant, call):
             assert name == "RuntimeError"
             assert "call the loss outside checkpoint" in text
+
+
+def test_gather_distributed_is_checked_where_it_is_set() -> None:
+    """In the forward an exception of one rank would leave the others waiting."""
+    loss = fullrank.SmoothAPLoss(num_classes=1)
+    with pytest.raises(TypeError, match="gather_distributed: expected None, True or False, got 'yes'"):
+        loss.gather_distributed = "yes"  # type: ignore[assignment]
 
 
 def test_assert_synchronized(pool: WorkerPool) -> None:

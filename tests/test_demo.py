@@ -67,6 +67,16 @@ def test_help_names_every_option(tmp_path):
         assert option in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--main-weight", 0), ("--main-weight", 1.5), ("--quantile", 1), ("--beta", 0), ("--queue-size", -1)],
+)
+def test_a_bad_option_is_named(tmp_path, option, value):
+    done = _run(SCRIPT, f"{option}={value}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"error: {option}: expected " in done.stderr
+
+
 def test_one_process_needs_no_torchrun(tmp_path):
     output = tmp_path / "demo.png"
     done = _run(SCRIPT, "--seeds", 1, "--steps", 4, "--losses", "smooth_ap", "--output", output, cwd=tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gather_cases
 import pytest
 import torch
@@ -69,6 +71,14 @@ def test_collectives_of_the_losses(pool_of_two: WorkerPool) -> None:
         assert set(pooled.values()) == {(2, 0)}
 
 
+def test_conjugates_negatives_and_changes_in_place(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(gather_cases.odd_tensors) == [True, True]
+
+
+def test_a_group_of_one_gives_the_same_objects_back(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(gather_cases.identity_at_world_size_one) == [True, True]
+
+
 def test_global_mean(pool: WorkerPool) -> None:
     world_size = pool.world_size
     totals, counts = [3.0, 5.0, 1.0][:world_size], [2, 0, 7][:world_size]
@@ -124,6 +134,28 @@ def test_detection_and_its_override_between_steps(pool_of_two: WorkerPool) -> No
     assert first[1] != second[1]
 
 
+def test_a_process_group_that_was_destroyed_is_found_again(tmp_path: Path) -> None:
+    """Local before there is one, gathered with one, local without, gathered with the next."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    workers = [context.Process(target=gather_cases.generations, args=(r, str(tmp_path), answers)) for r in range(2)]
+    for worker in workers:
+        worker.start()
+    results = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(timeout=20)
+    for values, stale in results:
+        assert values[0] == values[2]  # local
+        assert values[1] == values[3]  # gathered
+        assert values[0] != values[1]
+        assert "It was destroyed" in stale
+
+
+def test_global_mean_of_integers_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"total: expected a floating-point tensor, got an int64 tensor"):
+        fullrank.global_mean(torch.tensor([3]), 2)
+
+
 @pytest.mark.parametrize("call", [fullrank.all_gather_with_grad, fullrank.all_gather_no_grad, fullrank.gather_rows])
 def test_a_gather_without_process_group_raises(call: object) -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
@@ -142,3 +174,9 @@ def test_unknown_gradient_reduction(bad: object) -> None:
         fullrank.SmoothAPLoss(1, gradient_reduction=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_reduction"):
         fullrank.global_mean(torch.tensor(1.0), 1, gradient_reduction=bad)  # type: ignore[arg-type]
+
+
+def test_the_wrapper_validates_on_one_rank_alone(pool_of_two: WorkerPool) -> None:
+    value, expected = pool_of_two(gather_cases.wrapper_on_rank_0)[0]
+    assert value == pytest.approx(expected, rel=1e-6)  # float32
+    assert value > 0

@@ -98,6 +98,7 @@ def test_wheel_has_the_package_and_nothing_else(clone, tmp_path):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {f"fullrank/{_source(module).relative_to(ROOT).as_posix()}" for module in MODULES}
     assert names == expected | {"fullrank/py.typed"}
+    assert wheel.name.startswith(f"fullrank-{fullrank.__version__}-")
 
 
 def test_the_root_has_no_other_modules():

@@ -3,8 +3,11 @@
 The warm-up wrapper has its arguments, its phases and its state tested here too.
 """
 
+import inspect
 import math
+import re
 
+import numpy
 import pytest
 import torch
 from loss_cases import FOCAL, INPUTS, POOLED
@@ -20,6 +23,7 @@ from fullrank.losses import (
     SoftmaxFocalLoss,
     sigmoid_focal,
     sigmoid_sums,
+    smooth_ap,
     softmax_focal,
 )
 
@@ -117,8 +121,13 @@ def test_other_values_of_binary_targets_warn_and_count_as_positive(name):
     module = POOLED[name].module(1, queue_size=0, **POOLED[name].default)
     logits = LOGITS.reshape(24, 1)
     targets = torch.tensor([0, 2, 0, 1] * 6)
-    with pytest.warns(UserWarning, match=r"targets: expected 0 or 1 with num_classes=1, got \[2\]"):
+    text = r"targets: expected 0 or 1 with num_classes=1, got \[2\].* Use \(targets > 0\)\.long\(\)"
+    with pytest.warns(UserWarning, match=text) as caught:
         loss = module(logits, targets)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=text) as caught:
+        POOLED[name].functional(logits, targets)
+    assert caught[0].filename == __file__
     assert torch.equal(loss, module(logits, (targets != 0).long()))
 
 
@@ -138,6 +147,8 @@ BAD_SHARED = [
     ("temperature", "0.1", TypeError),
     ("reduction", "average", ValueError),
     ("reduction", None, ValueError),
+    ("ignore_index", 1.0, TypeError),
+    ("ignore_index", None, TypeError),
     ("max_pool_size", 0, ValueError),
     ("max_pool_size", 2.5, TypeError),
     ("queue_keep", "positives", ValueError),
@@ -202,6 +213,9 @@ FOCAL_BAD = {
     ],
     "softmax_focal": [
         ("alpha", 0.25, TypeError),
+        ("alpha", "balanced", TypeError),
+        ("ignore_index", None, TypeError),
+        ("background_class", 0.5, TypeError),
         ("alpha", [1.0, -1.0, 1.0, 1.0], ValueError),
         ("alpha", [1.0, math.nan, 1.0, 1.0], ValueError),
         *[("gamma", value, ValueError) for value in (-1.0, math.nan)],
@@ -278,12 +292,71 @@ def test_gathering_without_a_process_group_raises(name):
         module, rows = FOCAL[name].module(gather_distributed=True), FOCAL[name].inputs()[:2]
     with _raises(RuntimeError, "gather_distributed=True", "None"):
         module(*rows)
-    for value in (None, False):  # a plain attribute, read at each forward
+    for value in (None, False):  # may be changed between steps
         module.gather_distributed = value
         assert bool(module(*rows).isfinite())
-    module.gather_distributed = "yes"
     with _raises(TypeError, "gather_distributed", "yes"):
-        module(*rows)
+        module.gather_distributed = "yes"
+
+
+ADVICE = [
+    (
+        lambda: SmoothAPLoss(3)(numpy.zeros((8, 3)), TARGETS),
+        r"got numpy.ndarray of dtype float64 and shape \(8, 3\)\. Use ",
+    ),
+    (lambda: SmoothAPLoss(3)(LOGITS.tolist() * 100, TARGETS), r"\.\.\. \(list\)\. Use torch\.as_tensor\(logits\)\."),
+    (lambda: SmoothAPLoss(3)(LOGITS.long(), TARGETS), "got an int64 tensor"),
+    (lambda: SmoothAPLoss(3, temperature=torch.tensor(0.1)), r"Pass float\(temperature\)\."),
+    (lambda: SmoothAPLoss(3)(LOGITS, TARGETS + 1), "Class indices start at 0"),
+    (lambda: SmoothAPLoss(3)(LOGITS, TARGETS, sample_weight=ONES[:, None]), r"Use sample_weight\.squeeze\(1\)\."),
+    (lambda: SmoothAPLoss(3)(LOGITS, TARGETS, ONES), "Weights go to sample_weight=."),
+    (lambda: SmoothAPLoss(3)(LOGITS, TARGETS.to("meta")), r"Use targets\.to\(logits\.device\)\."),
+    (lambda: softmax_focal(LOGITS, TARGETS[:, None]), r"Use targets\.squeeze\(1\)\."),
+    (lambda: softmax_focal(LOGITS, TARGETS, sample_weight=ONES[:, None]), r"Use sample_weight\.squeeze\(1\)\."),
+    (
+        lambda: softmax_focal(LOGITS[:, :1], TARGETS * 0),
+        "at least two classes in dim 1.*For one logit use SigmoidFocalLoss",
+    ),
+    (lambda: sigmoid_focal(LOGITS[:, :1], ONES), r"Use targets\.unsqueeze\(1\)\."),
+    (lambda: sigmoid_focal(LOGITS[:, 0], ONES[:, None]), r"Use targets\.squeeze\(1\)\."),
+    (lambda: sigmoid_focal(ONES, -ONES), r"numbers in \[0, 1\], got -1\.0\. Use \(targets > 0\)\.float\(\)"),
+    (lambda: SigmoidFocalLoss()(ONES, ONES * math.nan), r"numbers in \[0, 1\], got nan"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), ADVICE, ids=[text for _, text in ADVICE])
+def test_messages_say_what_to_do_and_are_short(call, text):
+    with pytest.raises((TypeError, ValueError), match=text) as caught:
+        call()
+    assert len(str(caught.value)) < 400
+
+
+def test_targets_of_the_sigmoid_loss_are_not_looked_at_without_validation():
+    assert bool(sigmoid_focal(ONES, -ONES, gamma=0, validate_args=False).isfinite())
+
+
+@over_losses
+def test_a_warning_of_a_module_points_at_the_line_that_calls_it(name):
+    module = POOLED[name].module(3, queue_size=0, max_pool_size=6, **POOLED[name].default)
+    with pytest.warns(UserWarning, match="drawn down to max_pool_size=6") as caught:
+        nn.Sequential()(module(LOGITS, TARGETS))
+    assert caught[0].filename == __file__
+
+
+LOSSES = [*(loss.module for loss in (*POOLED.values(), *FOCAL.values())), LossWarmupWrapper]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_argument_is_in_the_signature_and_the_docstring(loss):
+    parameters = inspect.signature(loss).parameters
+    assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    listed = loss.__doc__.split("    Args:\n")[1].split("\n\n")[0]
+    names = {name for line in re.findall(r"^        (\w.*?):", listed, re.MULTILINE) for name in line.split(", ")}
+    assert names == set(parameters)
+    sections = {"Shape:", "Raises:", "Distributed:", "Example:"}
+    if loss is not LossWarmupWrapper:
+        sections |= {"Degenerate:", "Reference:"}
+    assert sections == {section for section in sections if f"\n    {section}" in loss.__doc__}
 
 
 # --- warm-up ---------------------------------------------------------------------------------------------------------
@@ -374,18 +447,21 @@ class _Plain(nn.Module):
 def test_keywords_go_to_the_main_loss_and_weights_to_both():
     with pytest.warns(UserWarning, match="_Recorder has no temperature"):
         wrapper = LossWarmupWrapper(_Recorder(), _Recorder(), warmup_steps=0, blend_steps=5)
+    wrapper.on_train_batch_start(0)
     given = {"iid_mask": ONES.bool(), "sample_weight": ONES}
     wrapper(LOGITS, TARGETS, **given)
     assert set(wrapper.main_loss.kwargs) == {"iid_mask", "sample_weight"}
     assert set(wrapper.warmup_loss.kwargs) == {"sample_weight"}
     assert wrapper.current_temperature is None
     wrapper = LossWarmupWrapper(_Plain(), SmoothAPLoss(3), warmup_steps=1)
+    wrapper.on_train_batch_start(0)
     assert wrapper(LOGITS, TARGETS, **given).item() == 0.0  # nothing that the warm-up loss does not take
 
 
 def test_wrapper_warnings():
-    with pytest.warns(UserWarning, match="_Plain has no temperature"):
+    with pytest.warns(UserWarning, match="_Plain has no temperature: .* needs a property `temperature`") as caught:
         LossWarmupWrapper(_Plain(), _Plain())
+    assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="SoftmaxFocalLoss has no (temperature|reset_queue)") as caught:
         LossWarmupWrapper(_Plain(), SoftmaxFocalLoss(), reset_queue_each_epoch=True)
     assert len(caught) == 2
@@ -396,11 +472,66 @@ def test_wrapper_warnings():
     _wrapper().eval()(LOGITS, TARGETS)
 
 
+@pytest.mark.parametrize(
+    ("options", "hook", "phase"),
+    [
+        ({"warmup_steps": 2}, "on_train_batch_start(global_step)", "warm-up"),
+        ({"warmup_epochs": 2}, "on_train_epoch_start(epoch)", "warm-up"),
+        ({"blend_epochs": 2}, "on_train_epoch_start(epoch)", "blend"),
+    ],
+)
+def test_a_hook_that_is_never_called_is_named(options, hook, phase):
+    wrapper = _wrapper(**options)
+    if "epoch" in hook:
+        wrapper.on_train_batch_start(0)
+    with pytest.warns(UserWarning, match=rf"{re.escape(hook)} was never called, so the {phase} never ends") as caught:
+        wrapper(LOGITS, TARGETS)
+    assert [warning.filename for warning in caught] == [__file__]
+    wrapper(LOGITS, TARGETS)  # once: a second warning would be an error
+    _wrapper(**options).eval()(LOGITS, TARGETS)
+    wrapper = _wrapper(**options)
+    wrapper.on_train_epoch_start(0)
+    wrapper.on_train_batch_start(0)
+    wrapper(LOGITS, TARGETS)
+
+
 def test_wrapper_sets_gather_distributed_of_both():
     wrapper = _wrapper(gather_distributed=False)
     assert wrapper.main_loss.gather_distributed is False
     assert wrapper.warmup_loss.gather_distributed is False
-    assert _wrapper().main_loss.gather_distributed is None
+    assert wrapper.gather_distributed is False
+    wrapper.gather_distributed = None
+    assert wrapper.main_loss.gather_distributed is None
+    assert wrapper.warmup_loss.gather_distributed is None
+    with _raises(TypeError, "gather_distributed"):
+        wrapper.gather_distributed = "no"
+    # None at construction leaves what the losses were given, and adapters are looked into.
+    adapter = nn.Sequential(SoftmaxFocalLoss(gather_distributed=True))
+    wrapper = LossWarmupWrapper(adapter, SmoothAPLoss(3, gather_distributed=False))
+    assert wrapper.gather_distributed is False
+    assert adapter[0].gather_distributed is True
+    wrapper.gather_distributed = False
+    assert adapter[0].gather_distributed is False
+
+
+@pytest.mark.parametrize("argument", ["warmup_loss", "main_loss"])
+@pytest.mark.parametrize("loss", [SmoothAPLoss, nn.functional.cross_entropy, None])
+def test_the_wrapper_takes_module_instances(argument, loss):
+    losses = {"warmup_loss": SoftmaxFocalLoss(), "main_loss": SmoothAPLoss(3)}
+    with _raises(TypeError, argument):
+        LossWarmupWrapper(**(losses | {argument: loss}))
+
+
+def test_one_logit_through_the_wrapper():
+    """The recipe of the README: integer targets (N, 1) in each phase."""
+    warmup, main = SigmoidFocalLoss(alpha=-1, gamma=0), SmoothAPLoss(1, queue_size=0)
+    wrapper = LossWarmupWrapper(warmup, main, warmup_steps=1, blend_steps=1)
+    logits, targets = LOGITS[:, :1], TARGETS.clamp(max=1)[:, None]
+    bce = nn.functional.binary_cross_entropy_with_logits(logits, targets.float())
+    for step, weight in enumerate([0.0, 0.5, 1.0]):
+        wrapper.on_train_batch_start(step)
+        expected = (1 - weight) * bce + weight * smooth_ap(logits, targets[:, 0], main.temperature)
+        assert_close(wrapper(logits, targets), expected, rtol=1e-6, atol=0)  # float32
 
 
 @pytest.mark.parametrize("saved_at", [2, 5, 9], ids=["warmup", "blend", "after"])

@@ -192,7 +192,7 @@ LOW_PRECISION = {
 }
 
 
-@pytest.mark.parametrize("offset", [0.0, 1000.0], ids=["centred", "far"])
+@pytest.mark.parametrize("offset", [0.0, 1000.0], ids=["centered", "far"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_low_precision_error_is_within_that_of_the_naive_formula_in_float32(name, dtype, offset, device):

@@ -1,4 +1,4 @@
-"""What holds for every loss of the registry, and behaviour at the edges: ties, extremes, NaN, empty classes, draws."""
+"""What holds for every loss of the registry, and behavior at the edges: ties, extremes, NaN, empty classes, draws."""
 
 import math
 
@@ -12,7 +12,7 @@ from reference import Rows
 from torch.testing import assert_close
 
 from fullrank import losses
-from fullrank.losses.pool import Batch, TargetRule
+from fullrank.losses.batch import Batch, TargetRule
 from fullrank.losses.quantiles import INTERPOLATIONS, upper_quantiles
 from fullrank.losses.sampling import draw_rows
 
@@ -226,8 +226,9 @@ def test_all_scores_equal():
     assert_close(losses.smooth_ap(logits, targets).item(), 1 - (1 + 2 / 2) / (1 + 8 / 2), rtol=1e-6, atol=0)
     assert losses.recall_at_quantile(logits, targets).item() == 0.5
     module = losses.PAUCAtBudgetLoss(1, queue_size=0)
-    with pytest.warns(UserWarning, match="scale of at most 1e-12"):
+    with pytest.warns(UserWarning, match="hardly differ: the scale by tau_scale=.* is at most 1e-12") as caught:
         result = module(logits, targets, return_per_class=True)
+    assert caught[0].filename == __file__
     assert (result.loss.item(), result.valid.tolist()) == (0.0, [False])
     assert module(logits, targets).item() == 0.0  # warned once: a second warning would be an error
     for loss in (losses.smooth_ap(logits, targets), result.loss):

@@ -394,8 +394,9 @@ def test_odd_binary_targets_warn_and_count_as_positive_as_in_the_losses():
     scores, targets = _binary("random")
     for kind in (RecallAtQuantile, PAUCAtBudget):
         metric = kind(1)
-        with pytest.warns(UserWarning, match="expected 0 or 1 with num_classes=1, got "):
+        with pytest.warns(UserWarning, match="expected 0 or 1 with num_classes=1, got ") as caught:
             metric.update(scores[:, None], targets * 5)
+        assert caught[0].filename == __file__
         _close(metric.compute(), _value(kind(1), scores, targets))
 
 

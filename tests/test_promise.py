@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gather_cases
 import gradient_cases
 import pytest
 from gradient_cases import Case
@@ -88,6 +89,25 @@ def test_control_scaled_loss_is_off_after_the_gather(pool: WorkerPool) -> None:
     for errors in pool(gradient_cases.post_gather_errors, pool.world_size, "float64", "scaled"):
         assert errors["encoder"] <= 1e-12
         assert errors["scale_ratio"] == pytest.approx(pool.world_size, rel=1e-12)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("form", ["fsdp2", "hsdp"])
+def test_sharded_models_as_they_come(pool_of_four: WorkerPool, form: str, inside: bool) -> None:
+    assert max(pool_of_four(gather_cases.sharded_gradients, form, inside)) <= 1e-12
+
+
+def test_autocast_does_not_reach_into_the_sums(pool_of_two: WorkerPool) -> None:
+    for errors in pool_of_two(gather_cases.autocast_errors):
+        assert len(errors) == 4
+        assert max(errors.values()) == 0.0, errors
+
+
+@pytest.mark.filterwarnings("ignore:.*drawn down")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["loss", "wrapper"])
+def test_rank_zero_may_validate_alone(pool_of_two: WorkerPool, wrapped: bool) -> None:
+    first, second = pool_of_two(gather_cases.rank_zero_validates_alone, wrapped)
+    assert first == second
 
 
 @pytest.mark.parametrize("loss", ["smooth_ap", "softmax_focal"])

@@ -73,6 +73,24 @@ def test_the_checksum_tells_contents_and_order() -> None:
     assert len(checksums) == 6
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([[1], [0], [0], [1]], [[0], [1], [1], [0]]),
+        ([[1, 1, 1, 0, 0]], [[0, 0, 0, 0, 1]]),
+    ],
+    ids=["order of equal rows", "columns of a row"],
+)
+def test_the_checksum_is_not_linear(first: list[list[int]], second: list[list[int]]) -> None:
+    """Sums of positions that happen to agree must not make different queues look alike."""
+    checksums = []
+    for targets in (torch.tensor(first), torch.tensor(second)):
+        queue = MemoryQueue(8, targets.shape[1], multi_hot=True)
+        queue.enqueue(torch.zeros(targets.shape), targets)
+        checksums.append(int(queue.checksum))
+    assert checksums[0] != checksums[1]
+
+
 def test_rows_that_never_enter() -> None:
     queue = MemoryQueue(8, 2)
     bad = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
@@ -143,6 +161,17 @@ def test_device_follows_the_module(device: torch.device) -> None:
     assert len(loss.queue) == 3
 
 
+def test_a_meta_queue_takes_the_device_of_what_it_is_given() -> None:
+    with torch.device("meta"):
+        assigned, fed = (fullrank.SmoothAPLoss(num_classes=1, queue_size=4, temperature=0.5) for _ in range(2))
+    saved = fullrank.SmoothAPLoss(num_classes=1, queue_size=4, temperature=0.5)
+    saved(*rows(0, 3))
+    assigned.load_state_dict(saved.state_dict(), assign=True)
+    assert contents(assigned.queue) == [0.0, 1.0, 2.0]
+    fed(*rows(0, 3))
+    assert contents(fed.queue) == [0.0, 1.0, 2.0]
+
+
 def test_eval_leaves_the_queue_alone() -> None:
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8).eval()
     loss(*rows(0, 4))
@@ -186,9 +215,11 @@ def test_distributed_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None
         assert length == 40
 
 
-@pytest.mark.parametrize(("name", "value"), [("capacity", 5), ("num_classes", 2), ("keep", "negatives")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("capacity", 5), ("num_classes", 2), ("keep", "negatives"), ("ignore_index", -1)]
+)
 def test_a_state_of_another_queue_is_refused(name: str, value: object) -> None:
-    arguments: dict = {"capacity": 4, "num_classes": 1, "keep": "all"}
+    arguments: dict = {"capacity": 4, "num_classes": 1, "keep": "all", "ignore_index": -100}
     state = MemoryQueue(**arguments).state_dict()
     other = MemoryQueue(**{**arguments, name: value})
     with pytest.raises(ValueError, match=rf"{name} of the saved queue: expected .* Construct it with {name}="):
@@ -212,14 +243,16 @@ def test_impossible_arguments(arguments: dict, error: type[Exception]) -> None:
 def test_rows_of_the_wrong_shape() -> None:
     queue = MemoryQueue(2, 1)
     for logits, targets in (
-        (torch.ones(2), torch.ones(2)),
-        (torch.ones(2, 2), torch.ones(2)),
-        (torch.ones(2, 1), torch.ones(3)),
+        (torch.ones(2), torch.ones(2).long()),
+        (torch.ones(2, 2), torch.ones(2).long()),
+        (torch.ones(2, 1), torch.ones(3).long()),
     ):
         with pytest.raises(ValueError, match="expected shape"):
             queue.enqueue(logits, targets)
     with pytest.raises(ValueError, match="sample_weight: expected shape"):
-        queue.enqueue(torch.ones(2, 1), torch.ones(2), sample_weight=torch.ones(3))
+        queue.enqueue(torch.ones(2, 1), torch.ones(2).long(), sample_weight=torch.ones(3))
+    with pytest.raises(TypeError, match="targets: expected integers or bools"):
+        queue.enqueue(torch.ones(2, 1), torch.ones(2))
     assert len(queue) == 0
 
 

@@ -29,8 +29,11 @@ def test_no_block_is_left_out() -> None:
 
 def test_the_swapped_line() -> None:
     names: dict = {}
-    exec(block_with("# loss_fn = torch.nn.BCEWithLogitsLoss()"), names)
-    assert names["loss"].item() == pytest.approx(1 / 6, abs=1e-4)
+    exec(block_with("# loss_fn = torch.nn.CrossEntropyLoss()"), names)
+    # Positives at places 2 of 4, 1 and 3 of 4, 1 of 4: AP of 1/2, 5/6 and 1.
+    assert names["loss"].item() == pytest.approx(1 - (1 / 2 + 5 / 6 + 1) / 3, abs=1e-2)
+    old = torch.nn.CrossEntropyLoss()(names["logits"], names["targets"])  # the line that is swapped takes the same
+    assert old.isfinite()
     assert names["logits"].grad.abs().sum() > 0
 
 
@@ -52,6 +55,7 @@ def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(names, "gather_rows", lambda *tensors: tensors)  # there is no process group here
     logits, targets = torch.tensor([[2.0], [0.5]], requires_grad=True), torch.tensor([1, 0])
     assert names["pairwise_hinge"](logits, targets).item() == 0.0
+    assert names["pairwise_hinge"](logits[:0], targets[:0]).item() == 0.0
     tokens = names["token_loss"](torch.zeros(3, 4), torch.tensor([1, -100, 2]))
     assert tokens.item() == pytest.approx(1.3862944)
 

@@ -1,0 +1,161 @@
+"""The rows that a ranking loss is given: how targets are read, what is checked, and the canonical form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.errors import Words, check_tensor, expected, warn
+from ..queues.memory_queue import multi_hot_dtype
+
+
+class Batch(NamedTuple):
+    """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights in compute dtype."""
+
+    logits: Tensor  # [N, C]
+    targets: Tensor  # [N] or [N, C]
+    iid_mask: Tensor | None = None  # [N]
+    sample_weight: Tensor | None = None  # [N]
+
+    def take(self, index: Tensor) -> Batch:
+        """Return the rows of ``index``."""
+        optional = (None if tensor is None else tensor[index] for tensor in self[2:])
+        return Batch(self.logits[index], self.targets[index], *optional)
+
+
+class TargetRule(NamedTuple):
+    """How targets are read: number of classes (1 is binary), the ignored value, class indices or multi-hot."""
+
+    num_classes: int
+    ignore_index: int = -100
+    multi_hot: bool = False
+
+    def marked(self, codes: Tensor) -> Tensor:
+        """Return which multi-hot ``codes`` are positives: 1, unless 1 is what is ignored."""
+        return (codes == 1) & (codes != self.ignore_index)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype a loss is computed in: half precision in float32, whose sums over a pool do not saturate."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_batch(
+    logits: Tensor,
+    targets: Tensor,
+    iid_mask: Tensor | None,
+    sample_weight: Tensor | None,
+    rule: TargetRule,
+    *,
+    validate_args: bool = True,
+) -> Batch:
+    """Return the rows in canonical form, or raise TypeError or ValueError.
+
+    ``validate_args=False`` leaves out the checks that read values, each of which waits for the device. So does
+    compiling.
+    """
+    validate_args = validate_args and not torch.compiler.is_compiling()
+    check_tensor("logits", logits)
+    check_tensor("targets", targets)
+    if not logits.is_floating_point():
+        raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw scores."))
+    if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
+        fix = "Flatten leading dimensions; for binary scores (N,) use logits.unsqueeze(1) and num_classes=1."
+        raise ValueError(expected("logits", f"shape (N, {rule.num_classes})", logits, fix))
+    targets = _check_targets(logits, targets, rule, validate_args)
+    if iid_mask is not None:
+        _check_row_tensor("iid_mask", iid_mask, logits)
+        if iid_mask.dtype != torch.bool:
+            fix = "Weights go to sample_weight=." if iid_mask.is_floating_point() else "Use iid_mask.bool()."
+            raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
+    if sample_weight is not None:
+        _check_row_tensor("sample_weight", sample_weight, logits)
+        sample_weight = check_weight(sample_weight, compute_dtype(logits.dtype), validate_args)
+    return Batch(logits, targets, iid_mask, sample_weight)
+
+
+def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
+    """Return the weights detached and in ``dtype``; ValueError when one is negative or not finite."""
+    if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
+        fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
+        raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
+    sample_weight = sample_weight.detach()
+    if validate_args and not torch.compiler.is_compiling():
+        bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
+        if bool(bad.any()):
+            first = sample_weight[bad][0].item()
+            raise ValueError(expected("sample_weight", "finite numbers >= 0", first))
+    return sample_weight.to(dtype)
+
+
+def check_class_range(targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise ValueError when a class index outside [0, num_classes) is not ignored; waits for the device."""
+    bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
+    if bool(bad.any()):
+        what = f"class indices in [0, {num_classes}) or ignore_index={ignore_index}"
+        fix = "Class indices start at 0; rows to leave out have ignore_index for a target."
+        raise ValueError(expected("targets", what, int(targets[bad][0]), fix))
+
+
+def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
+    check_tensor(name, value, "a tensor or None")
+    count = logits.shape[0]
+    if tuple(value.shape) != (count,):
+        fix = f"Use {name}.squeeze(1)." if tuple(value.shape) == (count, 1) else ""
+        raise ValueError(expected(name, f"shape ({count},), one entry per row of logits", value, fix))
+    _check_device(name, value, logits)
+
+
+def _check_device(name: str, value: Tensor, logits: Tensor) -> None:
+    if value.device != logits.device:
+        what, fix = f"a tensor on {logits.device}, as logits", f"Use {name}.to(logits.device)."
+        raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
+
+
+def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_args: bool) -> Tensor:
+    if targets.is_floating_point() or targets.is_complex():
+        what = "integers or bools"
+        raise TypeError(expected("targets", what, targets, "Use targets.long() on class indices."))
+    _check_device("targets", targets, logits)
+    count = logits.shape[0]
+    if rule.multi_hot:
+        if tuple(targets.shape) != (count, rule.num_classes):
+            raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
+        return _check_multi_hot(targets, rule, validate_args)
+    if tuple(targets.shape) == (count, 1):
+        targets = targets[:, 0]
+    if tuple(targets.shape) != (count,):
+        fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
+        raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
+    targets = targets.to(torch.int64)
+    ignored = targets == rule.ignore_index
+    if rule.num_classes == 1:
+        return _check_binary(targets, ignored, validate_args)
+    if validate_args:
+        check_class_range(targets, ignored, rule.num_classes, rule.ignore_index)
+    return targets
+
+
+def _check_binary(targets: Tensor, ignored: Tensor, validate_args: bool) -> Tensor:
+    if validate_args:
+        odd = (targets != 0) & (targets != 1) & ~ignored
+        if bool(odd.any()):
+            values = targets[odd].unique()[:8].tolist()
+            fix = "Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes."
+            warn(
+                f"targets: expected 0 or 1 with num_classes=1, got {values}. "
+                f"Every value but 0 counts as positive. {fix}"
+            )
+    return torch.where(ignored, targets, (targets != 0).to(torch.int64))
+
+
+def _check_multi_hot(targets: Tensor, rule: TargetRule, validate_args: bool) -> Tensor:
+    if validate_args:
+        bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
+        if bool(bad.any()):
+            what = f"0, 1 or ignore_index={rule.ignore_index}"
+            raise ValueError(expected("targets", what, int(targets[bad][0])))
+    # Every rank sends the same dtype whatever it was given, and a byte is enough for 0, 1 and the default -100.
+    return targets.to(multi_hot_dtype(rule.ignore_index))

@@ -1,0 +1,252 @@
+"""Sums by bins against sums by pairs: whatever the scores, the same numbers in another time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import gradient_cases
+import pytest
+import torch
+from gradient_cases import Case
+from torch import Tensor
+from workers import WorkerPool
+
+import fullrank
+from fullrank.losses import sigmoid_sums, soft_ranks
+from fullrank.losses.bins import cover, cover_bulk, locate, most_bins
+from fullrank.losses.soft_ranks import smooth_ap_sums
+
+ROWS = 4000
+
+
+def generator() -> torch.Generator:
+    """Return the same numbers in every test."""
+    return torch.Generator().manual_seed(5)
+
+
+def normal(size: int = ROWS) -> Tensor:
+    """Return normal scores."""
+    return torch.randn(size, generator=generator())
+
+
+def cauchy() -> Tensor:
+    """Return scores with tails that no window covers."""
+    return torch.tan(math.pi * (torch.rand(ROWS, generator=torch.Generator().manual_seed(6)) - 0.5))
+
+
+SETS: dict[str, Callable[[], Tensor]] = {
+    "normal": normal,
+    "tied": lambda: normal().round(decimals=1),
+    "equal": lambda: torch.full((ROWS,), 0.3),
+    "clustered": lambda: torch.cat([normal()[::2] * 0.01, 3 + normal()[1::2]]),
+    "scale 1000": lambda: normal() * 1000,
+    "far from 0": lambda: normal() + 4096,
+    "one outlier": lambda: torch.cat([normal()[1:], torch.tensor([1e30])]),
+    "two clusters": lambda: torch.cat([normal()[::2] - 1e6, 1e6 + normal()[1::2]]),
+    "cauchy": cauchy,
+}
+TEMPERATURES = [1e-6, 1e-4, 1e-2, 0.1, 1.0, 10.0, 1e6]
+
+
+def smooth_ap_by(
+    method: str, scores: Tensor, positive: Tensor, member: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the loss (C,) and the gradient (C, M) by one method, in float64."""
+    leaf = scores.clone().requires_grad_()
+    loss = smooth_ap_sums(leaf, positive, member, None, temperature, method)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    return loss.detach().double(), leaf.grad.double()
+
+
+def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Assert the bars: relative error of the gradient, and of each row against the largest; loss to its rounding."""
+    loss, gradient = reference
+    limit, row_limit, loss_limit = (2e-6, 5e-6, 6e-8) if dtype == torch.float32 else (1e-12, 1e-12, 1e-13)
+    assert (ours[0] - loss).abs().max() <= loss_limit * loss.abs().max() + loss_limit / 6
+    if gradient.norm() > 1e-12:  # else hardly a pair is within reach, and what is left is beyond the cutoff
+        assert (ours[1] - gradient).norm() <= limit * gradient.norm()
+        assert (ours[1] - gradient).abs().max() <= row_limit * gradient.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("name", SETS)
+def test_smooth_ap_by_bins(name: str, temperature: float, dtype: torch.dtype) -> None:
+    scores = SETS[name]()[None]
+    positive = torch.rand(1, ROWS, generator=generator()) < 0.02
+    everyone = torch.ones_like(positive)
+    reference = smooth_ap_by("direct", scores.double(), positive, everyone, temperature)
+    assert_same(smooth_ap_by("binned", scores.to(dtype), positive, everyone, temperature), reference, dtype)
+
+
+def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float64 limit does catch the order that is enough for float32."""
+    from fullrank.losses import soft_ranks_binned
+    from fullrank.losses.node_tables import Order
+
+    scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
+    everyone = torch.ones_like(positive)
+    reference = smooth_ap_by("direct", scores, positive, everyone, 0.5)
+    monkeypatch.setattr(soft_ranks, "order_for", lambda dtype: Order(16, 4, 14))
+    assert soft_ranks_binned  # imported before the patch, so that only the choice of order changes
+    with pytest.raises(AssertionError):
+        assert_same(smooth_ap_by("binned", scores, positive, everyone, 0.5), reference, torch.float64)
+
+
+def test_a_few_positives_far_above_many_negatives() -> None:
+    """18 temperatures above 1e5 negatives the tail of the sigmoid is all there is."""
+    scores = torch.cat([normal(100_000) * 0.01, torch.full((5,), 18.0)])[None]
+    positive = torch.zeros_like(scores, dtype=torch.bool)
+    positive[0, -5:] = True
+    everyone = torch.ones_like(positive)
+    reference = smooth_ap_by("direct", scores.double(), positive, everyone, 1.0)
+    for dtype in (torch.float32, torch.float64):
+        assert_same(smooth_ap_by("binned", scores.to(dtype), positive, everyone, 1.0), reference, dtype)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.05, 2.0])
+def test_classes_weights_and_rows_that_take_no_part(temperature: float) -> None:
+    scores = torch.randn(5, 1500, generator=generator()) * torch.tensor([1.0, 5.0, 0.1, 3.0, 1.0])[:, None]
+    positive = torch.rand(5, 1500, generator=generator()) < 0.1
+    member = torch.rand(5, 1500, generator=generator()) < 0.8
+    positive &= member
+    positive[3] = False  # a class without positives
+    weight = torch.rand(1500, generator=generator()).double()
+    results = []
+    for method, dtype in (("direct", torch.float64), ("binned", torch.float64)):
+        leaf = torch.where(member, scores, torch.zeros(())).to(dtype).requires_grad_()
+        loss = smooth_ap_sums(leaf, positive, member, weight, temperature, method)
+        (loss * torch.arange(1.0, 6.0)).sum().backward()
+        assert leaf.grad is not None
+        results.append((loss.detach().double(), leaf.grad.double()))
+    assert_same(results[1], results[0], torch.float64)
+    assert (results[1][1][~member] == 0).all()
+
+
+def test_many_classes_are_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, positive = (
+        torch.randn(7, 900, generator=generator()).double(),
+        torch.rand(7, 900, generator=generator()) < 0.1,
+    )
+    everyone = torch.ones_like(positive)
+    whole = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    monkeypatch.setattr(soft_ranks, "_TABLE_BINS", 100)
+    parts = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    assert_same(parts, whole, torch.float64)
+
+
+@pytest.mark.parametrize("positives_at", [(0,), (), (1,), (1, 2)])
+def test_infinite_scores_are_what_the_definition_makes_of_them(positives_at: tuple[int, ...]) -> None:
+    """One infinity of a kind is the first or the last; two of a kind, one of them positive, have no difference."""
+    scores = normal(1000)[None].clone()
+    scores[0, :3] = torch.tensor([math.inf, -math.inf, -math.inf])
+    positive = torch.rand(1, 1000, generator=generator()) < 0.1
+    positive[0, :3] = False
+    positive[0, list(positives_at)] = True
+    everyone = torch.ones_like(positive)
+    reference = smooth_ap_by("direct", scores.double(), positive, everyone, 0.1)
+    ours = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    if reference[0].isnan():
+        assert ours[0].isnan()
+        assert ours[1].isnan().any()
+    else:
+        assert_same(ours, reference, torch.float32)
+
+
+def test_a_nan_makes_its_class_nan_and_no_other() -> None:
+    scores = torch.randn(2, 1000, generator=generator())
+    positive = torch.rand(2, 1000, generator=generator()) < 0.1
+    everyone = torch.ones_like(positive)
+    clean = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    scores[0, 17] = math.nan
+    loss, gradient = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    assert loss[0].isnan()
+    assert gradient[0].isnan().all()
+    assert loss[1] == clean[0][1]
+    assert torch.equal(gradient[1], clean[1][1])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.05, 1.0, 30.0])
+@pytest.mark.parametrize("sizes", [(1, 300, 2000, 2), (3, 1200, 400, 1)])
+def test_sigmoid_sums_by_bins(sizes: tuple[int, int, int, int], temperature: float) -> None:
+    num_classes, num_queries, num_keys, columns = sizes
+    numbers = generator()
+    queries = torch.randn(num_classes, num_queries, generator=numbers)
+    keys = torch.randn(num_classes, num_keys, generator=numbers) + 0.5
+    weights = torch.rand(num_classes, num_keys, columns, generator=numbers)
+    upstream = torch.rand(num_classes, num_queries, columns, generator=numbers)
+    outcomes = {}
+    for method, dtype in (("direct", torch.float64), ("binned", torch.float64), ("binned", torch.float32)):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (queries, keys, weights)]
+        sums = sigmoid_sums(*leaves, temperature, method=method)
+        sums.backward(upstream.to(dtype))
+        outcomes[method, dtype] = [sums.detach().double(), *(leaf.grad.double() for leaf in leaves)]
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        for ours, reference in zip(outcomes["binned", dtype], outcomes["direct", torch.float64]):
+            assert (ours - reference).norm() <= limit * reference.norm()
+
+
+def test_sigmoid_sums_with_an_outlier_and_with_infinity() -> None:
+    queries, keys, weights = normal(500)[None], normal(3000)[None].clone(), torch.ones(1, 3000, 1)
+    keys[0, 3] = 1e30
+    for extreme in (1e30, math.inf):
+        keys[0, 3] = extreme
+        reference = sigmoid_sums(queries.double(), keys.double(), weights.double(), 0.1, method="direct")
+        ours = sigmoid_sums(queries, keys, weights, 0.1, method="binned")
+        torch.testing.assert_close(ours.double(), reference, rtol=2e-6, atol=1e-6)
+
+
+def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Position and bin give the score back, inside the window and outside of it."""
+    scores = torch.cat([normal(20_000), torch.tensor([1e30, -1e25, 500.0])])
+    bins = cover_bulk(scores, 0.01, 16)
+    assert bins is not None
+    assert bins.outside is not None
+    assert bins.num_coarse <= most_bins(scores.numel()) * 2
+    index, u = locate(bins, scores[None], slice(None))
+    assert int(index.min()) >= 0
+    assert int(index.max()) < bins.num_fine
+    assert u.abs().max() <= 1.0
+    assert index[scores.argsort()].diff().min() >= 0  # the order of the scores
+    plain = cover(scores[:100].min()[None], scores[:100].max()[None], 0.01, 16)
+    index, u = locate(plain, scores[None, :100], slice(None))
+    position = index + u[0].double() / 2 + float(plain.first[0]) * plain.fine
+    torch.testing.assert_close(position * plain.width / plain.fine, scores[:100].double(), rtol=1e-6, atol=1e-8)
+
+
+def test_auto_takes_pairs_for_small_pools_and_bins_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    for name in ("_direct", "_binned", "smooth_ap_sorted"):
+        original = getattr(soft_ranks, name)
+        monkeypatch.setattr(soft_ranks, name, lambda *a, _f=original, _n=name, **k: (taken.append(_n), _f(*a, **k))[1])
+    for size, spread in ((1000, 1.0), (100_000, 1.0), (100_000, 1e7)):
+        scores = normal(size)[:, None] * spread
+        targets = (torch.rand(size, generator=generator()) < 0.05).long()
+        fullrank.losses.smooth_ap(scores.requires_grad_(), targets, temperature=0.01).backward()
+    assert taken == ["_direct", "_binned", "smooth_ap_sorted"]
+
+
+def forced(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """Run one case of the promise with bins for every pool."""
+    from fullrank.losses import sigmoid_sums as module_function  # noqa: F401
+
+    kernels = [soft_ranks, __import__("sys").modules["fullrank.losses.sigmoid_sums"]]
+    saved = [kernel.PAIR for kernel in kernels]
+    for kernel in kernels:
+        kernel.PAIR = 1e9  # a pair costs so much that "auto" never sums them
+    try:
+        return gradient_cases.worst_error(rank, world_size, case)
+    finally:
+        for kernel, value in zip(kernels, saved):
+            kernel.PAIR = value
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise"])
+def test_the_promise_holds_with_bins(pool_of_two: WorkerPool, loss: str, dtype: str) -> None:
+    limit = {"float64": 1e-12, "float32": 2e-6}[dtype]
+    for gradient, value in pool_of_two(forced, 2, Case(loss, dtype=dtype, weighted=True, num_classes=2)):
+        assert gradient <= limit
+        assert value <= limit
