@@ -45,12 +45,13 @@ class Line(NamedTuple):
     label: str
     colour: str
     width: float
+    rise: float = 0.0  # of the label, in points: two lines that end close together are labelled apart
 
 
 LINES = (
     Line("peer_ms", "imbalanced-losses", "#D55E00", 2.0),
-    Line("sort_ms", "one torch.sort", MUTED, 2.0),
-    Line("ours_ms", "fullrank", "#0072B2", 3.0),
+    Line("sort_ms", "one torch.sort", MUTED, 2.0, rise=14.0),
+    Line("ours_ms", "fullrank", "#0072B2", 3.0, rise=-3.0),
 )
 
 
@@ -85,11 +86,11 @@ def _draw_line(axes: Axes, line: Line, growth: list[dict[str, Any]]) -> None:
     axes.plot(*zip(*points), color=line.colour, linewidth=line.width, marker="o", markersize=line.width + 2.5)
     halo = [withStroke(linewidth=4, foreground="white")]  # the grid stops short of the letters
     style = {"textcoords": "offset points", "color": line.colour, "va": "center", "path_effects": halo}
-    axes.annotate(line.label, points[-1], (9, 0), fontweight="bold", **style)
-    axes.annotate(_time(points[-1][1]), points[-1], (9, -14), fontsize=9.5, **style)
+    axes.annotate(line.label, points[-1], (9, line.rise), fontweight="bold", **style)
+    axes.annotate(_time(points[-1][1]), points[-1], (9, line.rise - 14), fontsize=9.5, **style)
     if len(points) < len(growth):
         text = f"ends here: its pair matrices\nwould outgrow {PEER_MOST_BYTES / 2**30:.0f} GiB"
-        axes.annotate(text, points[-1], (9, -35), fontsize=9.5, **style)
+        axes.annotate(text, points[-1], (9, line.rise - 35), fontsize=9.5, **style)
 
 
 def _rows(value: float) -> str:

@@ -48,8 +48,8 @@ def draw_reach(axes: Axes) -> None:
         axes.axvline(boundary, color="white" if abs(boundary) < edge else "#e6e6e6", linewidth=1)
     axes.axvspan(-WIDTH / 2, WIDTH / 2, color="#b9d5ea", linewidth=0)
     axes.plot(x, 1 / (1 + np.exp(-x)), color=BLUE, linewidth=2.5)
-    axes.text(-48, 0.5, "no reach:\nadds 0", ha="center", va="center")
-    axes.text(48, 0.5, "no reach:\nadds 1, a count", ha="center", va="center")
+    axes.text(-48, 0.5, "beyond reach:\nadds 0", ha="center", va="center")
+    axes.text(48, 0.5, "beyond reach:\nadds 1, a count", ha="center", va="center")
     axes.text(-20, 0.5, "within reach:\nthrough the coarse nodes", ha="center", va="center")
     axes.text(0, 1.1, "target bin", ha="center", va="bottom", color=INK)
     axes.set(xlim=(-58, 58), ylim=(-0.05, 1.08), yticks=[0, 0.5, 1], xticks=[-38, -20, 0, 20, 38])
@@ -83,7 +83,7 @@ def draw_levels(axes: Axes) -> None:
     notes = (
         (-2.6, 0.5, "powers of the positions,\nadded up per fine bin", "right"),
         (-2.6, 1.5, "constant matrix", "right"),
-        (4.0, 2.28, "sigmoid between nodes", "center"),
+        (4.0, 2.22, "sigmoid", "center"),
         (10.6, 1.5, "constant matrix", "left"),
         (10.6, 0.5, "one cubic per fine bin,\nevaluated at each row", "left"),
         (4.0, 1.0, "4 nodes in each\nof 16 fine bins", "center"),

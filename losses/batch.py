@@ -18,11 +18,17 @@ class Batch(NamedTuple):
     targets: Tensor  # [N] or [N, C]
     iid_mask: Tensor | None = None  # [N]
     sample_weight: Tensor | None = None  # [N]
+    complete: bool = False  # known to hold no ignored target; a pass over the targets finds out where it is not known
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The row-aligned tensors, in the order of the fields."""
+        return self[:4]
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""
-        optional = (None if tensor is None else tensor[index] for tensor in self[2:])
-        return Batch(self.logits[index], self.targets[index], *optional)
+        iid_mask, sample_weight = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
+        return Batch(self.logits[index], self.targets[index], iid_mask, sample_weight, self.complete)
 
 
 class TargetRule(NamedTuple):
@@ -64,7 +70,7 @@ def check_batch(
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
         fix = "Flatten leading dimensions; for binary scores (N,) use logits.unsqueeze(1) and num_classes=1."
         raise ValueError(expected("logits", f"shape (N, {rule.num_classes})", logits, fix))
-    targets = _check_targets(logits, targets, rule, validate_args)
+    targets, complete = _check_targets(logits, targets, rule, validate_args)
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
@@ -73,7 +79,7 @@ def check_batch(
     if sample_weight is not None:
         _check_row_tensor("sample_weight", sample_weight, logits)
         sample_weight = check_weight(sample_weight, compute_dtype(logits.dtype), validate_args)
-    return Batch(logits, targets, iid_mask, sample_weight)
+    return Batch(logits, targets, iid_mask, sample_weight, complete)
 
 
 def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
@@ -88,6 +94,14 @@ def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool)
             first = sample_weight[bad][0].item()
             raise ValueError(expected("sample_weight", "finite numbers >= 0", first))
     return sample_weight.to(dtype)
+
+
+def may_hold(targets: Tensor, value: int) -> bool:
+    """Return False when no target is ``value``, which one pass over the targets tells; True while compiling."""
+    if torch.compiler.is_compiling() or targets.numel() == 0:
+        return True
+    low, high = targets.aminmax()
+    return bool((low <= value) & (value <= high))
 
 
 def check_class_range(targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
@@ -114,7 +128,8 @@ def _check_device(name: str, value: Tensor, logits: Tensor) -> None:
         raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
 
 
-def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_args: bool) -> Tensor:
+def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_args: bool) -> tuple[Tensor, bool]:
+    """Return the targets in canonical form, and whether they are known to hold none that is ignored."""
     if targets.is_floating_point() or targets.is_complex():
         what = "integers or bools"
         raise TypeError(expected("targets", what, targets, "Use targets.long() on class indices."))
@@ -123,19 +138,23 @@ def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_a
     if rule.multi_hot:
         if tuple(targets.shape) != (count, rule.num_classes):
             raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
-        return _check_multi_hot(targets, rule, validate_args)
+        return _check_multi_hot(targets, rule, validate_args), False
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
     if tuple(targets.shape) != (count,):
         fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
         raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
     targets = targets.to(torch.int64)
+    if validate_args and count:
+        low, high = (int(edge) for edge in targets.aminmax())
+        if low >= 0 and high < max(2, rule.num_classes):
+            return targets, not low <= rule.ignore_index <= high  # one pass over the targets, the common case
     ignored = targets == rule.ignore_index
     if rule.num_classes == 1:
-        return _check_binary(targets, ignored, validate_args)
+        return _check_binary(targets, ignored, validate_args), False
     if validate_args:
         check_class_range(targets, ignored, rule.num_classes, rule.ignore_index)
-    return targets
+    return targets, False
 
 
 def _check_binary(targets: Tensor, ignored: Tensor, validate_args: bool) -> Tensor:

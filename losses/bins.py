@@ -22,9 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 2**17  # rows looked at together: their positions and indices stay in the cache
+CHUNK = 2**18  # rows looked at together: their positions and indices stay in the cache
 MOST_EMPTY = 4096  # coarse bins that always may exist
 ROWS_PER_BIN = 64  # beyond these: one coarse bin for so many rows
+MOST_EXACT = 2**24 // 64  # of 64 fine bins each: up to here float32 counts fine bins exactly
 FEWEST_ROWS = 4  # per coarse bin on average; with fewer, a row's own pair is most of what cancels, and costs digits
 
 
@@ -73,7 +74,7 @@ def _span(first: Tensor, last: Tensor) -> int:
 
 def most_bins(num_rows: int) -> int:
     """Return how many coarse bins a class may have: more would mostly be empty, and cost more than the rows."""
-    return min(max(MOST_EMPTY, num_rows // ROWS_PER_BIN), max(1, num_rows // FEWEST_ROWS))
+    return min(max(MOST_EMPTY, num_rows // ROWS_PER_BIN), max(1, num_rows // FEWEST_ROWS), MOST_EXACT)
 
 
 def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
@@ -140,16 +141,10 @@ def chunks(num_classes: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
             yield slice(first_class, first_class + classes), slice(first, first + CHUNK)
 
 
-def locate(bins: Bins, scores: Tensor, classes: slice, block: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
     """Return where the rows ``scores`` (c, m) of ``classes`` lie: (c m,) int64 fine bins, and u (c, m) in [-1, 1].
 
-    Args:
-        bins: the bins.
-        scores: rows, all finite.
-        classes: which classes they are of.
-        block: (c, m) in the dtype of the scores; the table of each class has as many blocks of ``num_fine`` bins as
-            there are labels, and a row goes to the block of its label. Adding labels as floats is 10 times as fast as
-            adding bools to integers.
+    All scores are finite.
     """
     scaled = scores * (bins.fine / bins.width)
     rounded = scaled.round()
@@ -157,8 +152,6 @@ def locate(bins: Bins, scores: Tensor, classes: slice, block: Tensor | None = No
     relative = rounded.sub_((bins.first[classes] * bins.fine)[:, None])
     if bins.outside is not None:
         relative = _place_outside(bins, scores, relative, u)
-    if block is not None:
-        relative = torch.add(relative, block, alpha=bins.num_fine)
     return relative.to(torch.int64).view(-1), u
 
 
@@ -193,10 +186,11 @@ def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None
     In float64: under ties a bin holds millions of equal numbers, whose float32 sums would stall.
     """
     wide = u.double().view(-1)
-    power = torch.ones_like(wide) if weight is None else weight.double().reshape(-1)
+    one = wide.new_ones(()).expand_as(wide)
+    power = one if weight is None else weight.double().reshape(-1)
     for degree in range(moments.shape[0]):
         if degree:
-            power = power * wide
+            power = wide if power is one else power * wide
         moments[degree].scatter_add_(0, index, power)
 
 

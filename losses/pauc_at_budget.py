@@ -140,14 +140,14 @@ def pauc_at_budget(
 
 def pauc_per_class(pool: Pool, band: Band, temperature: float) -> PAUCResult:
     """Return one minus the smooth partial area of each class of ``pool``, and its diagnostics."""
-    iid = pool.member if pool.iid is None else pool.member & pool.iid
+    iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
     edges = band_thresholds(pool, iid, band, temperature)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if band.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
     negative = pool.negative
     in_band = negative & (pool.scores >= edges.t_beta[:, None]) & (pool.scores <= edges.t_alpha[:, None])
-    valid = has_positive & negative.any(dim=1) & edges.resolved
+    valid = has_positive & pool.has_negative & edges.resolved
     # In units of tau from an edge of the band: dividing scores far from 0 would round their differences away.
     center = torch.where(edges.t_beta.isfinite(), edges.t_beta, torch.zeros_like(edges.t_beta))[:, None]
     scaled = (pool.scores - center) / edges.tau[:, None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.errors import check_choice, check_int, check_positive
-from .batch import Batch, TargetRule, check_batch, compute_dtype
+from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -19,7 +19,7 @@ class Pool(NamedTuple):
 
     scores: Tensor  # [C, M] float32 or float64
     positive: Tensor  # [C, M] bool, a subset of member
-    member: Tensor  # [C, M] bool: the row takes part in the class
+    member: Tensor | None  # [C, M] bool: the row takes part in the class; None for all True
     iid: Tensor | None = None  # [M] bool, None for all True
     live: Tensor | None = None  # [M] bool: not from the queue; None for all True
     weight: Tensor | None = None  # [M], None for all 1
@@ -27,7 +27,17 @@ class Pool(NamedTuple):
     @property
     def negative(self) -> Tensor:
         """(C, M) bool: the members that are not positive."""
-        return self.member & ~self.positive
+        return ~self.positive if self.member is None else self.member & ~self.positive
+
+    @property
+    def everyone(self) -> Tensor:
+        """(C, M) bool: the members, written out."""
+        return torch.ones_like(self.positive) if self.member is None else self.member
+
+    @property
+    def has_negative(self) -> Tensor:
+        """(C,) bool: the class has a negative."""
+        return self.negative.any(dim=1)
 
 
 class PerClass(NamedTuple):
@@ -54,20 +64,26 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         live: (M,) bool, False for queued rows.
         queue_keep: with ``"negatives"`` a queued row is left out of the classes it is a positive of.
     """
+    member: Tensor | None
     if rule.multi_hot:
         codes = batch.targets.t()  # [C, M]
         positive, member = rule.marked(codes), codes != rule.ignore_index
     else:
-        classes = torch.arange(rule.num_classes, device=batch.targets.device)
-        index = batch.targets - 1 if rule.num_classes == 1 else batch.targets  # binary: 1 is the only class
-        part = (batch.targets != rule.ignore_index)[None]
-        positive = (index[None] == classes[:, None]) & part  # [C, M]
-        member = part.expand_as(positive)
+        # In binary mode 1 is the only class.
+        first = 1 if rule.num_classes == 1 else 0
+        classes = torch.arange(first, first + rule.num_classes, device=batch.targets.device)
+        positive, member = batch.targets[None] == classes[:, None], None  # [C, M]
+        if not batch.complete and may_hold(batch.targets, rule.ignore_index):
+            part = (batch.targets != rule.ignore_index)[None]
+            positive, member = positive & part, part.expand_as(positive)
     if live is not None and queue_keep == "negatives":
-        member = member & (live | ~positive)
-        positive = positive & live
+        held = live | ~positive
+        positive, member = positive & live, held if member is None else member & held
     scores = batch.logits.to(compute_dtype(batch.logits.dtype)).t()
-    scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
+    if member is None:
+        scores = scores.contiguous()
+    else:
+        scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
     return Pool(scores, positive, member, batch.iid_mask, live, batch.sample_weight)
 
 
@@ -115,7 +131,8 @@ def reduce_classes(per_class: PerClass, pool: Pool, reduction: str) -> LossWithC
     loss is connected to the graph of every row in each case.
     """
     values, valid = per_class
-    poisoned = pool.scores.detach().isnan().any(dim=1)  # [C]
+    # The largest score is NaN as soon as any is; one pass, nothing stored.
+    poisoned = pool.scores.detach().amax(dim=1).isnan() if pool.scores.shape[1] else torch.zeros_like(valid)  # [C]
     values = values * torch.where(poisoned, math.nan, 1.0).to(values)
     per_class_loss = values.masked_fill(~valid, math.nan)
     if reduction == "none":

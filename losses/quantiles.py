@@ -17,7 +17,7 @@ _SNAP = 1e-9  # relative distance at which a rank counts as an integer: (1 - 0.7
 
 
 def upper_quantiles(
-    scores: Tensor, member: Tensor, fractions: Sequence[float], interpolation: str = "higher"
+    scores: Tensor, member: Tensor | None, fractions: Sequence[float], interpolation: str = "higher"
 ) -> Tensor:
     """Return, for each row and each fraction q, the (1 - q) quantile of the members' scores.
 
@@ -26,7 +26,7 @@ def upper_quantiles(
 
     Args:
         scores: (C, M) floating; entries outside ``member`` are not looked at.
-        member: (C, M) bool.
+        member: (C, M) bool, None for all True.
         fractions: the q, in [0, 1]: 0 asks for the maximum, 1 for the minimum.
         interpolation: what to return when the rank (1 - q)(n - 1) lies between two scores: ``"linear"``, ``"lower"``,
             ``"higher"``, ``"nearest"`` (half to even) or ``"midpoint"``.
@@ -35,7 +35,10 @@ def upper_quantiles(
         output (C, len(fractions)), detached; arbitrary where a class has no member.
     """
     scores = scores.detach()
-    count = member.sum(dim=1, dtype=torch.float64)  # [C]
+    if member is None:
+        count = torch.full(scores.shape[:1], float(scores.shape[1]), dtype=torch.float64, device=scores.device)
+    else:
+        count = member.sum(dim=1, dtype=torch.float64)  # [C]
     last = (count - 1).clamp_min(0)
     quantiles = [torch.empty(0)] * len(fractions)
     for from_top in (True, False):
@@ -56,11 +59,11 @@ def upper_quantiles(
     return torch.stack(quantiles, dim=1)
 
 
-def _select_tail(scores: Tensor, member: Tensor, share: float, from_top: bool) -> Tensor:
+def _select_tail(scores: Tensor, member: Tensor | None, share: float, from_top: bool) -> Tensor:
     """Return the best entries of each row, sorted, enough of them for every quantile within ``share`` of the end."""
     size = scores.shape[1]
     enough = min(size, math.floor(share * (size - 1) * (1 + _SNAP)) + 2)
-    outside = scores.masked_fill(~member, -math.inf if from_top else math.inf)
+    outside = scores if member is None else scores.masked_fill(~member, -math.inf if from_top else math.inf)
     return outside.topk(enough, dim=1, largest=from_top).values
 
 

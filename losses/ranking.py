@@ -121,17 +121,18 @@ class RankingLoss(DistributedLoss):
         call = type(self).__name__
         refuse_in_backward(call)
 
-        def prepare() -> Rows:
+        def check() -> Batch:
             check_positive("temperature", self.temperature)
-            batch = check_batch(logits, targets, iid_mask, sample_weight, self._rule, validate_args=self.validate_args)
-            return Rows(tuple(batch), self._facts(), self.queue.checksum if self.queue_size else None)
+            return check_batch(logits, targets, iid_mask, sample_weight, self._rule, validate_args=self.validate_args)
+
+        def prepare() -> Rows:
+            return Rows(check().tensors, self._facts(), self.queue.checksum if self.queue_size else None)
 
         group = self._resolve_group()
         if group is None:
-            tensors = prepare().tensors
-        else:
-            tensors = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction).tensors
-        live = Batch(*tensors)  # type: ignore[arg-type]  # in the order prepare gave them
+            return self._join(live := check()), live
+        tensors = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction).tensors
+        live = Batch(*tensors)
         return self._join(live), live
 
     @property
@@ -190,7 +191,7 @@ class RankingLoss(DistributedLoss):
 
     def _enqueue(self, live: Batch) -> None:
         if self._enqueues:
-            self.queue.enqueue(*live)
+            self.queue.enqueue(*live.tensors)  # type: ignore[arg-type]
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

@@ -26,10 +26,10 @@ def find_bins(queries: Tensor, keys: Tensor, temperature: float) -> Bins | None:
     both = torch.cat([queries, keys], dim=1)
     if both.shape[1] == 0:
         return None
-    low, high = both.aminmax(dim=1)
+    low, high = both.amin(dim=1), both.amax(dim=1)
     if not bool((low.isfinite() & high.isfinite()).all()):
         return None
-    fine = order_for(both.dtype).fine
+    fine = order_for(both.dtype, both.shape[1]).fine
     bins = cover(low, high, temperature, fine)
     if bins.window <= most_bins(both.shape[1]):
         return bins
@@ -39,8 +39,8 @@ def find_bins(queries: Tensor, keys: Tensor, temperature: float) -> Bins | None:
 class _Tables:
     """Bins, nodes and the kernel between them, for one call."""
 
-    def __init__(self, bins: Bins, like: Tensor, temperature: float) -> None:
-        self.bins, self.order, self.dtype = bins, order_for(like.dtype), like.dtype
+    def __init__(self, bins: Bins, like: Tensor, num_rows: int, temperature: float) -> None:
+        self.bins, self.order, self.dtype = bins, order_for(like.dtype, num_rows), like.dtype
         self.matrices: Constants = constants(self.order, like.device)
         self.kernel: Kernel = make_kernel(self.matrices, bins.width, temperature)
         self.ids = compact_ids(bins, self.kernel.reach)
@@ -95,7 +95,7 @@ class _Tables:
 
 def binned_sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, bins: Bins) -> Tensor:
     """Return (C, Q, n)."""
-    tables = _Tables(bins, queries, temperature)
+    tables = _Tables(bins, queries, queries.shape[1] + keys.shape[1], temperature)
     return tables.read(tables.sigmoids(tables.moments(keys, weights)), queries)
 
 
@@ -103,7 +103,7 @@ def binned_gradients(
     grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, bins: Bins
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and weights; the formulas stand at the direct method."""
-    tables = _Tables(bins, queries, temperature)
+    tables = _Tables(bins, queries, queries.shape[1] + keys.shape[1], temperature)
     of_keys, of_queries = tables.moments(keys, weights), tables.moments(queries, grad)
     grad_queries = -(tables.read(tables.slopes(of_keys), queries) * grad).sum(dim=2)
     grad_keys = (tables.read(tables.slopes(of_queries), keys) * weights).sum(dim=2)

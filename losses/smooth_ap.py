@@ -73,9 +73,7 @@ def smooth_ap(
 
 def smooth_ap_per_class(pool: Pool, temperature: float) -> PerClass:
     """Return one minus the smooth average precision of each class of ``pool``."""
-    counted = pool.positive if pool.weight is None else pool.positive & (pool.weight > 0)
-    valid = counted.any(dim=1) & (pool.positive.sum(dim=1) < pool.member.sum(dim=1))
-    return PerClass(smooth_ap_sums(pool.scores, pool.positive, pool.member, pool.weight, temperature), valid)
+    return PerClass(*smooth_ap_sums(pool.scores, pool.positive, pool.member, pool.weight, temperature))
 
 
 class SmoothAPLoss(RankingLoss):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, offset
@@ -42,25 +43,20 @@ class Fields(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a call, every score finite. A table has a block for negatives, one for positives, one for others."""
+    """The rows of a call, every score finite."""
 
     scores: Tensor  # [C, M]
-    positive: Tensor  # [C, M] bool
     member: Tensor | None  # [C, M] bool, None for all True
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a table: without others there are two."""
-        return 2 if self.member is None else 3
-
     def locate(self, bins: Bins, classes: slice, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the fine bin of each row, in a table of all classes and blocks, and its position in the bin."""
-        scores = self.scores[classes, part]
-        block = self.positive[classes, part].to(scores.dtype)
+        """Return the fine bin of each row, in a table of all classes, and its position in the bin.
+
+        A class has one bin more than it needs, for the rows that take no part.
+        """
+        index, u = locate(bins, self.scores[classes, part], classes)
         if self.member is not None:
-            block = block.masked_fill_(~self.member[classes, part], 2.0)
-        index, u = locate(bins, scores, classes, block)
-        return offset(index, classes, u.shape, self.num_blocks * bins.num_fine), u
+            index = index.masked_fill_(~self.member[classes, part].reshape(-1), bins.num_fine)
+        return offset(index, classes, u.shape, bins.num_fine + 1), u
 
 
 def smooth_ap_binned(
@@ -86,30 +82,50 @@ def smooth_ap_binned(
     matrices = constants(order, rows.scores.device)
     kernel = make_kernel(matrices, bins.width, temperature)
     ids = compact_ids(bins, kernel.reach)
-    fields = _fields(_count(rows, bins, order), matrices, kernel, ids)
-    weights = _weigh(rows.scores, share, positives, bins, order, matrices)  # [C, B, F p]
+    index, u = _locate_positives(rows.scores, positives, bins)
+    everyone = _moments(rows, bins, order)
+    members = _moments_of(index, u, None, everyone)
+    # The negatives are all rows less the positives: it is faster to look at the few twice than to tell all apart.
+    fields = _fields(torch.stack([everyone - members, members], dim=2)[..., :-1], bins, matrices, kernel, ids)
+    weights = fine_weights(_split(_moments_of(index, u, share, everyone)[..., :-1], bins), matrices)  # [C, B, F p]
     denominator = fields.negatives + fields.positives
     loss = (weights * (fields.negatives / denominator)).sum(dim=(1, 2))
     if gradient is None:
         return loss
     tables = _gradient_tables(fields, weights, matrices, kernel, ids)  # [3, C, B, F p]
-    _write_gradient(gradient, rows, share, positives, bins, coefficients_of(tables, matrices, rows.scores.dtype))
+    polynomials = coefficients(tables, matrices, rows.scores.dtype).view(order.p, 3, rows.scores.shape[0], -1)
+    polynomials = F.pad(polynomials, (0, 1)).flatten(2)  # [p, 3, C (B F + 1)]: 0 for the rows that take no part
+    for c, m in chunks(*rows.scores.shape):
+        gradient[c, m] = evaluate(polynomials[:, 0], *rows.locate(bins, c, m))
+    pushed, own = (evaluate(polynomials[:, table], index, u).view(-1) for table in (1, 2))
+    gradient[positives] = pushed + own * share.to(own.dtype)
     return loss
 
 
-def _count(rows: Rows, bins: Bins, order: Order) -> Tensor:
-    """Return the moments (p, C, 2, B, F) of negatives and positives."""
-    num_classes, num_rows = rows.scores.shape
-    blocks = rows.num_blocks
-    moments = torch.zeros(order.p, num_classes, blocks * bins.num_fine, dtype=torch.float64, device=rows.scores.device)
-    flat = moments.view(order.p, -1)
-    for c, m in chunks(num_classes, num_rows):
-        index, u = rows.locate(bins, c, m)
-        add_moments(flat, index, u)
-    return moments.view(order.p, num_classes, blocks, bins.num_coarse, bins.fine)[:, :, :2]
+def _moments(rows: Rows, bins: Bins, order: Order) -> Tensor:
+    """Return the moments (p, C, B F + 1) of all rows."""
+    num_classes = rows.scores.shape[0]
+    moments = rows.scores.new_zeros(order.p, num_classes * (bins.num_fine + 1), dtype=torch.float64)
+    for c, m in chunks(*rows.scores.shape):
+        add_moments(moments, *rows.locate(bins, c, m))
+    return moments.view(order.p, num_classes, -1)
 
 
-def _fields(moments: Tensor, matrices: Constants, kernel: Kernel, ids: Tensor | None) -> Fields:
+def _moments_of(index: Tensor, u: Tensor, weight: Tensor | None, like: Tensor) -> Tensor:
+    """Return the moments, in the shape of ``like``, of rows already located."""
+    moments = torch.zeros_like(like)
+    add_moments(moments.view(like.shape[0], -1), index, u, weight)
+    return moments
+
+
+def _split(moments: Tensor, bins: Bins) -> Tensor:
+    """Return moments (..., B F) as (..., B, F)."""
+    return moments.unflatten(-1, (bins.num_coarse, bins.fine))
+
+
+def _fields(moments: Tensor, bins: Bins, matrices: Constants, kernel: Kernel, ids: Tensor | None) -> Fields:
+    """Return what the moments (p, C, 2, B F) of negatives and positives make at the fine nodes."""
+    moments = _split(moments, bins)
     sources = coarse_weights(fine_weights(moments, matrices), matrices)  # [C, 2, B, q]
     both = torch.cat([kernel.sigmoid, kernel.slope], dim=2)
     near = interact(sources, both, kernel.reach, ids)  # [C, 2, B, 2q]
@@ -120,24 +136,13 @@ def _fields(moments: Tensor, matrices: Constants, kernel: Kernel, ids: Tensor | 
     return Fields(values[:, 0], values[:, 1] + 0.5, slopes[:, 0], slopes[:, 1])
 
 
-def _weigh(
-    scores: Tensor, share: Tensor, positives: tuple[Tensor, Tensor], bins: Bins, order: Order, matrices: Constants
-) -> Tensor:
-    """Return (C, B, F p): what the positives' shares weigh at the fine nodes."""
-    moments = torch.zeros(order.p, scores.shape[0] * bins.num_fine, dtype=torch.float64, device=scores.device)
-    index, u = _locate_positives(scores, positives, bins)
-    add_moments(moments, index, u, share)
-    shape = (order.p, scores.shape[0], bins.num_coarse, bins.fine)
-    return fine_weights(moments.view(shape), matrices)
-
-
 def _locate_positives(scores: Tensor, positives: tuple[Tensor, Tensor], bins: Bins) -> tuple[Tensor, Tensor]:
     """Return the fine bin, in a table of all classes, and the position of each positive."""
     class_of, row_of = positives
     chosen = scores[class_of, row_of][:, None]
     # Each positive as a class of its own, with the window of its class.
     index, u = locate(bins._replace(first=bins.first[class_of]), chosen, slice(None))
-    return index + class_of * bins.num_fine, u
+    return index + class_of * (bins.num_fine + 1), u
 
 
 def _gradient_tables(
@@ -149,25 +154,3 @@ def _gradient_tables(
     pulled = at_fine_nodes(interact(coarse_weights(sources, matrices), kernel.slope, kernel.reach, ids), matrices)
     slope = fields.negatives_slope * fields.positives - fields.negatives * fields.positives_slope
     return torch.stack([pulled[0], -pulled[1], slope / square])
-
-
-def coefficients_of(tables: Tensor, matrices: Constants, dtype: torch.dtype) -> Tensor:
-    """Return (p, n, C B F) polynomial coefficients of ``n`` tables (n, C, B, F p)."""
-    return coefficients(tables, matrices, dtype).view(matrices.to_weights.shape[0], tables.shape[0], -1)
-
-
-def _write_gradient(
-    gradient: Tensor, rows: Rows, share: Tensor, positives: tuple[Tensor, Tensor], bins: Bins, polynomials: Tensor
-) -> None:
-    """Write the gradient (C, M): g_N of negatives, -g_P + share f' of positives, 0 of others."""
-    num_classes, num_rows = rows.scores.shape
-    p = polynomials.shape[0]
-    table = polynomials.new_zeros(p, num_classes, rows.num_blocks, bins.num_fine)
-    table[:, :, :2] = polynomials[:, :2].view(p, 2, num_classes, -1).transpose(1, 2)
-    table = table.view(p, -1)
-    for c, m in chunks(num_classes, num_rows):
-        index, u = rows.locate(bins, c, m)
-        gradient[c, m] = evaluate(table, index, u)
-    index, u = _locate_positives(rows.scores, positives, bins)
-    own = evaluate(polynomials[:, 2].contiguous(), index, u).reshape(-1)
-    gradient.index_put_(positives, own * share.to(own.dtype), accumulate=True)
