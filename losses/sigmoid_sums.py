@@ -88,6 +88,8 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def guarded(first: Tensor, *args: Any) -> T:
+        if not torch.is_autocast_enabled(first.device.type):
+            return function(first, *args)
         with torch.autocast(first.device.type, enabled=False):
             return function(first, *args)
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from . import bins as binning
 from .bins import Bins
 from .node_tables import order_for
-from .sigmoid_sums import BIN, FIXED, PAIR, ROW, chunk_size, exact
+from .sigmoid_sums import BIN, FIXED, PAIR, ROW, exact
 from .soft_ranks_binned import Rows, smooth_ap_binned
+from .soft_ranks_direct import smooth_ap_direct
 from .soft_ranks_sorted import smooth_ap_sorted
 
 _TABLE_BINS = 2**16  # coarse bins of all classes that are looked at together; one takes about 6 KiB
@@ -73,7 +74,7 @@ def _smooth_ap(
     num_pairs = problem.share.numel() * scores.shape[1]
     cheapest = FIXED + ROW * scores.numel()  # of the bins, without any
     if method == "direct" or num_pairs == 0 or (method == "auto" and num_pairs * PAIR < cheapest):
-        loss, gradient = _direct(problem, with_grad)
+        loss, gradient = smooth_ap_direct(*problem, with_grad)
     else:
         loss, gradient = _in_linear_time(problem, with_grad, method == "auto")
     return loss.to(scores.dtype), gradient if with_grad else scores.new_empty(0), valid
@@ -97,49 +98,20 @@ def _pose(
     """
     num_classes = scores.shape[0]
     class_of, row_of = positive.nonzero(as_tuple=True)
-    mass = torch.ones(row_of.numel(), dtype=torch.float64, device=scores.device)
-    if weight is not None:
+    count = torch.bincount(class_of, minlength=num_classes)
+    mixed = count < (scores.shape[1] if member is None else member.sum(dim=1))  # has negatives too
+    if weight is None:
+        valid = mixed & (count > 0)
+        share = count.double().reciprocal()[class_of]
+    else:
         mass = weight.double()[row_of]
-    num_rows = torch.tensor(scores.shape[1], device=scores.device) if member is None else member.sum(dim=1)
-    total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
-    valid = (total > 0) & (torch.bincount(class_of, minlength=num_classes) < num_rows)
-    if weight is not None or num_classes > 1 or not bool(valid.all()):
-        counted = valid[class_of] & (mass > 0)
-        class_of, row_of, mass = class_of[counted], row_of[counted], mass[counted]
-    return _Problem(scores, positive, member, (class_of, row_of), mass / total[class_of], temperature), valid
-
-
-def _direct(problem: _Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Sum pair by pair, in chunks of positives; the reference of the other two.
-
-    With u_i the weight of positive i: dloss/ds_ij = u_i r_i / (r_i + n_i)^2 for a negative j, and
-    -u_i n_i / (r_i + n_i)^2 for a positive j; ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i.
-    """
-    scores, positive, member, (class_of, row_of), shares, temperature = problem
-    loss = scores.new_zeros(scores.shape[0])
-    gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
-    outsiders = None if member is None else ~member
-    step = chunk_size(scores, scores.shape[1])
-    for first in range(0, class_of.shape[0], step):
-        c, row = class_of[first : first + step], row_of[first : first + step]
-        share = shares[first : first + step].to(scores.dtype)  # [p]
-        difference = (scores[c] - scores[c, row][:, None]).div_(temperature)  # [p, M]
-        if outsiders is not None:
-            difference.masked_fill_(outsiders[c], -math.inf)
-        difference.scatter_(1, row[:, None], -math.inf)  # j = i does not count
-        sigmoid = torch.sigmoid(difference)
-        is_positive = positive[c]  # [p, M]
-        among_positives = sigmoid * is_positive
-        r = 1 + among_positives.sum(dim=1)  # [p]
-        n = (sigmoid - among_positives).sum(dim=1)
-        loss.index_add_(0, c, share * n / (r + n))
-        if with_grad:
-            slope = sigmoid.mul_(torch.sigmoid(difference.neg_()))
-            factor = share / (r + n) ** 2 / temperature
-            slope *= torch.where(is_positive, (-n * factor)[:, None], (r * factor)[:, None])
-            gradient.index_add_(0, c, slope)
-            gradient.index_put_((c, row), -slope.sum(dim=1), accumulate=True)
-    return loss, gradient
+        total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
+        valid = mixed & (total > 0)
+        share = mass / total[class_of]
+    if weight is not None or not bool(valid.all()):
+        counted = valid[class_of] & (share > 0)
+        class_of, row_of, share = class_of[counted], row_of[counted], share[counted]
+    return _Problem(scores, positive, member, (class_of, row_of), share, temperature), valid
 
 
 def _in_linear_time(problem: _Problem, with_grad: bool, may_be_direct: bool) -> tuple[Tensor, Tensor]:
@@ -150,7 +122,7 @@ def _in_linear_time(problem: _Problem, with_grad: bool, may_be_direct: bool) -> 
     if bins is None:
         loss, gradient = smooth_ap_sorted(*problem)
     elif may_be_direct and num_pairs * PAIR < FIXED + ROW * problem.scores.numel() + BIN * bins.num_coarse:
-        loss, gradient = _direct(problem, with_grad)
+        loss, gradient = smooth_ap_direct(*problem, with_grad)
     else:
         loss, gradient = _binned(problem, bins, with_grad)
     if spoiled is not None:
@@ -205,7 +177,7 @@ def _binned(problem: _Problem, bins: Bins, with_grad: bool) -> tuple[Tensor, Ten
     scores, _, member, (class_of, row_of), share, temperature = problem
     order = order_for(scores.dtype, scores.shape[1])
     loss = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
-    gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
+    gradient = scores.new_empty(scores.shape) if with_grad else scores.new_empty(0)
     step = max(1, _TABLE_BINS // bins.num_coarse)
     for first in range(0, scores.shape[0], step):
         part, mine = slice(first, first + step), slice(None)
