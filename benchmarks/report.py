@@ -47,7 +47,6 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in names},
         # Other work on the machine makes a result worthless: let it show.
