@@ -270,6 +270,7 @@ def main() -> int:
     try:
         return demonstrate(options, dist.get_rank() == 0)
     finally:
+        dist.barrier()  # gloo may abort a rank that leaves while another still communicates
         dist.destroy_process_group()
 
 
