@@ -268,9 +268,10 @@ def main() -> int:
         return demonstrate(options, True)
     dist.init_process_group("gloo")
     try:
-        return demonstrate(options, dist.get_rank() == 0)
-    finally:
+        status = demonstrate(options, dist.get_rank() == 0)
         dist.barrier()  # gloo may abort a rank that leaves while another still communicates
+        return status
+    finally:
         dist.destroy_process_group()
 
 
