@@ -90,8 +90,8 @@ def agree(
     assert len(totals) <= NUM_TOTALS
     texts = {"call": call, **{key: repr(value) for key, value in (facts or {}).items()}}
     device = _header_device(group)
-    words = torch.tensor([error is not None, _digest(texts), rows] + [0] * (_WORDS - 3), dtype=torch.int64)
-    words = words.to(device)
+    own = [error is not None, _digest(texts), rows, *[0] * (_WORDS - 3)]
+    words = torch.tensor(own, dtype=torch.int64, device=device)
     if checksum is not None:
         words[3] = checksum.to(device)
     for slot, total in enumerate(totals):
