@@ -53,6 +53,7 @@ def sigmoid_sums(
         output (Q, n), or (C, Q, n) when the inputs have a leading dimension of classes.
 
     Raises:
+        TypeError: when an input is not a floating-point tensor, or the dtypes differ.
         ValueError: when shapes do not fit, ``temperature`` is not positive, or ``method`` is unknown.
 
     Numerics:

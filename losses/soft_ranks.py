@@ -16,7 +16,7 @@ from .soft_ranks_binned import Rows, smooth_ap_binned
 from .soft_ranks_direct import smooth_ap_direct
 from .soft_ranks_sorted import smooth_ap_sorted
 
-_TABLE_BINS = 2**16  # coarse bins of all classes that are looked at together; one takes about 6 KiB
+_TABLE_BINS = 2**14  # coarse bins of all classes that are looked at together; one takes 6 to 25 KiB, by its order
 
 
 def smooth_ap_sums(

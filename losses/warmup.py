@@ -31,8 +31,8 @@ class LossWarmupWrapper(nn.Module):
     Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch when the warm-up is
     counted in epochs: without these calls the warm-up never ends.
 
-    Over several ranks the gradient is that of one process only if ``warmup_loss`` averages over all ranks too, and
-    torch's own average on each rank. For one logit take ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
+    Over several ranks the gradient is that of one process only if ``warmup_loss`` averages over all ranks too; torch's
+    own losses average on each rank. For one logit take ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
     cross-entropy; for several classes ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
 
     Args:
@@ -59,7 +59,8 @@ class LossWarmupWrapper(nn.Module):
         ValueError: for values out of range, or lengths given in epochs and in steps.
 
     Distributed:
-        What the two losses send. Ranks whose schedules have drifted apart raise: the temperature is compared.
+        What the two losses send. Ranks whose schedules have drifted apart raise: the temperature and the weight of
+        ``main_loss`` are compared, if the losses are ours.
 
     Example:
         >>> import torch
@@ -209,9 +210,9 @@ class LossWarmupWrapper(nn.Module):
             others stay those of ``main_loss``.
         """
         weight = self.main_weight
-        for loss in (self.warmup_loss, self.main_loss):
-            if isinstance(loss, DistributedLoss):
-                loss._schedule = weight
+        for module in self.modules():  # also inside adapters
+            if isinstance(module, DistributedLoss):
+                module._schedule = weight
         if self.training:
             self._warn_of_missing_calls(weight)
         if weight == 0.0:

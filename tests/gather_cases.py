@@ -285,6 +285,17 @@ def bad_input(rank: int, loss_name: str, kind: str, bad_rank: int) -> tuple[str,
     return name, text, value_error, float((outcome[True][1] - outcome[False][1]).abs().max())
 
 
+class Adapter(torch.nn.Module):
+    """Calls a loss, as an adapter between signatures does."""
+
+    def __init__(self, loss: torch.nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(logits, targets)
+
+
 def disagreement(rank: int, kind: str) -> tuple[str, str]:
     """Let rank 1 differ from the others in one respect; return the class and text of the error."""
     odd = rank == 1
@@ -325,7 +336,9 @@ def disagreement(rank: int, kind: str) -> tuple[str, str]:
     elif kind == "draws":
         loss._num_draws = int(odd)
     elif kind == "schedule":
-        call = fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(), loss, warmup_epochs=1, blend_epochs=3)
+        # Inside an adapter too: a schedule reaches the loss wherever it stands.
+        call = fullrank.LossWarmupWrapper(Adapter(fullrank.SoftmaxFocalLoss()), loss, warmup_epochs=1, blend_epochs=3)
+        loss.gather_distributed = False  # so that the adapted loss is the one that compares
         call.on_train_epoch_start(1 + odd)
         call.on_train_batch_start(0)
     elif kind == "focal gradient_reduction":
