@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+BENCH_STAMP := .venv/.installed-bench
 # The package is the repository root, so a type checker finds it under its name only through a link.
 TYPECHECK := .venv/typecheck
 
@@ -27,6 +28,11 @@ $(STAMP): setup.cfg constraints.txt pyproject.toml
 	@ln -sfn ../.. $(TYPECHECK)/fullrank
 	@touch $@
 
+# The peers of the benchmarks, for `make bench` alone.
+$(BENCH_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bench]"
+	@touch $@
+
 # One thread per process: the processes share the cores, and torchrun warns when the number is not set.
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
@@ -41,7 +47,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	@MYPYPATH=$(TYPECHECK) $(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(BENCH_STAMP)
 	@set -e; found=; for script in benchmarks/*.py; do \
 		[ -f "$$script" ] || continue; \
 		found=1; echo "== $$script"; $(BIN)/python "$$script"; \

@@ -3,7 +3,24 @@
 from importlib import import_module
 from types import ModuleType
 
-from .distributed import all_gather_no_grad, all_gather_with_grad, gather_rows, global_mean
+from .distributed import (
+    DeferredMean,
+    accumulate,
+    all_gather_no_grad,
+    all_gather_with_grad,
+    all_reduce_grads_,
+    clip_grad_norm_,
+    count_valid_tokens,
+    discard_gradients_,
+    gather_rows,
+    global_mean,
+    maybe_no_sync,
+    pooled_backward,
+    sequence_sync_group,
+    sum_gradients_,
+    total_grad_norm,
+    windows,
+)
 from .losses import (
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
@@ -11,6 +28,7 @@ from .losses import (
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
+    causal_lm_loss,
 )
 from .queues import MemoryQueue
 
@@ -25,6 +43,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = [
+    "DeferredMean",
     "LossWarmupWrapper",
     "MemoryQueue",
     "PAUCAtBudgetLoss",
@@ -32,8 +51,20 @@ __all__ = [
     "SigmoidFocalLoss",
     "SmoothAPLoss",
     "SoftmaxFocalLoss",
+    "accumulate",
     "all_gather_no_grad",
     "all_gather_with_grad",
+    "all_reduce_grads_",
+    "causal_lm_loss",
+    "clip_grad_norm_",
+    "count_valid_tokens",
+    "discard_gradients_",
     "gather_rows",
     "global_mean",
+    "maybe_no_sync",
+    "pooled_backward",
+    "sequence_sync_group",
+    "sum_gradients_",
+    "total_grad_norm",
+    "windows",
 ]

@@ -1,59 +1,69 @@
-"""How far Smooth-AP by bins is from sums over pairs in float64: per score set, per number of nodes, per reach.
+"""How far the gradient of Smooth-AP is from the definition, pair by pair and by bins, in float32 and in float64.
 
-Usage: python benchmarks/accuracy.py [--plot] [--out FOLDER]
+Usage: python benchmarks/accuracy.py [--quick] [--out FOLDER]
 
-An error is ``norm(gradient - reference) / norm(reference)``; the reference sums pair by pair in float64, from the same
-float32 scores. Nothing is timed. The run takes about a minute; with ``--plot`` it also writes accuracy.json and
-error_over_order.png. Needs the ``test`` extra and, for ``--plot``, matplotlib.
+Score sets at scales 1 to 1000 and temperatures 1e-4 to 10. In float64 the reference is the definition in the extended
+precision of numpy's long double, written out here; in float32 it is the direct method in float64, from the same float32
+scores. An error is ``norm(gradient - reference) / norm(reference)``; at any row it is the largest difference over the
+largest element. The table holds the worst over the temperatures, the JSON every case. Nothing is timed. Where long
+double is no wider than double, the float64 columns stay empty. The full run takes a few minutes and writes
+accuracy.json, a quick one seconds, and only where ``--out`` says. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
-from report import RESULTS, machine, print_table, write_json
+from report import RESULTS, machine, print_machine, print_records, write_json
 from torch import Tensor
 
 from fullrank.losses import bins as binning
-from fullrank.losses import node_tables, soft_ranks, soft_ranks_binned
-from fullrank.losses.node_tables import Order, order_for
+from fullrank.losses import soft_ranks
+from fullrank.losses.node_tables import MANY_ROWS, order_for
 
-ROWS, SHARE = 20_000, 0.02
-MANY, FEW = 1_000_000, 200  # rows and positives, where the number of rows matters
-TEMPERATURES = (1e-5, 1e-3, 1e-2, 0.1, 1.0)
-CUTOFFS = (12.0, 16.0, 20.0, 24.0, 34.0)
-GAPS = (12.0, 18.0, 24.0, 30.0)
-FINE_NODES, COARSE_NODES = range(2, 11), range(4, 31, 2)
-WIDEST = 0.25  # a power of two as temperature makes a coarse bin 4 temperatures wide, the most there is
+SCALES, TEMPERATURES = (1.0, 10.0, 100.0, 1000.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+ROWS, SHARE = (4_000, 8_000), 0.02
+MANY_SHARE = 1.25e-4  # of MANY_ROWS, where float32 takes other bins
+MANY_CASES = ((1.0, 0.01), (1.0, 1.0), (10.0, 1.0))  # scale and temperature
+METHODS = ("direct", "binned")
+PAIRS = 2**18  # summed together
+BAR_32, TIMES_DIRECT, BAR_ROW, BAR_LOSS, BAR_64 = 2e-6, 1.5, 5e-6, 1e-8, 1e-12
 Record = dict[str, Any]
 
 
-def normal(size: int = ROWS) -> Tensor:
-    """Return normal scores."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+def normal(size: int) -> Tensor:
+    """Return normal scores, float64."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def clustered() -> Tensor:
+def clustered(size: int) -> Tensor:
     """Return two clusters, one of them a hundred times as narrow as the other."""
-    return torch.cat([normal()[::2] * 0.01, 3 + normal()[1::2]])
+    return torch.cat([normal(size)[::2] * 0.01, 3 + normal(size)[1::2]])
 
 
-def cauchy() -> Tensor:
+def with_outlier(size: int) -> Tensor:
+    """Return normal scores and one of 1e30."""
+    return torch.cat([normal(size)[1:], torch.full((1,), 1e30, dtype=torch.float64)])
+
+
+def cauchy(size: int) -> Tensor:
     """Return scores with tails that no window of bins covers."""
-    return torch.tan(math.pi * (torch.rand(ROWS, generator=torch.Generator().manual_seed(1)) - 0.5))
+    uniform = torch.rand(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.tan(math.pi * (uniform - 0.5))
 
 
-SETS: dict[str, Callable[[], Tensor]] = {
-    "normal": normal,
-    "tied": lambda: normal().round(decimals=1),
+SETS: dict[str, Callable[[int], Tensor]] = {
+    "random": normal,
+    "tied": lambda size: normal(size).round(decimals=1),
     "clustered": clustered,
-    "one outlier": lambda: torch.cat([normal()[1:], torch.tensor([1e30])]),
+    "outlier": with_outlier,
     "cauchy": cauchy,
 }
 
@@ -64,7 +74,7 @@ def choose_positives(size: int, share: float) -> Tensor:
 
 
 def run(method: str, scores: Tensor, positive: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the loss and the gradient (M,) of one class, in float64."""
+    """Return the loss (1,) and the gradient (M,) of one class, in float64."""
     leaf = scores[None].clone().requires_grad_()
     loss = soft_ranks.smooth_ap_sums(leaf, positive[None], None, None, temperature, method)[0]
     loss.sum().backward()
@@ -72,9 +82,39 @@ def run(method: str, scores: Tensor, positive: Tensor, temperature: float) -> tu
     return loss.detach().double(), leaf.grad[0].double()
 
 
-def error(ours: Tensor, reference: Tensor) -> float:
+def is_extended() -> bool:
+    """Return whether numpy's long double is wider than double, which depends on the platform."""
+    return bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
+
+
+def define(scores: Tensor, positive: Tensor, temperature: float) -> tuple[Any, Any]:
+    """Return the loss and the gradient (M,) of the definition in extended precision, as numpy's long double."""
+    x, tau, is_positive = scores.numpy().astype(np.longdouble), np.longdouble(temperature), positive.numpy()
+    chosen = np.flatnonzero(is_positive)
+    loss, gradient = np.longdouble(0), np.zeros(x.size, np.longdouble)
+    for own in np.array_split(chosen, max(1, math.ceil(chosen.size * x.size / PAIRS))):
+        z = (x - x[own][:, None]) / tau  # [p, M]
+        z[np.arange(own.size), own] = -np.inf  # j = i does not count
+        decay = np.exp(-np.abs(z))
+        sigmoid = np.where(z >= 0, 1, decay) / (1 + decay)
+        r = 1 + sigmoid[:, is_positive].sum(axis=1)
+        n = sigmoid[:, ~is_positive].sum(axis=1)
+        loss += (n / (r + n)).sum() / chosen.size
+        factor = 1 / (chosen.size * (r + n) ** 2 * tau)
+        change = decay / (1 + decay) ** 2 * np.where(is_positive, (-n * factor)[:, None], (r * factor)[:, None])
+        gradient += change.sum(axis=0)
+        gradient[own] -= change.sum(axis=1)
+    return loss, gradient
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
     """Return the relative error in the 2-norm."""
     return float((ours - reference).norm() / reference.norm())
+
+
+def extended_error(ours: Tensor, reference: Any) -> float:
+    """Return the same against a reference in extended precision."""
+    return float(np.sqrt(((ours.numpy() - reference) ** 2).sum() / (reference**2).sum()))
 
 
 def way(scores: Tensor, temperature: float) -> str:
@@ -86,191 +126,88 @@ def way(scores: Tensor, temperature: float) -> str:
     return "neighbours" if binning.cover_bulk(scores, temperature, fine) is None else "window + far bins"
 
 
-def measure_set(name: str, temperature: float) -> Record:
-    """Return the errors of three ways to compute one set's gradient."""
-    scores, positive = SETS[name](), choose_positives(ROWS, SHARE)
-    loss, gradient = run("direct", scores.double(), positive, temperature)
-    record: Record = {"scores": name, "temperature": temperature, "way": way(scores, temperature)}
-    record["direct float32"] = error(run("direct", scores, positive, temperature)[1], gradient)
-    for dtype in (torch.float32, torch.float64):
-        ours = run("binned", scores.to(dtype), positive, temperature)
-        record[f"binned {dtype}".replace("torch.", "")] = error(ours[1], gradient)
-        record[f"loss binned {dtype}".replace("torch.", "")] = error(ours[0], loss)
-    return record
+def measure_case(name: str, rows: int, share: float, scale: float, temperature: float) -> Record:
+    """Return the errors of both methods in both dtypes for one set."""
+    scores, positive = SETS[name](rows) * scale, choose_positives(rows, share)
+    record: Record = {"scores": name, "rows": rows, "scale": scale, "temperature": temperature}
+    single = scores.float()
+    record["way"] = way(single, temperature)
+    loss, gradient = run("direct", single.double(), positive, temperature)
+    ours = {method: run(method, single, positive, temperature) for method in METHODS}
+    for method in METHODS:
+        record[f"float32 {method}"] = relative_error(ours[method][1], gradient)
+    record["any row"] = float((ours["binned"][1] - gradient).abs().max() / gradient.abs().max())
+    record["loss"] = float((ours["binned"][0] - loss).abs())
+    reference = define(scores, positive, temperature)[1] if is_extended() else None
+    for method in METHODS:
+        of_ours = None
+        if reference is not None:
+            of_ours = extended_error(run(method, scores, positive, temperature)[1], reference)
+        record[f"float64 {method}"] = of_ours
+    return record | {"met": is_met(record)}
 
 
-def ellipse(half_width: float) -> float:
-    """Return rho of the largest ellipse around an interval of so many temperatures that has no pole of a sigmoid."""
-    z = math.pi / half_width
-    return z + math.sqrt(1 + z * z)
+def is_met(record: Record) -> bool:
+    """Return whether every error is within its bar; a NaN is not."""
+    bars = [
+        (record["float32 binned"], max(BAR_32, TIMES_DIRECT * record["float32 direct"])),
+        (record["any row"], BAR_ROW),
+        (record["loss"], BAR_LOSS),
+        *((record[f"float64 {method}"], BAR_64) for method in METHODS),
+    ]
+    return all(value <= bar for value, bar in bars if value is not None)
 
 
-def bounds() -> list[Record]:
-    """Return what a polynomial through Chebyshev nodes is off by, in the widest bins of each dtype."""
-    records = []
-    for dtype in (torch.float32, torch.float64):
-        order = order_for(dtype, ROWS)
-        for level, half_width, count in (("fine", 2 / order.fine, order.p), ("coarse", 2.0, order.q)):
-            rho = ellipse(half_width)
-            records.append(
-                {
-                    "dtype": str(dtype).replace("torch.", ""),
-                    "level": level,
-                    "half_width": half_width,
-                    "nodes": count,
-                    "rho": rho,
-                    "bound": rho**-count,
-                }
-            )
-    return records
+def worst(records: Sequence[Record]) -> Record:
+    """Return the largest of each error over cases of one set and one scale."""
+    first = records[0]
+    result = {key: first[key] for key in ("scores", "rows", "scale")}
+    for key in ("float32 direct", "float32 binned", "any row", "loss", "float64 direct", "float64 binned"):
+        result[key] = None if first[key] is None else max(record[key] for record in records)
+    return result | {"met": "yes" if all(record["met"] for record in records) else "NO"}
 
 
-def measure_orders() -> dict[str, list[Record]]:
-    """Return the error in float64 over the nodes of a fine bin, and over those of a coarse one, the others ample."""
-    scores, positive = normal().double(), choose_positives(ROWS, SHARE)
-    _, gradient = run("direct", scores, positive, WIDEST)
-
-    def with_order(order: Order) -> float:
-        with mock.patch.object(soft_ranks, "order_for", return_value=order):
-            return error(run("binned", scores, positive, WIDEST)[1], gradient)
-
-    return {
-        "fine": [
-            {"fine": fine, "p": p, "error": with_order(Order(fine, p, 30))} for fine in (16, 32) for p in FINE_NODES
-        ],
-        "coarse": [{"q": q, "error": with_order(Order(32, 8, q))} for q in COARSE_NODES],
-    }
+def print_results(records: list[Record]) -> None:
+    """Print the worst of each set and scale, then every case that is outside of a bar."""
+    groups: dict[tuple[str, int, float], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["scores"], record["rows"], record["scale"]), []).append(record)
+    bars = f"bars: float32 binned {BAR_32:g} or {TIMES_DIRECT} x direct, any row {BAR_ROW:g}, loss {BAR_LOSS:g}"
+    title = f"Largest relative error of the gradient over the temperatures; {bars}; float64 {BAR_64:g}"
+    print_records(title, [worst(group) for group in groups.values()])
+    missed = [record for record in records if not record["met"]]
+    if missed:
+        print_records("Outside of a bar", missed)
+    print(f"\n{len(records) - len(missed)} of {len(records)} cases are within the bars")
 
 
-def measure_reaches() -> list[Record]:
-    """Return the gradient errors of several cutoffs, for 5 positives so many temperatures above a million negatives.
-
-    The coarse bins are hardly wider than 2 temperatures, and the negatives at the left of a boundary: what is cut off
-    is then nearly what the cutoff says.
-    """
-    temperature = 0.99
-    records = []
-    for gap in GAPS:
-        negatives = normal(MANY).double() * 0.01 - 0.1
-        scores = torch.cat([negatives, torch.full((5,), gap * temperature - 0.1, dtype=torch.float64)])
-        positive = torch.arange(scores.numel()) >= MANY
-        loss, gradient = run("direct", scores, positive, temperature)
-        record: Record = {"gap": gap, "loss": float(loss)}
-        for cutoff in CUTOFFS:
-            with mock.patch.object(node_tables, "CUTOFF", cutoff):
-                record[f"cutoff {cutoff:g}"] = error(run("binned", scores, positive, temperature)[1], gradient)
-        records.append(record)
-    return records
-
-
-def measure_moments() -> list[Record]:
-    """Return the errors with moments summed in float64 and in float32, for a million rows."""
-    positive = choose_positives(MANY, FEW / MANY)
-    records = []
-    sets = {"normal": normal(MANY), "tied": normal(MANY).round(decimals=1), "equal": torch.full((MANY,), 0.3)}
-    for name, scores in sets.items():
-        _, gradient = run("direct", scores.double(), positive, 0.1)
-        record: Record = {"scores": name, "float64": error(run("binned", scores, positive, 0.1)[1], gradient)}
-        with mock.patch.object(soft_ranks_binned, "add_moments", add_moments_in_float32):
-            record["float32"] = error(run("binned", scores, positive, 0.1)[1], gradient)
-        records.append(record)
-    return records
-
-
-def add_moments_in_float32(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
-    """Do what ``add_moments`` does, rounding every sum to float32."""
-    flat = u.float().reshape(-1)
-    power = torch.ones_like(flat) if weight is None else weight.float().reshape(-1)
-    for degree in range(moments.shape[0]):
-        if degree:
-            power = power * flat
-        moments[degree] = moments[degree].float().scatter_add_(0, index, power)
-
-
-def measure() -> Record:
-    """Measure everything, print it as tables, and return it."""
-    result: Record = {"rows": ROWS, "share_positive": SHARE, "machine": machine()}
-    result["bounds"] = bounds()
-    title = "Chebyshev bound rho^-n in the widest bins; half-width in temperatures"
-    print_records(title, result["bounds"])
-    result["sets"] = [measure_set(name, temperature) for name in SETS for temperature in TEMPERATURES]
-    title = f"Relative error of gradient or loss against direct float64; {ROWS:,} rows, {SHARE:.0%} positive"
-    print_records(title, result["sets"])
-    result["orders"] = measure_orders()
-    print_records("Gradient error in float64 over p, with fine bins per coarse bin, q = 30", result["orders"]["fine"])
-    print_records("Gradient error in float64 over q, with 32 fine bins of p = 8", result["orders"]["coarse"])
-    result["reaches"] = measure_reaches()
-    print_records(f"Gradient error in float64: 5 positives a gap above {MANY:,} negatives", result["reaches"])
-    result["moments"] = measure_moments()
-    title = f"Gradient error in float32 with moments in either dtype, {MANY:,} rows, about {FEW} positives"
-    print_records(title, result["moments"])
-    return result
-
-
-def print_records(title: str, records: list[Record]) -> None:
-    """Print records of the same keys as a table."""
-    header = list(records[0])
-    print_table(title, header, [[_cell(record[key]) for key in header] for record in records])
-
-
-def _cell(value: object) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4g}"
-
-
-def draw(orders: dict[str, list[Record]], path: Path) -> None:
-    """Draw the error over the number of nodes, beside what the bound promises."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from speed_figure import INK, MUTED, RC
-
-    blue, orange = "#0072B2", "#D55E00"
-    with plt.rc_context(RC):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.6), sharey=True, layout="constrained")
-        panels = [(left, 16, blue), (left, 32, orange), (right, None, blue)]
-        for axes, fine, colour in panels:
-            kind, key = ("coarse", "q") if fine is None else ("fine", "p")
-            points = [(one[key], one["error"]) for one in orders[kind] if one.get("fine") == fine]
-            rho = ellipse(2.0 if fine is None else 2 / fine)
-            line = [(count, rho**-count) for count, _ in points if rho**-count > 1e-16]
-            axes.plot(*zip(*line), color=colour, linewidth=1.2, linestyle="--")
-            axes.plot(*zip(*points), color=colour, linewidth=2.0, marker="o", markersize=5)
-        left.set_yscale("log")
-        left.set_ylim(1e-16, 8)
-        left.set_yticks([10.0**power for power in range(-16, 1, 4)])
-        left.set_xticks(list(FINE_NODES))
-        right.set_xticks(list(COARSE_NODES)[::2])
-        left.set_ylabel("relative error of the gradient")
-        left.set_xlabel("p, nodes of a fine bin")
-        right.set_xlabel("q, nodes of a coarse bin")
-        left.text(4.3, 2e-6, "16 fine bins in a coarse one", color=blue, backgroundcolor="white")
-        left.text(2.1, 2e-10, "32 fine bins", color=orange)
-        right.text(14.8, 1e-6, r"bound $\rho^{-q}$", color=blue)
-        right.text(10.8, 1e-10, "measured", color=blue, ha="right")
-        marks = ((left, 4, "float32: 16"), (left, 8, "float64: 32"), (right, 14, "float32"), (right, 28, "float64"))
-        for axes, count, label in marks:
-            axes.axvline(count, ymax=0.93, color=MUTED, linewidth=0.8, linestyle=":")
-            axes.text(count, 0.6, label, color=INK, fontsize=9.5, ha="center", va="bottom")
-        figure.suptitle("Smooth-AP by bins against pairs in float64; dashed: the Chebyshev bound", x=0.01, ha="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-    print(f"Figure: {path}")
+def measure(quick: bool) -> list[Record]:
+    """Return the errors of every case."""
+    if quick:
+        cases = [(name, 800, SHARE, 1.0, temperature) for name in SETS for temperature in TEMPERATURES[2:5]]
+    else:
+        cases = list(itertools.product(SETS, ROWS, [SHARE], SCALES, TEMPERATURES))
+        cases += [(name, MANY_ROWS, MANY_SHARE, *case) for name in SETS for case in MANY_CASES]
+    return [measure_case(*case) for case in cases]
 
 
 def main() -> None:
-    """Measure, print, and store if asked to."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", action="store_true", help="write accuracy.json and error_over_order.png")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for them (default: benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rows, a few seconds")
+    parser.add_argument("--out", type=Path, help=f"folder for accuracy.json (default: {RESULTS})")
     arguments = parser.parse_args()
-    result = measure()
-    if arguments.plot:
-        write_json(arguments.out / "accuracy.json", result)
-        draw(result["orders"], arguments.out / "error_over_order.png")
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    info = machine()
+    print_machine(info)
+    digits = np.finfo(np.longdouble).nmant + 1
+    print(
+        f"long double has {digits} bits" + ("" if is_extended() else ", no more than double: no reference for float64")
+    )
+    records = measure(arguments.quick)
+    print_results(records)
+    if out is not None:
+        write_json(out / "accuracy.json", {"machine": info, "quick": arguments.quick, "cases": records})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How much memory SmoothAPLoss takes beyond its inputs, forward and backward, per row; and imbalanced-losses.
+"""How much memory a loss takes beyond its inputs, forward and backward, per row; and imbalanced-losses.
 
 Usage: python benchmarks/memory.py [--quick] [--repeats 3] [--out FOLDER]
 
 Each measurement is a process of its own: inputs, a first step on few rows (which loads what is loaded once), then the
 peak of the resident set during the step minus the resident set before it. The gradient of the logits is part of it, 4
-bytes a row. Needs Linux's /proc and the ``test`` extra; writes memory.json, a quick run only where ``--out`` says.
+bytes a row. Needs Linux's /proc and the ``bench`` extra; writes memory.json, a quick run only where ``--out`` says.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Case(NamedTuple):
     library: str
     rows: int
     bar: float | None = None
+    loss: str = "SmoothAPLoss"
 
 
 FULL = (
@@ -50,6 +51,7 @@ FULL = (
     Case("fullrank", 100_000),
     Case("fullrank", 1_000_000),
     Case("fullrank", 10_000_000, 12),
+    Case("fullrank", 50_000_000, loss="RecallAtQuantileLoss"),
 )
 QUICK = (Case("imbalanced_losses", 10_000), Case("fullrank", 100_000))
 
@@ -65,9 +67,9 @@ def resident(field: str) -> int:
     raise RuntimeError(f"no {field} in {STATUS}")
 
 
-def measure(library: str, rows: int) -> int:
+def measure(library: str, name: str, rows: int) -> int:
     """Return the peak of one forward and backward above the resident set before it, in bytes."""
-    loss = importlib.import_module(library).SmoothAPLoss(num_classes=1, queue_size=0)
+    loss = getattr(importlib.import_module(library), name)(num_classes=1, queue_size=0)
     logits, targets = make_rows(rows, 1, SHARE)
     if library != "fullrank" and peer_bytes(int(targets.sum()), rows) > PEER_MOST_BYTES:
         raise MemoryError(f"{library} at {rows} rows")
@@ -81,7 +83,7 @@ def measure(library: str, rows: int) -> int:
 
 def measure_apart(case: Case, repeats: int) -> dict[str, Any]:
     """Return the median over fresh processes."""
-    command = [sys.executable, __file__, "--measure", case.library, str(case.rows)]
+    command = [sys.executable, __file__, "--measure", case.library, case.loss, str(case.rows)]
     peaks = [int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(repeats)]
     peak = median(peaks)
     return case._asdict() | {"peak_bytes": peak, "bytes_per_row": peak / case.rows}
@@ -93,11 +95,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
     parser.add_argument("--repeats", type=int, default=3, help="processes for each measurement (default: 3)")
     parser.add_argument("--out", type=Path, help=f"folder for memory.json (default: {RESULTS})")
-    parser.add_argument("--measure", nargs=2, metavar=("LIBRARY", "ROWS"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, metavar=("LIBRARY", "LOSS", "ROWS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # the peer's
     if arguments.measure is not None:
-        print(measure(arguments.measure[0], int(arguments.measure[1])))
+        library, name, rows = arguments.measure
+        print(measure(library, name, int(rows)))
         return
     if not CLEAR.exists():
         print("skipped: without Linux's /proc the peak of a single step cannot be read")
@@ -117,8 +120,9 @@ def print_results(cases: list[dict[str, Any]]) -> None:
     lines = []
     for case in cases:
         numbers = [f"{case['rows']:,}", f"{case['peak_bytes'] / 2**20:,.1f}", f"{case['bytes_per_row']:,.1f}"]
-        lines.append([case["library"], *numbers, *bar_cells(case["bytes_per_row"], case["bar"], False)])
-    header = ("SmoothAPLoss of", "rows", "peak MiB", "bytes a row", "bar", "met")
+        name = case["loss"].removesuffix("Loss")
+        lines.append([case["library"], name, *numbers, *bar_cells(case["bytes_per_row"], case["bar"], False)])
+    header = ("library", "loss", "rows", "peak MiB", "bytes a row", "bar", "met")
     print_table(f"Memory beyond the inputs, forward + backward, {SHARE:.0%} positive, median", header, lines)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their inputs, the machine they ran on, how a table is printed and results are stored.
+"""What the benchmarks share: inputs, how steps are timed, the machine, how tables are printed and results stored.
 
 Run as a script, it prints the machine and the versions.
 """
@@ -9,17 +9,21 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The peer builds several matrices (positives x rows) of float32, three of them at once at the very least.
 PEER_BYTES_PER_PAIR = 3 * 4
 PEER_MOST_BYTES = 8 * 2**30
+SHORTEST = 0.02  # seconds that one repetition measures at least: a step of less is run more often
+Steps = dict[str, Callable[[], object]]
 
 
 def make_rows(rows: int, num_classes: int, share: float | None) -> tuple[Tensor, Tensor]:
@@ -40,18 +44,49 @@ def peer_bytes(positives: int, rows: int) -> int:
     return positives * rows * PEER_BYTES_PER_PAIR
 
 
+def training_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> Callable[[], None]:
+    """Return forward and backward of ``loss`` as one call."""
+
+    def step() -> None:
+        logits.grad = None
+        loss(logits, targets).backward()
+
+    return step
+
+
+def interleave(steps: Steps, repeats: int) -> dict[str, list[float]]:
+    """Return ``repeats`` times in seconds of each step, taken in turn; each is run once before it is measured."""
+    threads = torch.get_num_threads()  # a Timer takes one thread unless told
+    timers = {name: Timer("step()", globals={"step": step}, num_threads=threads) for name, step in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            times[name].append(timer.blocked_autorange(min_run_time=SHORTEST).median)
+    return times
+
+
 def machine() -> dict[str, Any]:
     """Return the processor, the threads and the versions a result depends on."""
-    names = ("torch", "imbalanced-losses", "numpy")
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": _versions("torch", "imbalanced-losses", "pytorch-metric-learning", "numpy"),
         # Other work on the machine makes a result worthless: let it show.
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
+
+
+def _versions(*names: str) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a peer is an extra; a benchmark says when it goes without
+    return found
 
 
 def _processor() -> str:
@@ -81,6 +116,20 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         print("  ".join(["  " + line[0].ljust(widths[0]), *cells]))
 
 
+def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
+    """Print records of the same keys as a table."""
+    header = list(records[0])
+    print_table(title, header, [[_cell(record[key]) for key in header] for record in records])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4g}"
+
+
 def bar_cells(value: float, bar: float | None, at_least: bool) -> list[str]:
     """Return the cells "bar" and "met" of a table; both empty where there is no bar."""
     if bar is None:
@@ -90,10 +139,19 @@ def bar_cells(value: float, bar: float | None, at_least: bool) -> list[str]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, and say where."""
+    """Write a result, a record in each line and numbers of six digits, and say where."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(_rounded(result), indent=1)
+    path.write_text(re.sub(r"\{[^{}]*\}", lambda record: re.sub(r"\n *", " ", record[0]), text) + "\n")
     print(f"\nResults: {path}")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

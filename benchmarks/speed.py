@@ -4,14 +4,14 @@ Usage: python benchmarks/speed.py [--quick] [--repeats 5] [--out FOLDER]
 
 What is compared is run in turn, repetition by repetition, so that both see the same machine; only the ratios travel to
 another one. The full run takes a few minutes and writes speed.json and speed.png; a quick one of small sizes takes
-seconds and writes only where ``--out`` says. Needs the ``test`` extra.
+seconds and writes only where ``--out`` says. The figure shows the results of retrieval.py too, where it has left any in
+the same folder. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,22 +21,22 @@ import torch
 from report import (
     PEER_MOST_BYTES,
     RESULTS,
+    Steps,
     bar_cells,
+    interleave,
     machine,
     make_rows,
     peer_bytes,
     print_machine,
     print_table,
+    training_step,
     write_json,
 )
-from torch import Tensor, nn
-from torch.utils.benchmark import Timer
+from torch import Tensor
 
 import fullrank
 
-SHORTEST = 0.02  # seconds that one repetition measures at least: a step of less is run more often
 SHARE = 0.01  # of positives, where sizes are compared
-Steps = dict[str, Callable[[], object]]
 
 
 class Case(NamedTuple):
@@ -83,27 +83,6 @@ QUICK = (
 )
 QUICK_SORT = (SortCase(10_000), SortCase(10_000, outlier=1e30))
 QUICK_GROWTH = (1_000, 10_000)
-
-
-def interleave(steps: Steps, repeats: int) -> dict[str, list[float]]:
-    """Return ``repeats`` times in seconds of each step, taken in turn; each is run once before it is measured."""
-    threads = torch.get_num_threads()  # a Timer takes one thread unless told
-    timers = {name: Timer("step()", globals={"step": step}, num_threads=threads) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, timer in timers.items():
-            times[name].append(timer.blocked_autorange(min_run_time=SHORTEST).median)
-    return times
-
-
-def training_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> Callable[[], None]:
-    """Return forward and backward of ``loss`` as one call."""
-
-    def step() -> None:
-        logits.grad = None
-        loss(logits, targets).backward()
-
-    return step
 
 
 def against_peer(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
@@ -209,7 +188,7 @@ def main() -> None:
         write_json(out / "speed.json", results)
         from speed_figure import draw  # matplotlib takes seconds to import
 
-        draw(results["growth"], out / "speed.png")
+        draw(out)
 
 
 if __name__ == "__main__":

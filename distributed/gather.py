@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .collectives import reduce_scatter
 from .errors import attempt, expected
 from .group import Group, check_gradient_reduction, gradient_scale, resolve_group
 from .header import agree, backend_by_device, refuse_in_backward
 from .payload import gather_payload
-from .torch_private import not_compiled, reduce_scatter_flat
+from .torch_private import not_compiled
 
 
 class Rows(NamedTuple):
@@ -40,6 +40,7 @@ class Gathered(NamedTuple):
 
 
 class _Plan(NamedTuple):
+    call: str
     group: ProcessGroup
     rows: tuple[int, ...]
     scale: int
@@ -64,7 +65,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = plan
-        outputs = gather_payload(tensors, plan.rows, plan.group)
+        outputs = gather_payload(tensors, plan.rows, plan.group, plan.call)
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
         # A gradient that nobody computed costs nothing locally, but in a collective it must be there on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
@@ -78,14 +79,14 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _own_rows(grad: Tensor, plan: _Plan) -> Tensor:
-    rank = dist.get_rank(plan.group)
+    rank = plan.group.rank()
     own = grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank])
     return own if plan.scale == 1 else own * plan.scale
 
 
 def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
-    world_size, rank, most = len(plan.rows), dist.get_rank(plan.group), max(plan.rows)
+    world_size, rank, most = len(plan.rows), plan.group.rank(), max(plan.rows)
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
     padded = wide.new_zeros(world_size, most, *grad.shape[1:])
     for index, part in enumerate(wide.split(plan.rows)):
@@ -93,7 +94,8 @@ def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     staged = padded.cpu() if backend_by_device(plan.group).get(grad.device.type) == "gloo" else padded
     own = staged.new_empty(max(most * grad[:0].new_empty(1, *grad.shape[1:]).numel(), 1))
     flat = staged.reshape(-1) if staged.numel() else staged.new_zeros(world_size)
-    reduce_scatter_flat(own, flat, plan.group)
+    what = "the reduce-scatter of the gradients, in the backward,"
+    reduce_scatter(own, flat, plan.group, call=plan.call, what=what)
     own = own[: staged[0].numel()].view_as(staged[0])[: plan.rows[rank]].to(grad.device)
     return (own * (plan.scale / world_size)).to(grad.dtype)
 
@@ -152,7 +154,7 @@ def gather_agreed(
     facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
     rows = agree(call, group, facts=facts, rows=count, checksum=checksum).rows
     present = [tensor for tensor in tensors if tensor is not None]
-    plan = _Plan(group, rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
+    plan = _Plan(call, group, rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
     outputs = iter(_GatherRows.apply(plan, *present) if present else ())
     return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows)
 
@@ -193,7 +195,7 @@ def gather_rows(
         TypeError: for an argument that is neither a tensor nor None.
         ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
             of gradient that differ between ranks.
-        RuntimeError: without a process group.
+        RuntimeError: without a process group; when a rank has died or does not call.
 
     Distributed:
         Two collectives forward (a header of 64 bytes, one payload), none backward. Errors are raised on every rank.
@@ -236,7 +238,7 @@ def all_gather_with_grad(
         TypeError: when ``tensor`` is not a plain tensor.
         ValueError: for a tensor without dimensions, for dtypes or trailing shapes that differ between ranks, for an
             unknown ``gradient_reduction`` or ``backward``.
-        RuntimeError: without a process group.
+        RuntimeError: without a process group; when a rank has died or does not call.
 
     Distributed:
         Two collectives forward. Errors are raised on every rank, so that none is left waiting.
@@ -265,11 +267,11 @@ def _gather(
         check_gradient_reduction(gradient_reduction)
         if backward not in ("local", "reduce_scatter"):
             raise ValueError(expected("backward", "'local' or 'reduce_scatter'", backward))
-        check_rows(tensors)
         return Rows(tensors, {"backward": backward, "gradient_reduction": gradient_reduction})
 
     resolved = resolve_group(group)
-    if dist.get_world_size(resolved) == 1:
+    if resolved.size() == 1:
+        check_rows(tensors)
         return prepare().tensors
     refuse_in_backward(call)
     return gather_agreed(call, resolved, prepare, gradient_reduction=gradient_reduction, backward=backward).tensors

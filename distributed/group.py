@@ -78,7 +78,7 @@ def gradient_scale(gradient_reduction: str | int, group: ProcessGroup) -> int:
     number. ``"sum"``: it adds them, so k is 1. An int: it averages over that many ranks.
     """
     if gradient_reduction == "mean":
-        return dist.get_world_size(group)
+        return group.size()
     return 1 if gradient_reduction == "sum" else int(gradient_reduction)
 
 
@@ -131,7 +131,7 @@ class DataGroup:
             self._world = dist.group.WORLD
         assert self._resolved is not None
         _rank_in(self._resolved, "group")
-        return self._resolved if dist.get_world_size(self._resolved) > 1 else None
+        return self._resolved if self._resolved.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:
         return copy.copy(self)

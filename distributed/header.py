@@ -18,20 +18,27 @@ reasons and all raise the same exception. That second exchange happens on this p
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import Words, expected
+from .collectives import all_gather, lost
+from .errors import Words, attempt, expected
 from .group import group_ranks
-from .torch_private import all_gather_flat, backward_is_running
+from .torch_private import backward_is_running
 
 NUM_TOTALS = 4
 _WORDS = 4 + NUM_TOTALS
+_LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
+
+# The backends of a group never change, and torch keeps them as a text that would be parsed in every call.
+_BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 # What to do about a fact that differs; facts without a line here are values and shapes of the arguments.
 _STATE_ADVICE = {
@@ -86,33 +93,64 @@ def agree(
     Raises:
         The failing rank's class of exception (the first of them) if a rank failed; ValueError if arguments disagree;
         RuntimeError if state disagrees. The text names the ranks and the reasons, and is the same on every rank.
+        RuntimeError too when the exchange fails, because a rank has died or does not call.
     """
     assert len(totals) <= NUM_TOTALS
-    texts = {"call": call, **{key: repr(value) for key, value in (facts or {}).items()}}
-    device = _header_device(group)
-    own = [error is not None, _digest(texts), rows, *[0] * (_WORDS - 3)]
-    words = torch.tensor(own, dtype=torch.int64, device=device)
-    if checksum is not None:
-        words[3] = checksum.to(device)
-    for slot, total in enumerate(totals):
-        value = torch.as_tensor(total, dtype=torch.float64, device=device).detach().reshape(1)
-        words[4 + slot : 5 + slot] = value.view(torch.int64)
-    gathered = words.new_empty(dist.get_world_size(group) * _WORDS)
-    all_gather_flat(gathered, words, group)
+    device = header_device(group)
+    # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
+    told = None
+    if error is None:
+        told, error = attempt(lambda: _tell(call, facts or {}, rows, totals, checksum, device))
+    texts, words = told or ({"call": call}, _header((1, 0, 0, 0), (), device))
+    gathered = torch.empty(group.size() * _WORDS, dtype=torch.int64, device=device)
+    all_gather(gathered, words, group, call=call, what="the all-gather of the headers")
     gathered = gathered.view(-1, _WORDS)  # [W, 8]
     head = gathered[:, :4].tolist()
-    if any(row[0] for row in head) or any(row[1] != head[0][1] or row[3] != head[0][3] for row in head):
+    first = head[0]
+    if any(row[0] or row[1] != first[1] or row[3] != first[3] for row in head):
         _raise_together(group, error, texts, head)
     return Agreement(tuple(row[2] for row in head), gathered[:, 4:].view(torch.float64))
 
 
-def _digest(texts: Mapping[str, str]) -> int:
+def _tell(
+    call: str,
+    facts: Mapping[str, object],
+    rows: int,
+    totals: Sequence[Tensor | float],
+    checksum: Tensor | None,
+    device: torch.device,
+) -> tuple[dict[str, str], Tensor]:
+    """Return the facts as texts, and the header of a rank that has not failed."""
+    texts = {"call": call, **{key: repr(value) for key, value in facts.items()}}
+    return texts, _header((0, digest(texts), rows, 0 if checksum is None else checksum), totals, device)
+
+
+def _header(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return four words and up to four totals as one int64 tensor (8,) on ``device``."""
+    plain: list[float] = []
+    late: dict[int, Tensor] = {}  # what lies on an accelerator is written there, without waiting for it
+    for slot, value in enumerate((*words, *totals)):
+        if not isinstance(value, Tensor):
+            plain.append(value)
+        elif value.device.type == "cpu":
+            plain.append(value.item())
+        else:
+            plain.append(0)
+            late[slot] = value.detach().reshape(1)
+    packed = bytearray(_LAYOUT.pack(*plain, *[0.0] * (_WORDS - len(plain))))
+    header = torch.frombuffer(packed, dtype=torch.int64).to(device)
+    for slot, value in late.items():
+        header[slot : slot + 1] = value if slot < len(words) else value.to(torch.float64).view(torch.int64)
+    return header
+
+
+def digest(texts: Mapping[str, str]) -> int:
     """Return a signed 64-bit hash of the facts, the same in every process (``hash`` is salted per process)."""
     data = "\n".join(f"{key}={value}" for key, value in texts.items()).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
-def _header_device(group: ProcessGroup) -> torch.device:
+def header_device(group: ProcessGroup) -> torch.device:
     """Return the device of the header: the CPU where the group can communicate there, else the accelerator.
 
     It depends on the group alone, never on the arguments, so that a rank with bad arguments joins the same collective.
@@ -126,30 +164,36 @@ def _header_device(group: ProcessGroup) -> torch.device:
 
 def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     """Return the backend that ``group`` uses for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = dist.get_backend_config(group)
-    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    known = _BACKENDS.get(group)
+    if known is None:
+        config = dist.get_backend_config(group)
+        known = _BACKENDS[group] = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return known
 
 
 def _raise_together(
     group: ProcessGroup, error: Exception | None, texts: Mapping[str, str], head: list[list[int]]
 ) -> NoReturn:
     """Exchange the reasons and raise the same exception on every rank."""
-    reasons: list[Any] = [None] * dist.get_world_size(group)
-    reason = None if error is None else (_public_class(error).__name__, str(error))
-    dist.all_gather_object(reasons, (reason, dict(texts)), group=group)
+    reasons: list[Any] = [None] * group.size()
+    reason = None if error is None else (public_class(error).__name__, str(error))
+    try:
+        dist.all_gather_object(reasons, (reason, dict(texts)), group=group)
+    except RuntimeError as problem:
+        raise lost(texts["call"], "the exchange of what went wrong", problem) from (error or problem)
     ranks = group_ranks(group)
     failed = [(rank, facts["call"], *reason) for rank, (reason, facts) in zip(ranks, reasons) if reason is not None]
     if failed:
-        raise _failure(failed) from error
-    raise _disagreement(ranks, [facts for _, facts in reasons], [row[3] for row in head])
+        raise failure(failed) from error
+    raise disagreement(ranks, [facts for _, facts in reasons], [row[3] for row in head])
 
 
-def _public_class(error: Exception) -> type[Exception]:
+def public_class(error: Exception) -> type[Exception]:
     """Return the class that every rank can raise: ValueError, TypeError, or RuntimeError for all others."""
     return next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), RuntimeError)
 
 
-def _failure(failed: list[tuple[int, str, str, str]]) -> Exception:
+def failure(failed: list[tuple[int, str, str, str]]) -> Exception:
     """Return the exception for ranks that failed: (rank, call, class, text) each."""
     kinds = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
     ranks_by_text: dict[str, list[int]] = {}
@@ -160,7 +204,7 @@ def _failure(failed: list[tuple[int, str, str, str]]) -> Exception:
     return kinds[kind](f"{call} failed on {'; '.join(parts)}")
 
 
-def _disagreement(ranks: list[int], facts: list[dict[str, str]], checksums: list[int]) -> Exception:
+def disagreement(ranks: list[int], facts: list[dict[str, str]], checksums: list[int]) -> Exception:
     """Return the exception for ranks that disagree, naming each fact, who holds which value, and what to do."""
     call, keys = facts[0]["call"], list(dict.fromkeys(key for held in facts for key in held))
     if len({held["call"] for held in facts}) > 1:

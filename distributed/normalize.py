@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -116,7 +115,7 @@ def global_mean(
         return Fraction(_check_total(total), _check_count(count), {"gradient_reduction": gradient_reduction})
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
-    if resolved is None or dist.get_world_size(resolved) == 1:
+    if resolved is None or resolved.size() == 1:
         return local_mean(*prepare()[:2])
     refuse_in_backward("global_mean")
     return mean_agreed("global_mean", resolved, prepare, gradient_reduction=gradient_reduction)

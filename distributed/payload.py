@@ -14,59 +14,69 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .collectives import all_gather
 from .header import backend_by_device
-from .torch_private import all_gather_flat
 
 _ALIGN = 16  # bytes of the widest dtype, complex128
 
 
-def gather_payload(tensors: Sequence[Tensor], rows: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+def gather_payload(
+    tensors: Sequence[Tensor], rows: Sequence[int], group: ProcessGroup, call: str = "a gather"
+) -> list[Tensor]:
     """Return each of ``tensors`` (N, ...) with the rows of all ranks, (sum N_r, ...), in rank order.
 
     Args:
         tensors: contiguity does not matter; equal dtypes and trailing shapes on every rank.
         rows: the number of rows of every rank, known from the header.
         group: the group; one all-gather of one block per rank.
+        call: name of the call, for the error of a collective that fails.
     """
-    most, equal = max(rows), min(rows) == max(rows)
-    if len(tensors) == 1 and equal and tensors[0].numel() > 0:
-        return [_gather_as_it_stands(tensors[0], group)]
-    gathered = _all_gather(_pack(tensors, most), group)  # [W, bytes]
+    most = max(rows)
+    if len(tensors) == 1 and min(rows) == most and tensors[0].numel() > 0:
+        return [_gather_as_it_stands(tensors[0], group, call)]
+    gathered = _all_gather(_pack(tensors, most), group, call)  # [W, bytes]
     outputs, offset = [], 0
     for tensor in tensors:
         size = most * _row_bytes(tensor)
         column = gathered[:, offset : offset + size].view(tensor.dtype)
-        padded = column.view(len(rows), most, *tensor.shape[1:])  # [W, most, ...]
-        # Always a copy: a view of the block could not be changed in place by its user.
-        outputs.append(torch.cat([padded[rank, :count] for rank, count in enumerate(rows)]))
+        outputs.append(_unpack(column.view(len(rows), most, *tensor.shape[1:]), rows))
         offset += _aligned(size)
     return outputs
 
 
-def _gather_as_it_stands(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def _gather_as_it_stands(tensor: Tensor, group: ProcessGroup, call: str) -> Tensor:
     """Return the rows of all ranks, received where they stay."""
-    world_size = dist.get_world_size(group)
     if _is_staged(tensor, group):
-        return _gather_as_it_stands(tensor.detach().cpu(), group).to(tensor.device)
-    output = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
-    all_gather_flat(output.view(-1).view(torch.uint8), _bytes_of(tensor), group)
+        return _gather_as_it_stands(tensor.detach().cpu(), group, call).to(tensor.device)
+    output = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    _exchange(output.view(-1).view(torch.uint8), _bytes_of(tensor), group, call)
     return output
 
 
 def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
-    sizes = [_aligned(most * _row_bytes(tensor)) for tensor in tensors]
-    # Never empty: every rank makes the same collective whatever the data.
-    block = tensors[0].new_zeros(max(sum(sizes), _ALIGN), dtype=torch.uint8)
-    offset = 0
-    for tensor, size in zip(tensors, sizes):
+    """Return the block of this rank: every tensor padded to ``most`` rows and to a multiple of 16 bytes."""
+    parts = []
+    for tensor in tensors:
         content = _bytes_of(tensor)
-        block[offset : offset + content.numel()] = content
-        offset += size
-    return block
+        padding = _aligned(most * _row_bytes(tensor)) - content.numel()
+        parts += [content, content.new_zeros(padding)] if padding else [content]
+    # Never empty: every rank makes the same collective whatever the data.
+    return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(_ALIGN)
+
+
+def _unpack(padded: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...).
+
+    Always a copy: a view of the block could not be changed in place by its user.
+    """
+    if min(rows) < max(rows):
+        return torch.cat([padded[rank, :count] for rank, count in enumerate(rows)])
+    output = padded.new_empty(sum(rows), *padded.shape[2:])
+    output.view(padded.shape).copy_(padded)
+    return output
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -88,9 +98,13 @@ def _is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
     return tensor.device.type != "cpu" and backend_by_device(group).get(tensor.device.type) == "gloo"
 
 
-def _all_gather(block: Tensor, group: ProcessGroup) -> Tensor:
+def _all_gather(block: Tensor, group: ProcessGroup, call: str) -> Tensor:
     """Return the blocks of all ranks, (W, bytes), on the device of ``block``."""
     staged = block.cpu() if _is_staged(block, group) else block
-    gathered = staged.new_empty(dist.get_world_size(group) * staged.numel())
-    all_gather_flat(gathered, staged, group)
+    gathered = staged.new_empty(group.size() * staged.numel())
+    _exchange(gathered, staged, group, call)
     return gathered.view(-1, staged.numel()).to(block.device)
+
+
+def _exchange(output: Tensor, block: Tensor, group: ProcessGroup, call: str) -> None:
+    all_gather(output, block, group, call=call, what="the all-gather of the rows, which every rank had announced,")

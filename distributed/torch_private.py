@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 # torch 2.13 renamed the collectives on one tensor and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,3 +39,144 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
 def backward_is_running() -> bool:
     """Return True inside a backward pass, where activation checkpointing runs forward code a second time."""
     return torch._C._current_graph_task_id() != -1
+
+
+def norms_of_each(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return the p-norm of every tensor, its powers summed in ``dtype``, in few kernels where the device has such."""
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Write every source into its target of the same shape, converting dtypes, in few kernels where there are such."""
+    torch._foreach_copy_(targets, sources)
+
+
+def divide_each_(tensors: list[Tensor], divisor: float) -> None:
+    """Divide every tensor in place, in few kernels where the device has such."""
+    torch._foreach_div_(tensors, divisor)
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the values that a sparse COO tensor stores, not coalesced, sharing its memory."""
+    return tensor._values()
+
+
+class FsdpGroup:
+    """One set of parameters that FSDP2 reduces together, as torch keeps it: the switches and what is still unreduced.
+
+    Reading them is private; every change that has a public setter on FSDPModule is made by that.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def switches(self) -> tuple[bool, bool]:
+        """Whether a backward reduces over the shards, and whether it then reduces over the replicas."""
+        return self.state.reduce_grads, self.state.all_reduce_grads
+
+    @switches.setter
+    def switches(self, value: tuple[bool, bool]) -> None:
+        self.state.reduce_grads, self.state.all_reduce_grads = value
+
+    @property
+    def divisor(self) -> float:
+        """What a reduced gradient has been divided by."""
+        factor = self.state.gradient_divide_factor
+        return float(self.num_ranks if factor is None else factor)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that the gradients are reduced over: shards times replicas."""
+        info = self.state.mesh_info
+        return int(getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward has to gather the parameters from other ranks."""
+        return bool(getattr(self.state.mesh_info, "shard_mesh_size", 1) > 1)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are both shards and replicas."""
+        info = self.state.mesh_info
+        return hasattr(info, "shard_mesh_size") and hasattr(info, "replicate_mesh_size")
+
+    def process_group(self) -> ProcessGroup:
+        """Return the group of all the ranks that the gradients are reduced over."""
+        return flatten_mesh(self._mesh())
+
+    def ranks(self) -> list[int]:
+        """Return the global ranks of :meth:`process_group`, without creating it."""
+        return list(self._mesh().mesh.flatten().tolist())
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the part of the mesh that the gradients are reduced over."""
+        info = self.state.mesh_info
+        dims = [dim for dim in (info.replicate_mesh_dim, info.shard_mesh_dim) if dim is not None]
+        return info.mesh if info.mesh.ndim == len(dims) else info.mesh[tuple(info.mesh.mesh_dim_names[d] for d in dims)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, in both forms that the modules may hold: sharded, and whole for a computation."""
+        forms = [(held.sharded_param, getattr(held, "_unsharded_param", None)) for held in self.state.fsdp_params]
+        return [form for both in forms for form in both if form is not None]
+
+    def discard(self) -> None:
+        """Drop every gradient of these parameters, also what a backward without reduction has left unsharded."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        for held in self.state.fsdp_params:
+            held.unsharded_accumulated_grad = None
+        self.state._partial_reduce_output = None
+
+
+def forget_forward(module: DistributedDataParallel) -> None:
+    """Undo what a forward of DDP has prepared and no backward has used, or the next backward reduces unasked.
+
+    On every rank or none: DDP arranges its buckets anew at the next forward but one, which is a collective.
+    """
+    reducer = getattr(module, "reducer", None)  # the compiler's own reducer has nothing to prepare
+    try:
+        if reducer is not None:
+            reducer._check_reducer_finalized()
+            reducer._reset_state()
+    except RuntimeError:
+        pass  # a backward broke off inside the reduction: DDP says so at its next forward, and must go on to
+
+
+def awaits_first_reduction(module: DistributedDataParallel) -> bool:
+    """Return True while DDP with ``static_graph`` has not recorded its graph, which its first backward does."""
+    return module.static_graph and not module._static_graph_delay_allreduce_enqueued
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the FSDPModules in ``model``, without importing FSDP (0.7 s) where nobody has."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def has_fsdp1(model: nn.Module) -> bool:
+    """Return True when a module of ``model`` is wrapped by the FullyShardedDataParallel that FSDP2 replaces."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+
+
+def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
+    """Return the groups of parameters of all FSDPModules in ``model``."""
+    groups: list[Any] = []
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups += [state._fsdp_param_group] if several is None else several  # one, or None, before torch 2.12
+    return [FsdpGroup(group) for group in groups if group is not None]
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict in which ``module`` holds its own buffers; writing to it writes to the module."""
+    return module._buffers
+
+
+def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
+    """Do now what the next forward of DDP would do about its buffers, and nothing if it would do nothing."""
+    if module._check_sync_bufs_pre_fwd():
+        module._sync_buffers()

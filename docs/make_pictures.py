@@ -86,7 +86,7 @@ def draw_levels(axes: Axes) -> None:
         (4.0, 2.22, "sigmoid", "center"),
         (10.6, 1.5, "constant matrix", "left"),
         (10.6, 0.5, "one cubic per fine bin,\nevaluated at each row", "left"),
-        (4.0, 1.0, "4 nodes in each\nof 16 fine bins", "center"),
+        (4.0, 1.0, "4 nodes in each\nof F fine bins", "center"),
         (4.0, 1.72, "14 coarse nodes", "center"),
         (4.0, 0.0, "rows, any number", "center"),
     )

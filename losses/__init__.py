@@ -1,5 +1,6 @@
 """The losses as modules, their formulas as pure functions, and the sums of sigmoids under them."""
 
+from .causal_lm import causal_lm_loss
 from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
 from .pauc_at_budget import LossWithClassesAndStats, LossWithStats, PAUCAtBudgetLoss, pauc_at_budget
@@ -27,6 +28,7 @@ __all__ = [
     "SigmoidFocalLoss",
     "SmoothAPLoss",
     "SoftmaxFocalLoss",
+    "causal_lm_loss",
     "pauc_at_budget",
     "recall_at_quantile",
     "sigmoid_focal",

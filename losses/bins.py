@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**18  # rows looked at together: their positions and indices stay in the cache
+LANES = 4  # parts of the rows of a class that threads add up side by side, each in its own table
 MOST_EMPTY = 4096  # coarse bins that always may exist
 ROWS_PER_BIN = 64  # beyond these: one coarse bin for so many rows
 MOST_EXACT = 2**24 // 64  # of 64 fine bins each: up to here float32 counts fine bins exactly
@@ -142,7 +143,7 @@ def chunks(num_classes: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
 
 
 def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
-    """Return where the rows ``scores`` (c, m) of ``classes`` lie: (c m,) int64 fine bins, and u (c, m) in [-1, 1].
+    """Return where the rows ``scores`` (c, m) of ``classes`` lie: (c, m) int64 fine bins, and u (c, m) in [-1, 1].
 
     All scores are finite.
     """
@@ -152,15 +153,7 @@ def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
     relative = rounded.sub_((bins.first[classes] * bins.fine)[:, None])
     if bins.outside is not None:
         relative = _place_outside(bins, scores, relative, u)
-    return relative.to(torch.int64).view(-1), u
-
-
-def offset(index: Tensor, classes: slice, shape: torch.Size, size: int) -> Tensor:
-    """Return ``index`` (c m,) moved to the part of ``size`` bins that its class has in a flat table."""
-    if classes.start == 0 and shape[0] == 1:
-        return index
-    first = torch.arange(classes.start, classes.start + shape[0], device=index.device) * size
-    return (index.view(shape) + first[:, None]).view(-1)
+    return relative.to(torch.int64), u
 
 
 def _place_outside(bins: Bins, scores: Tensor, relative: Tensor, u: Tensor) -> Tensor:
@@ -180,24 +173,37 @@ def _place_outside(bins: Bins, scores: Tensor, relative: Tensor, u: Tensor) -> T
     return placed
 
 
-def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
-    """Add the powers of ``u`` (c, m), each times its ``weight``, to ``moments`` (p, bins) at ``index`` (c m,).
+def num_lanes(shape: torch.Size, size: int) -> int:
+    """Return how many tables of ``size`` bins each of C classes gets, ``shape`` (C, M): a table has one thread."""
+    return LANES if shape[0] == 1 and shape[1] > LANES * size else 1
 
+
+def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
+    """Add the powers of ``u`` (c, m), each times its ``weight``, to ``moments`` (p, c, bins) at ``index`` (c, m).
+
+    With more tables than classes, the rows of the only class go to the tables in equal parts, or all to the first.
     In float64: under ties a bin holds millions of equal numbers, whose float32 sums would stall.
     """
-    wide = u.double().view(-1)
-    one = wide.new_ones(()).expand_as(wide)
-    power = one if weight is None else weight.double().reshape(-1)
+    index, wide = _spread(index, moments.shape[1]), _spread(u.double(), moments.shape[1])
+    # Ones are written out: added as one number that is repeated, they take twice as long.
+    power = torch.ones_like(wide) if weight is None else _spread(weight.double(), moments.shape[1])
     for degree in range(moments.shape[0]):
         if degree:
-            power = wide if power is one else power * wide
-        moments[degree].scatter_add_(0, index, power)
+            power = wide if degree == 1 and weight is None else power * wide
+        moments[degree].scatter_add_(1, index, power)
 
 
 def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Return the polynomial of each row's bin at the row: coefficients (p, bins), index (c m,), u (c, m) -> (c, m)."""
-    flat = u.reshape(-1)
-    value = coefficients[-1].index_select(0, index)
-    for degree in range(coefficients.shape[0] - 2, -1, -1):
-        value = value.mul_(flat).add_(coefficients[degree].index_select(0, index))
+    """Return the polynomial of each row's bin at the row: coefficients (p, c, bins), index, u and result (c, m)."""
+    lanes = LANES if u.shape[0] == 1 else u.shape[0]
+    index, place = _spread(index, lanes), _spread(u, lanes)
+    table = coefficients.expand(-1, lanes, -1)
+    value = table[-1].gather(1, index)
+    for degree in range(table.shape[0] - 2, -1, -1):
+        value = value.mul_(place).add_(table[degree].gather(1, index))
     return value.view_as(u)
+
+
+def _spread(rows: Tensor, lanes: int) -> Tensor:
+    """Return the rows (1, m) of one class as (lanes, m / lanes) where they divide evenly; other rows as they are."""
+    return rows.reshape(lanes, -1) if rows.shape[0] == 1 and rows.shape[1] % lanes == 0 else rows

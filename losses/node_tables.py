@@ -41,7 +41,7 @@ def order_for(dtype: torch.dtype, num_rows: int) -> Order:
     """
     if dtype == torch.float64:
         return Order(32, 8, 28)
-    return Order(64, 3, 14) if num_rows >= MANY_ROWS else Order(16, 4, 14)
+    return Order(64, 3, 14) if num_rows >= MANY_ROWS else Order(32, 4, 14)
 
 
 class Constants(NamedTuple):

@@ -20,7 +20,17 @@ from .band import (
     band_thresholds,
     check_band,
 )
-from .pool import LossWithClasses, PerClass, Pool, compact, local_pool, positive_shares, reduce_classes
+from .pool import (
+    LossWithClasses,
+    PerClass,
+    Pool,
+    compact,
+    local_pool,
+    positive_shares,
+    reduce_classes,
+    spread_nan,
+    with_classes,
+)
 from .ranking import RankingLoss, Reduction
 from .sigmoid_sums import sigmoid_sums
 
@@ -134,8 +144,9 @@ def pauc_at_budget(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    result = reduce_classes(pauc_per_class(pool, band, temperature).per_class, pool, reduction)
-    return result if return_per_class else result.loss
+    per_class = pauc_per_class(pool, band, temperature).per_class
+    loss = reduce_classes(per_class, pool, reduction)
+    return with_classes(loss, per_class) if return_per_class else loss
 
 
 def pauc_per_class(pool: Pool, band: Band, temperature: float) -> PAUCResult:
@@ -165,7 +176,7 @@ def pauc_per_class(pool: Pool, band: Band, temperature: float) -> PAUCResult:
     queries = torch.where(mask & valid[:, None], queries, torch.zeros_like(queries))
     points = torch.where(valid[:, None], points, torch.zeros_like(points))
     missed = sigmoid_sums(queries, points, weights.to(scaled)[:, :, None], 1.0)[:, :, 0]  # [C, P]
-    per_class = PerClass((missed * shares).sum(dim=1), valid)
+    per_class = PerClass(spread_nan((missed * shares).sum(dim=1), pool), valid)
     stats = _stats(edges, valid, missed.detach(), mask, in_band & iid, live)
     return PAUCResult(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
 
@@ -340,13 +351,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
         outcome = pauc_per_class(pool, self.band, self.temperature)
         self._warn_flat(outcome.flat)
-        result = reduce_classes(outcome.per_class, pool, self.reduction)
+        loss = reduce_classes(outcome.per_class, pool, self.reduction)
         self._enqueue(live)
-        if return_diagnostics and return_per_class:
-            return LossWithClassesAndStats(*result, outcome.stats)
-        if return_diagnostics:
-            return LossWithStats(result.loss, outcome.stats)
-        return result if return_per_class else result.loss
+        if return_per_class:
+            result = with_classes(loss, outcome.per_class)
+            return LossWithClassesAndStats(*result, outcome.stats) if return_diagnostics else result
+        return LossWithStats(loss, outcome.stats) if return_diagnostics else loss
 
     def _warn_flat(self, flat: Tensor) -> None:
         if self.validate_args and "flat" not in self._warned and bool(flat.any()):

@@ -43,7 +43,7 @@ class Pool(NamedTuple):
 class PerClass(NamedTuple):
     """A loss before its reduction."""
 
-    values: Tensor  # [C], arbitrary but finite where not valid
+    values: Tensor  # [C]: NaN where a score of the class is NaN, valid or not; else finite where not valid
     valid: Tensor  # [C] bool
 
 
@@ -69,10 +69,10 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         codes = batch.targets.t()  # [C, M]
         positive, member = rule.marked(codes), codes != rule.ignore_index
     else:
-        # In binary mode 1 is the only class.
-        first = 1 if rule.num_classes == 1 else 0
-        classes = torch.arange(first, first + rule.num_classes, device=batch.targets.device)
-        positive, member = batch.targets[None] == classes[:, None], None  # [C, M]
+        classes: Tensor | int = 1  # in binary mode, the only one
+        if rule.num_classes > 1:
+            classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
+        positive, member = batch.targets[None] == classes, None  # [C, M]
         if not batch.complete and may_hold(batch.targets, rule.ignore_index):
             part = (batch.targets != rule.ignore_index)[None]
             positive, member = positive & part, part.expand_as(positive)
@@ -124,23 +124,35 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
     return mass / torch.where(valid, total, torch.ones_like(total))[:, None], valid
 
 
-def reduce_classes(per_class: PerClass, pool: Pool, reduction: str) -> LossWithClasses:
-    """Return the loss over the valid classes; a NaN among the scores of a class makes its value NaN, valid or not.
+def spread_nan(values: Tensor, pool: Pool) -> Tensor:
+    """Return ``values`` (C,), NaN for the classes with a NaN among their scores."""
+    if pool.scores.shape[1] == 0:
+        return values
+    # The largest score is NaN as soon as any is; one pass, nothing stored.
+    poisoned = pool.scores.detach().amax(dim=1).isnan()  # [C]
+    return values * torch.where(poisoned, math.nan, 1.0).to(values)
+
+
+def reduce_classes(per_class: PerClass, pool: Pool, reduction: str) -> Tensor:
+    """Return the loss over the valid classes in the dtype of the scores; a NaN class counts, valid or not.
 
     ``"mean"`` and ``"sum"`` leave invalid classes out and are 0 without any; ``"none"`` gives (C,) with NaN there. The
-    loss is connected to the graph of every row in each case.
+    loss is connected to the graph of every row in each case. Rounded once, after the sum.
     """
     values, valid = per_class
-    # The largest score is NaN as soon as any is; one pass, nothing stored.
-    poisoned = pool.scores.detach().amax(dim=1).isnan() if pool.scores.shape[1] else torch.zeros_like(valid)  # [C]
-    values = values * torch.where(poisoned, math.nan, 1.0).to(values)
-    per_class_loss = values.masked_fill(~valid, math.nan)
     if reduction == "none":
-        return LossWithClasses(per_class_loss, per_class_loss, valid)
-    counted = valid | poisoned
-    total = torch.where(counted, values, torch.zeros_like(values)).sum()
-    loss = total / counted.sum().clamp_min(1) if reduction == "mean" else total
-    return LossWithClasses(loss, per_class_loss, valid)
+        return values.masked_fill(~valid, math.nan).to(pool.scores.dtype)
+    counted = valid | values.isnan()
+    loss = (values * counted).sum()
+    if reduction == "mean" and counted.numel() > 1:
+        loss = loss / counted.sum().clamp_min(1)
+    return loss.to(pool.scores.dtype)
+
+
+def with_classes(loss: Tensor, per_class: PerClass) -> LossWithClasses:
+    """Return ``loss`` with the loss of each class and which are valid."""
+    values, valid = per_class
+    return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
 
 
 def compact(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,10 +12,11 @@ from ..distributed.errors import check_choice, check_count, check_int, check_pos
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
+from ..queues.load_check import check_saved_queues
 from ..queues.memory_queue import Keep, MemoryQueue
 from .batch import Batch, TargetRule, check_batch, compute_dtype
 from .distributed_loss import DistributedLoss
-from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, one_vs_rest, reduce_classes
+from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, one_vs_rest, reduce_classes, with_classes
 from .sampling import draw_rows
 
 Reduction = Literal["mean", "sum", "none"]
@@ -75,6 +76,7 @@ class RankingLoss(DistributedLoss):
         self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
+        self.register_load_state_dict_pre_hook(check_saved_queues)
 
     @property
     def _rule(self) -> TargetRule:
@@ -110,9 +112,10 @@ class RankingLoss(DistributedLoss):
             RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
-        result = reduce_classes(self.compute_per_class(pool), pool, self.reduction)
+        per_class = self.compute_per_class(pool)
+        loss = reduce_classes(per_class, pool, self.reduction)
         self._enqueue(live)
-        return result if return_per_class else result.loss
+        return with_classes(loss, per_class) if return_per_class else loss
 
     def _pool(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None

@@ -8,7 +8,16 @@ from torch import Tensor
 from ..distributed.errors import check_choice, check_number, expected
 from ..distributed.group import Group
 from ..queues.memory_queue import Keep
-from .pool import LossWithClasses, PerClass, Pool, local_pool, positive_shares, reduce_classes
+from .pool import (
+    LossWithClasses,
+    PerClass,
+    Pool,
+    local_pool,
+    positive_shares,
+    reduce_classes,
+    spread_nan,
+    with_classes,
+)
 from .quantiles import INTERPOLATIONS, upper_quantiles
 from .ranking import RankingLoss, Reduction
 from .sigmoid_sums import sigmoid_sums
@@ -74,8 +83,8 @@ def recall_at_quantile(
         validate_args=validate_args,
     )
     per_class = recall_per_class(pool, quantile, temperature, quantile_interpolation)
-    result = reduce_classes(per_class, pool, reduction)
-    return result if return_per_class else result.loss
+    loss = reduce_classes(per_class, pool, reduction)
+    return with_classes(loss, per_class) if return_per_class else loss
 
 
 def check_quantile(quantile: float) -> float:
@@ -92,7 +101,7 @@ def recall_per_class(pool: Pool, quantile: float, temperature: float, interpolat
     threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
     threshold = torch.where(valid[:, None], threshold, torch.zeros_like(threshold))
     below = sigmoid_sums(pool.scores, threshold, torch.ones_like(threshold)[:, :, None], temperature)[:, :, 0]
-    return PerClass((below * share).sum(dim=1), valid)
+    return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
 
 class RecallAtQuantileLoss(RankingLoss):

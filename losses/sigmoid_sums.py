@@ -117,6 +117,16 @@ def _differences(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
     return (keys[:, None, :] - queries[:, :, None]).div_(temperature)  # [c, q, K]
 
 
+def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
+    """Return s(d) and s'(d) = s(d) s(-d), exact to rounding in both tails; ``difference`` is overwritten.
+
+    With e = s(-|d|) <= 1/2, s(d) is e or 1 - e, and s'(d) = e - e^2: one exponential serves both.
+    """
+    e = difference.copysign(-1.0).sigmoid_()
+    sigmoid = difference.gt_(0).sub_(e).abs_()
+    return sigmoid, e.addcmul_(e, e, value=-1)
+
+
 def _bins_if_faster(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Bins | None:
     """Return bins for both, or None where pairs are to be summed one by one."""
     num_pairs, num_rows = queries.numel() * keys.shape[1], (queries.numel() + keys.numel()) * weights.shape[2]
@@ -129,11 +139,25 @@ def _bins_if_faster(queries: Tensor, keys: Tensor, weights: Tensor, temperature:
     return bins if num_pairs * PAIR > FIXED + ROW * num_rows + tables else None
 
 
+def _is_worth_splitting(queries: Tensor, keys: Tensor, weights: Tensor, method: str) -> bool:
+    """Return True where one class alone might go into bins: unlike several, it may have bins outside of its window."""
+    if method == "direct" or queries.shape[0] == 1:
+        return False
+    rows = (queries.shape[1] + keys.shape[1]) * weights.shape[2]
+    return queries.shape[1] * keys.shape[1] * PAIR > FIXED + ROW * rows
+
+
+def _each_class(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(1) for tensor in tensors))
+
+
 @exact
 def _sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
     bins = _bins_if_faster(queries, keys, weights, temperature, method)
     if bins is not None:
         return binned_sums(queries, keys, weights, temperature, bins)
+    if _is_worth_splitting(queries, keys, weights, method):
+        return torch.cat([_sums(*one, temperature, method) for one in _each_class(queries, keys, weights)])
     sums = queries.new_empty(*queries.shape, weights.shape[-1])
     for c, q in _chunks(queries, keys):
         sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], temperature)) @ weights[c]
@@ -151,12 +175,14 @@ def _gradients(
     bins = _bins_if_faster(queries, keys, weights, temperature, method)
     if bins is not None:
         return binned_gradients(grad, queries, keys, weights, temperature, bins)
+    if _is_worth_splitting(queries, keys, weights, method):
+        of_each = (_gradients(*one, temperature, method) for one in _each_class(grad, queries, keys, weights))
+        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*of_each))
+        return grad_queries, grad_keys, grad_weights
     grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
     for c, q in _chunks(queries, keys):
-        difference = _differences(queries[c, q], keys[c], temperature)
-        sigmoid = torch.sigmoid(difference)
-        slope = sigmoid * torch.sigmoid(difference.neg_()) / temperature
-        slope *= grad[c, q] @ weights[c].transpose(1, 2)
+        sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], temperature))
+        slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(temperature)
         grads[0][c, q] = -slope.sum(dim=2)
         grads[1][c] += slope.sum(dim=1)
         grads[2][c] += sigmoid.transpose(1, 2) @ grad[c, q]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bins import Bins, add_moments, chunks, compact_ids, cover, cover_bulk, evaluate, locate, most_bins, offset
+from .bins import Bins, add_moments, chunks, compact_ids, cover, cover_bulk, evaluate, locate, most_bins, num_lanes
 from .node_tables import (
     Constants,
     Kernel,
@@ -48,15 +48,15 @@ class _Tables:
     def moments(self, scores: Tensor, weights: Tensor) -> Tensor:
         """Return the moments (p, C, n, B, F) of ``scores`` (C, N) with ``weights`` (C, N, n)."""
         num_classes, count = weights.shape[0], weights.shape[2]
-        size = self.bins.num_fine
-        table = torch.zeros(self.order.p, num_classes, count * size, dtype=torch.float64, device=scores.device)
-        flat = table.view(self.order.p, -1)
+        lanes = num_lanes(scores.shape, self.bins.num_fine)
+        shape = self.order.p, num_classes * lanes, count, self.bins.num_fine
+        table = torch.zeros(shape, dtype=torch.float64, device=scores.device)
         for c, m in chunks(num_classes, scores.shape[1]):
             index, u = locate(self.bins, scores[c, m], c)
-            index = offset(index, c, u.shape, count * size)
             for n in range(count):
-                add_moments(flat, index + n * size, u, weights[c, m, n])
-        return table.view(self.order.p, num_classes, count, self.bins.num_coarse, self.bins.fine)
+                add_moments(table[:, c if lanes == 1 else slice(None), n], index, u, weights[c, m, n])
+        table = table if lanes == 1 else table.sum(dim=1, keepdim=True)
+        return table.unflatten(-1, (self.bins.num_coarse, self.bins.fine))
 
     def sigmoids(self, moments: Tensor) -> Tensor:
         """Return the sums (C, n, B, F p) over sources to the right of a target, near and far."""
@@ -83,13 +83,12 @@ class _Tables:
     def read(self, values: Tensor, scores: Tensor) -> Tensor:
         """Return (C, N, n): the functions ``values`` (C, n, B, F p) at ``scores`` (C, N)."""
         num_classes, count = values.shape[:2]
-        table = coefficients(values, self.matrices, self.dtype)
+        table = coefficients(values, self.matrices, self.dtype).view(self.order.p, num_classes, count, -1)
         result = scores.new_empty(*scores.shape, count)
         for c, m in chunks(num_classes, scores.shape[1]):
             index, u = locate(self.bins, scores[c, m], c)
-            index = offset(index, c, u.shape, count * self.bins.num_fine)
             for n in range(count):
-                result[c, m, n] = evaluate(table, index + n * self.bins.num_fine, u)
+                result[c, m, n] = evaluate(table[:, c, n], index, u)
         return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .pool import LossWithClasses, PerClass, Pool, local_pool, reduce_classes
+from .pool import LossWithClasses, PerClass, Pool, local_pool, reduce_classes, with_classes
 from .ranking import RankingLoss, Reduction
 from .soft_ranks import smooth_ap_sums
 
@@ -67,8 +67,9 @@ def smooth_ap(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    result = reduce_classes(smooth_ap_per_class(pool, temperature), pool, reduction)
-    return result if return_per_class else result.loss
+    per_class = smooth_ap_per_class(pool, temperature)
+    loss = reduce_classes(per_class, pool, reduction)
+    return with_classes(loss, per_class) if return_per_class else loss
 
 
 def smooth_ap_per_class(pool: Pool, temperature: float) -> PerClass:

@@ -46,8 +46,8 @@ def smooth_ap_sums(
             are so far apart that bins would be empty, O(M log M) and the pairs that interact; ``"auto"`` chooses.
 
     Returns:
-        The loss, 0 with zero gradient for a class that is not valid, and the validity, bool: the class has a positive
-        of positive weight, and a negative.
+        The loss, float64, and the validity, bool: the class has a positive of positive weight, and a negative. A class
+        that is not valid has a loss of 0 with zero gradient, and one with a NaN score is NaN, valid or not.
 
     O(C M) memory. The gradient is linear in the incoming one, so it is computed with the value.
     """
@@ -69,35 +69,43 @@ def _smooth_ap(
     with_grad: bool,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss (C,), its gradient (C, M) with respect to the scores, empty unless asked for, and validity."""
-    problem, valid = _pose(scores, positive, member, weight, temperature)
+    """Return the loss (C,) float64, its gradient (C, M), empty unless asked for, and validity."""
+    problem, valid, all_valid = _pose(scores, positive, member, weight, temperature)
     num_pairs = problem.share.numel() * scores.shape[1]
     cheapest = FIXED + ROW * scores.numel()  # of the bins, without any
     if method == "direct" or num_pairs == 0 or (method == "auto" and num_pairs * PAIR < cheapest):
         loss, gradient = smooth_ap_direct(*problem, with_grad)
     else:
         loss, gradient = _in_linear_time(problem, with_grad, method == "auto")
-    return loss.to(scores.dtype), gradient if with_grad else scores.new_empty(0), valid
+    if not all_valid and scores.shape[1]:  # in a valid class a NaN has spread by itself
+        poisoned = scores.amax(dim=1).isnan()
+        loss = loss.masked_fill(poisoned, math.nan)
+        gradient = gradient.masked_fill_(poisoned[:, None], math.nan) if with_grad else gradient
+    return loss, gradient if with_grad else scores.new_empty(0), valid
 
 
 class _Problem(NamedTuple):
     scores: Tensor  # [C, M]
     positive: Tensor  # [C, M] bool
     member: Tensor | None  # [C, M] bool, None for all True
-    positives: tuple[Tensor, Tensor]  # class and row of each positive that counts, (P,) each
+    positives: tuple[Tensor, Tensor]  # class and row of each positive of a valid class, (P,) each
     share: Tensor  # [P] float64: what each weighs in the mean of its class
     temperature: float
 
 
 def _pose(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
-) -> tuple[_Problem, Tensor]:
-    """List the positives of the valid classes with their shares, and return which classes are valid, (C,).
+) -> tuple[_Problem, Tensor, bool]:
+    """List the positives of the valid classes with their shares, and return which classes are valid, (C,), and if all.
 
     From the list of positives, not by reducing masks: reducing bools along a dimension takes as long as a pass of bins.
     """
     num_classes = scores.shape[0]
     class_of, row_of = positive.nonzero(as_tuple=True)
+    if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
+        share = class_of.new_full(class_of.shape, 1 / row_of.numel(), dtype=torch.float64)  # the host knows it all
+        problem = _Problem(scores, positive, None, (class_of, row_of), share, temperature)
+        return problem, positive.new_ones(1), True
     count = torch.bincount(class_of, minlength=num_classes)
     mixed = count < (scores.shape[1] if member is None else member.sum(dim=1))  # has negatives too
     if weight is None:
@@ -108,20 +116,22 @@ def _pose(
         total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
         valid = mixed & (total > 0)
         share = mass / total[class_of]
-    if weight is not None or not bool(valid.all()):
-        counted = valid[class_of] & (share > 0)
+    all_valid = bool(valid.all())
+    if not all_valid:
+        counted = valid[class_of]
         class_of, row_of, share = class_of[counted], row_of[counted], share[counted]
-    return _Problem(scores, positive, member, (class_of, row_of), share, temperature), valid
+    return _Problem(scores, positive, member, (class_of, row_of), share, temperature), valid, all_valid
 
 
 def _in_linear_time(problem: _Problem, with_grad: bool, may_be_direct: bool) -> tuple[Tensor, Tensor]:
     """Make every score finite, and choose between bins and sorted neighbours (and pairs, if they may be direct)."""
     problem, low, high, spoiled = _make_finite(problem)
+    scores = problem.scores
     bins = _find_bins(problem, low, high)
-    num_pairs = problem.share.numel() * problem.scores.shape[1]
+    num_pairs = problem.share.numel() * scores.shape[1]
     if bins is None:
         loss, gradient = smooth_ap_sorted(*problem)
-    elif may_be_direct and num_pairs * PAIR < FIXED + ROW * problem.scores.numel() + BIN * bins.num_coarse:
+    elif may_be_direct and num_pairs * PAIR < FIXED + ROW * scores.numel() + BIN * bins.num_coarse * scores.shape[0]:
         loss, gradient = smooth_ap_direct(*problem, with_grad)
     else:
         loss, gradient = _binned(problem, bins, with_grad)
@@ -221,7 +231,7 @@ def _(
     with_grad: bool,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, valid = scores.new_empty(scores.shape[0]), scores.new_empty(scores.shape[0], dtype=torch.bool)
+    loss, valid = (scores.new_empty(scores.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool))
     return loss, torch.empty_like(scores) if with_grad else scores.new_empty(0), valid
 
 
@@ -232,7 +242,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    return None if grad_loss is None else grad_loss[:, None] * gradient, *[None] * 6
+    return None if grad_loss is None else grad_loss.to(gradient.dtype)[:, None] * gradient, *[None] * 6
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, offset
+from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
 from .node_tables import (
     Constants,
     Kernel,
@@ -49,14 +49,14 @@ class Rows(NamedTuple):
     member: Tensor | None  # [C, M] bool, None for all True
 
     def locate(self, bins: Bins, classes: slice, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the fine bin of each row, in a table of all classes, and its position in the bin.
+        """Return the fine bin of each row and its position in the bin, (c, m) each.
 
         A class has one bin more than it needs, for the rows that take no part.
         """
         index, u = locate(bins, self.scores[classes, part], classes)
         if self.member is not None:
-            index = index.masked_fill_(~self.member[classes, part].reshape(-1), bins.num_fine)
-        return offset(index, classes, u.shape, bins.num_fine + 1), u
+            index = index.masked_fill_(~self.member[classes, part], bins.num_fine)
+        return index, u
 
 
 def smooth_ap_binned(
@@ -94,27 +94,28 @@ def smooth_ap_binned(
         return loss
     tables = _gradient_tables(fields, weights, matrices, kernel, ids)  # [3, C, B, F p]
     polynomials = coefficients(tables, matrices, rows.scores.dtype).view(order.p, 3, rows.scores.shape[0], -1)
-    polynomials = F.pad(polynomials, (0, 1)).flatten(2)  # [p, 3, C (B F + 1)]: 0 for the rows that take no part
+    polynomials = F.pad(polynomials, (0, 1))  # [p, 3, C, B F + 1]: 0 for the rows that take no part
     for c, m in chunks(*rows.scores.shape):
-        gradient[c, m] = evaluate(polynomials[:, 0], *rows.locate(bins, c, m))
-    pushed, own = (evaluate(polynomials[:, table], index, u).view(-1) for table in (1, 2))
+        gradient[c, m] = evaluate(polynomials[:, 0, c], *rows.locate(bins, c, m))
+    pushed, own = (evaluate(polynomials[:, table].reshape(order.p, 1, -1), index, u).view(-1) for table in (1, 2))
     gradient[positives] = pushed + own * share.to(own.dtype)
     return loss
 
 
 def _moments(rows: Rows, bins: Bins, order: Order) -> Tensor:
     """Return the moments (p, C, B F + 1) of all rows."""
-    num_classes = rows.scores.shape[0]
-    moments = rows.scores.new_zeros(order.p, num_classes * (bins.num_fine + 1), dtype=torch.float64)
+    size = bins.num_fine + 1
+    lanes = num_lanes(rows.scores.shape, size)
+    moments = rows.scores.new_zeros(order.p, rows.scores.shape[0] * lanes, size, dtype=torch.float64)
     for c, m in chunks(*rows.scores.shape):
-        add_moments(moments, *rows.locate(bins, c, m))
-    return moments.view(order.p, num_classes, -1)
+        add_moments(moments[:, c] if lanes == 1 else moments, *rows.locate(bins, c, m))
+    return moments if lanes == 1 else moments.sum(dim=1, keepdim=True)
 
 
 def _moments_of(index: Tensor, u: Tensor, weight: Tensor | None, like: Tensor) -> Tensor:
-    """Return the moments, in the shape of ``like``, of rows already located."""
+    """Return the moments, in the shape of ``like``, of rows (1, P) located in one table of all classes."""
     moments = torch.zeros_like(like)
-    add_moments(moments.view(like.shape[0], -1), index, u, weight)
+    add_moments(moments.view(like.shape[0], 1, -1), index, u, None if weight is None else weight[None])
     return moments
 
 
@@ -137,12 +138,12 @@ def _fields(moments: Tensor, bins: Bins, matrices: Constants, kernel: Kernel, id
 
 
 def _locate_positives(scores: Tensor, positives: tuple[Tensor, Tensor], bins: Bins) -> tuple[Tensor, Tensor]:
-    """Return the fine bin, in a table of all classes, and the position of each positive."""
+    """Return the fine bin, in one table of all classes, and the position of each positive, (1, P) each."""
     class_of, row_of = positives
     chosen = scores[class_of, row_of][:, None]
     # Each positive as a class of its own, with the window of its class.
     index, u = locate(bins._replace(first=bins.first[class_of]), chosen, slice(None))
-    return index + class_of * (bins.num_fine + 1), u
+    return (index.view(-1) + class_of * (bins.num_fine + 1))[None], u.view(1, -1)
 
 
 def _gradient_tables(

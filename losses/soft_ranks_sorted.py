@@ -2,6 +2,9 @@
 
 Beyond ``CUTOFF`` temperatures a sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows in between are
 one slice per positive, and the rows above it are a count. O(M log M + pairs within the cutoff) time.
+
+Where all rows are farther apart than that, the whole gradient is smaller than what the cutoff leaves out. Such pairs
+are few, so they are summed as far as the dtype of the scores can hold their gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from torch import Tensor
 
 from .node_tables import CUTOFF
 from .sigmoid_sums import chunk_size
+
+_FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are all but 0
+_FEW = 16  # pairs per row that may be summed beyond the cutoff
 
 
 def smooth_ap_sorted(
@@ -39,7 +45,9 @@ def smooth_ap_sorted(
     is_negative = ~is_positive if member is None else member.gather(1, order) & ~is_positive
     class_of, row_of = positives
     x = scores[class_of, row_of].double()
-    low, high = _window(ordered, class_of, x, CUTOFF * temperature)
+    low, high = _window(ordered, class_of, x, _FAR[scores.dtype] * temperature)
+    if int((high - low).sum()) > _FEW * scores.numel():
+        low, high = _window(ordered, class_of, x, CUTOFF * temperature)
     above = torch.stack([_count_from(mask, class_of, high) for mask in (is_negative, is_positive)])  # [2, P]
     loss = torch.zeros(num_classes, dtype=torch.float64, device=scores.device)
     gradient = torch.zeros(num_classes * num_rows, dtype=torch.float64, device=scores.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.errors import check_count, check_number, check_positive, expected, warn
 from ..distributed.group import check_gather_distributed
+from ..queues.load_check import check_saved_queues
 from .distributed_loss import DistributedLoss
 
 
@@ -114,6 +115,7 @@ class LossWarmupWrapper(nn.Module):
         self._called: set[str] = set()  # the hooks
         self._warned: set[str] = set()
         self._weights_warmup = _takes(warmup_loss, "sample_weight")
+        self.register_load_state_dict_pre_hook(check_saved_queues)
         if not hasattr(main_loss, "temperature"):
             warn(
                 f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
@@ -217,10 +219,11 @@ class LossWarmupWrapper(nn.Module):
             self._warn_of_missing_calls(weight)
         if weight == 0.0:
             return self._warmup(logits, targets, kwargs)
-        main = self.main_loss(logits, targets, **kwargs)
         if weight == 1.0:
-            return main
+            return self.main_loss(logits, targets, **kwargs)
+        # First the one without a queue: what it refuses must not have been enqueued by the other.
         warmup = self._warmup(logits, targets, kwargs)
+        main = self.main_loss(logits, targets, **kwargs)
         if isinstance(main, tuple):
             blended = (1 - weight) * warmup + weight * main[0]
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])

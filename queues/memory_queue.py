@@ -258,16 +258,24 @@ class MemoryQueue(nn.Module):
             "has_weights": self._has_weights,
         }
 
+    def check_saved(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError when ``state``, from :meth:`get_extra_state`, is of a queue with other arguments."""
+        for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
+            if state[name] != getattr(self, name):
+                of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
+                fix = (
+                    f"Construct it with {name}={state[name]!r}{of_loss}, or start with an empty queue: "
+                    "remove the key that ends in 'queue._extra_state' and load with strict=False."
+                )
+                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
+
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned, on this queue's device.
 
         Raises:
             ValueError: when the state is of a queue with other arguments.
         """
-        for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
-            if state[name] != getattr(self, name):
-                fix = f"Construct it with {name}={state[name]!r}, or drop the queue's keys and load with strict=False."
-                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
+        self.check_saved(state)
         device = state["logits"].device if self._logits.is_meta else self._logits.device
         dtype = torch.float64 if state["is_double"] else torch.float32
         self._logits = state["logits"].to(device, dtype, copy=True)

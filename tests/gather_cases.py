@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import gradient_cases
 import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
+from meshes import init_device_mesh
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullrank
 from fullrank import losses
+from fullrank.distributed import header
+from fullrank.distributed.header import agree
 
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
@@ -233,146 +238,62 @@ def detection(rank: int) -> list[Any]:
 # --- agreement ---------------------------------------------------------------------------------------------------
 
 
-def make_bad(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a ranking loss, spoiled in one way."""
-    logits, targets = arguments["logits"], arguments["targets"]
-    count = logits.shape[0]
-    spoiled = {
-        "rank of logits": {"logits": logits[:, 0]},
-        "columns": {"logits": torch.cat([logits, logits], dim=1)},
-        "length": {"targets": targets[:-1]},
-        "float targets": {"targets": targets.double()},
-        "integer logits": {"logits": logits.detach().long()},
-        "not a tensor": {"logits": "scores"},
-        "class out of range": {"targets": targets + 7},
-        "mask shape": {"iid_mask": torch.ones(count + 1, dtype=torch.bool)},
-        "mask dtype": {"iid_mask": torch.ones(count)},
-        "weight shape": {"sample_weight": torch.ones(count, 1)},
-        "negative weight": {"sample_weight": -torch.ones(count)},
-        "weight not finite": {"sample_weight": torch.full((count,), torch.nan)},
-    }[kind]
-    return {**arguments, **spoiled}
+def agree_on_totals(rank: int) -> tuple[list[int], list[list[float]]]:
+    """Return the row counts and the totals that the ranks tell each other, of every kind that a caller may pass."""
+    totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
+    totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
+    checksum = torch.tensor(-(2**62), dtype=torch.int64)
+    agreement = agree("a call", dist.group.WORLD, rows=2**40 + rank, totals=totals, checksum=checksum)
+    return list(agreement.rows), agreement.totals.tolist()
 
 
-def bad_input(rank: int, loss_name: str, kind: str, bad_rank: int) -> tuple[str, str, float, float]:
-    """Let one rank pass bad arguments in the second of three steps.
-
-    Returns the class and text of the error, and the error in loss and gradient of the third step against a run in which
-    the bad step never happened.
-    """
-    outcome: dict[bool, tuple[float, Tensor]] = {}
-    text = name = ""
-    for spoil in (True, False):
-        case = Case(loss_name, num_classes=3)
-        loss = gradient_cases.make_loss(case, local=False)
-        for index in range(3):
-            generator = torch.Generator().manual_seed(10 * index + rank)
-            logits = torch.randn(7 + rank, 3, dtype=torch.float64, generator=generator, requires_grad=True)
-            arguments = {"logits": logits, "targets": torch.randint(0, 3, (7 + rank,), generator=generator)}
-            if index == 1:
-                if not spoil:
-                    continue
-                try:
-                    loss(**(make_bad(kind, arguments) if rank == bad_rank else arguments))
-                except (ValueError, TypeError, RuntimeError) as error:
-                    name, text = type(error).__name__, str(error)
-                continue
-            value = loss(**arguments)
-            value.backward()
-        assert logits.grad is not None
-        outcome[spoil] = value.item(), logits.grad
-    value_error = abs(outcome[True][0] - outcome[False][0])
-    return name, text, value_error, float((outcome[True][1] - outcome[False][1]).abs().max())
+class _Speechless:
+    def __repr__(self) -> str:
+        raise OSError("no text")
 
 
-class Adapter(torch.nn.Module):
-    """Calls a loss, as an adapter between signatures does."""
+def agree_on_nonsense(rank: int, kind: str) -> tuple[str, str]:
+    """Let rank 1 pass a total or a fact that no header can be made of; return the error."""
+    nonsense: dict[str, Any] = {
+        "meta": {"totals": [torch.ones((), device="meta")]},
+        "two elements": {"totals": [torch.ones(2)]},
+        "text": {"totals": ["x"]},
+        "repr": {"facts": {"fact": _Speechless()}},
+    }
+    return _error_of(lambda: agree("a call", dist.group.WORLD, **nonsense[kind] if rank == 1 else {}))
 
-    def __init__(self, loss: torch.nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(logits, targets)
+CALLED = {"smooth_ap": "SmoothAPLoss", "softmax_focal": "SoftmaxFocalLoss", "gather": "all_gather_no_grad"}
 
 
-def disagreement(rank: int, kind: str) -> tuple[str, str]:
-    """Let rank 1 differ from the others in one respect; return the class and text of the error."""
-    odd = rank == 1
-    torch.manual_seed(rank)
-    loss = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5)
-    logits, targets = torch.randn(4, 2, requires_grad=True), torch.tensor([0, 1, 0, 1])
-    extra: dict[str, Any] = {}
-    call: Any = loss
-    if kind == "weights":
-        extra = {"sample_weight": torch.ones(4)} if odd else {}
-    elif kind == "mask":
-        extra = {"iid_mask": torch.ones(4, dtype=torch.bool)} if odd else {}
-    elif kind == "dtype":
-        logits = logits.double() if odd else logits
-    elif kind == "no gradient":
-        logits = logits.detach() if odd else logits
-    elif kind == "another loss":
-        call = fullrank.SoftmaxFocalLoss() if odd else loss
-    elif kind == "arguments":
-        call = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, reduction="sum") if odd else loss
-    elif kind == "temperature":
-        loss.temperature = 0.25 if odd else 0.5
-    elif kind == "train and eval":
-        loss.train(not odd)
-    elif kind == "queue":
-        loss(logits, targets)
-        if odd:
-            loss.reset_queue()
-    elif kind == "queue contents":
-        loss.gather_distributed = False
-        loss(logits, targets)  # each rank enqueues rows of its own
-        loss.gather_distributed = None
-    elif kind == "queue contents in eval mode":
-        loss.gather_distributed = False
-        loss(logits, targets)
-        loss.gather_distributed = None
-        loss.eval()
-    elif kind == "draws":
-        loss._num_draws = int(odd)
-    elif kind == "schedule":
-        # Inside an adapter too: a schedule reaches the loss wherever it stands.
-        call = fullrank.LossWarmupWrapper(Adapter(fullrank.SoftmaxFocalLoss()), loss, warmup_epochs=1, blend_epochs=3)
-        loss.gather_distributed = False  # so that the adapted loss is the one that compares
-        call.on_train_epoch_start(1 + odd)
-        call.on_train_batch_start(0)
-    elif kind == "focal gradient_reduction":
-        call = fullrank.SoftmaxFocalLoss(gradient_reduction="sum" if odd else "mean")
-    elif kind == "nonsense in gradient_reduction":
-        call = fullrank.SoftmaxFocalLoss()
-        call.gradient_reduction = "average" if odd else "mean"
-    elif kind == "focal classes":
-        call, logits = fullrank.SoftmaxFocalLoss(), torch.zeros(4, 3 if odd else 2)
-    elif kind == "focal arguments":
-        call = fullrank.SoftmaxFocalLoss(gamma=1.0 if odd else 2.0)
-    elif kind == "gather backward":
-        backward = "reduce_scatter" if odd else "local"
-        return _error_of(lambda: fullrank.all_gather_with_grad(logits, backward=backward))
-    elif kind == "global_mean gradient_reduction":
-        return _error_of(lambda: fullrank.global_mean(logits.sum(), 4, gradient_reduction=1 if odd else "mean"))
-    elif kind == "sparse":
-        return _error_of(lambda: fullrank.gather_rows(logits.to_sparse() if odd else logits))
-    elif kind == "number of tensors":
-        return _error_of(lambda: fullrank.gather_rows(logits, targets if odd else None))
-    elif kind == "trailing shape":
-        return _error_of(lambda: fullrank.all_gather_with_grad(logits[:, :1] if odd else logits))
-    elif kind == "other function":
-        first, other = fullrank.all_gather_no_grad, fullrank.gather_rows
-        return _error_of(lambda: other(logits) if odd else first(logits))
-    elif kind == "negative count":
-        return _error_of(lambda: fullrank.global_mean(logits.sum(), -1 if odd else 4))
-    elif kind == "focal weights":
-        call, extra = fullrank.SoftmaxFocalLoss(), {"sample_weight": torch.ones(4)} if odd else {}
-    elif kind == "focal targets":
-        call, targets = fullrank.SoftmaxFocalLoss(), targets + 5 if odd else targets
-    else:
-        raise AssertionError(kind)
-    return _error_of(lambda: call(logits, targets, **extra))
+def different_calls(rank: int, names: list[str]) -> tuple[str, str]:
+    """Let rank 1 make the second of two calls, and the others the first."""
+    logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+    calls: dict[str, Any] = {
+        "smooth_ap": lambda: fullrank.SmoothAPLoss(num_classes=2)(logits, targets),
+        "softmax_focal": lambda: fullrank.SoftmaxFocalLoss()(logits, targets),
+        "gather": lambda: fullrank.all_gather_no_grad(logits),
+    }
+    return _error_of(calls[names[rank == 1]])
+
+
+def call_after_disagreement(rank: int) -> list[float]:
+    """Gather the ranks' numbers after they have disagreed."""
+    different_calls(rank, ["gather", "softmax_focal"])
+    return fullrank.all_gather_no_grad(torch.tensor([float(rank)])).tolist()
+
+
+def known_groups(rank: int) -> list[bool]:
+    """Return whether a group is not known, then known, and no longer known once it is gone."""
+    group = dist.new_group([0, 1])
+    before = len(header._BACKENDS)
+    fullrank.all_gather_no_grad(torch.ones(1), group)
+    known = [group in header._BACKENDS, len(header._BACKENDS) == before + 1]
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*known, len(header._BACKENDS) > before]
 
 
 def _error_of(call: Any) -> tuple[str, str]:
@@ -426,21 +347,36 @@ def identity_at_world_size_one(rank: int) -> bool:
     )
 
 
-def autocast_errors(rank: int) -> dict[str, float]:
-    """Return how far autocast moves each pooled loss and its gradient, on a pool that half precision cannot sum."""
+POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
+
+
+def autocast_errors(
+    rank: int, names: tuple[str, ...] = POOLED, guarded: bool = True, count: int = 3000
+) -> dict[str, float]:
+    """Return how far autocast moves each loss and its gradient, on a pool that half precision cannot sum.
+
+    Args:
+        rank: this rank.
+        names: the losses, as in ``gradient_cases``.
+        guarded: False makes the losses blind to autocast, which is the control.
+        count: rows of each rank; few are summed pair by pair, many by bins.
+    """
     errors = {}
-    for name in ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise"):
+    for name in names:
+        case = Case(name, queue_size=0)
         outcomes = []
         for enabled in (False, True):
-            loss = gradient_cases.make_loss(Case(name, queue_size=0), local=False)
+            loss = gradient_cases.make_loss(case, local=False)
             generator = torch.Generator().manual_seed(rank)
-            logits = torch.randn(3000, 1, generator=generator, requires_grad=True)
-            targets = (torch.rand(3000, generator=generator) < 0.1).long()
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            logits = torch.randn(count, gradient_cases.num_outputs(case), generator=generator, requires_grad=True)
+            targets = (torch.rand(count, generator=generator) < 0.1).long()
+            targets = targets[:, None] if name == "sigmoid_focal" else targets
+            blind = nullcontext() if guarded else mock.patch.object(torch, "is_autocast_enabled", return_value=False)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), blind:
                 value = loss(logits, targets)
                 value.backward()
             assert logits.grad is not None
-            outcomes.append(torch.cat([value.detach().reshape(1), logits.grad[:, 0] * 100]))
+            outcomes.append(torch.cat([value.detach().reshape(1), logits.grad.flatten() * 100]))
         errors[name] = float((outcomes[0] - outcomes[1]).norm() / outcomes[0].norm())
     return errors
 

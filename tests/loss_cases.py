@@ -26,6 +26,7 @@ NOT_LOSSES = {
     "PerClass": "what a formula returns",
     "Pool": "what a formula is given",
     "RankingLoss": "the base of the pooled losses, without a formula",
+    "causal_lm_loss": "a sum over tokens, tested in test_causal_lm.py",
     "sigmoid_sums": "the numerics under the pooled losses",
 }
 

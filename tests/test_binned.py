@@ -13,6 +13,7 @@ from torch import Tensor
 from workers import WorkerPool
 
 import fullrank
+from fullrank.losses import bins as binning
 from fullrank.losses import node_tables, sigmoid_sums, soft_ranks
 from fullrank.losses.bins import cover, cover_bulk, locate, most_bins
 from fullrank.losses.soft_ranks import smooth_ap_sums
@@ -126,6 +127,7 @@ def test_classes_weights_and_rows_that_take_no_part(temperature: float) -> None:
     positive &= member
     positive[3] = False  # a class without positives
     weight = torch.rand(1500, generator=generator()).double()
+    weight[::3] = 0  # positives of no weight still rank
     results = []
     for method, dtype in (("direct", torch.float64), ("binned", torch.float64)):
         leaf = torch.where(member, scores, torch.zeros(())).to(dtype).requires_grad_()
@@ -135,6 +137,36 @@ def test_classes_weights_and_rows_that_take_no_part(temperature: float) -> None:
         results.append((loss.detach().double(), leaf.grad.double()))
     assert_same(results[1], results[0], torch.float64)
     assert (results[1][1][~member] == 0).all()
+
+
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_a_positive_of_no_weight_is_not_a_negative(num_classes: int) -> None:
+    scores = torch.randn(num_classes, 3000, generator=generator()).double()
+    positive = torch.rand(num_classes, 3000, generator=generator()) < 0.1
+    weight = torch.ones(3000, dtype=torch.float64)
+    weight[::2] = 0
+
+    def loss_and_gradient(method: str, positive: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = scores.clone().requires_grad_()
+        loss, _ = smooth_ap_sums(leaf, positive, None, weight, 0.1, method)
+        loss.sum().backward()
+        assert leaf.grad is not None
+        return loss.detach(), leaf.grad
+
+    binned = loss_and_gradient("binned", positive)
+    assert_same(binned, loss_and_gradient("direct", positive), torch.float64)
+    with pytest.raises(AssertionError):
+        assert_same(binned, loss_and_gradient("direct", positive & (weight > 0)), torch.float64)
+
+
+@pytest.mark.parametrize("size", [300_000, 300_001])
+def test_rows_are_added_side_by_side(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(1, size, generator=generator()).double()
+    positive = torch.rand(1, size, generator=generator()) < 0.01
+    everyone = torch.ones_like(positive)
+    spread = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    monkeypatch.setattr(binning, "LANES", 1)
+    assert_same(spread, smooth_ap_by("binned", scores, positive, everyone, 0.1), torch.float64)
 
 
 def test_many_classes_are_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +253,10 @@ def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(index.min()) >= 0
     assert int(index.max()) < bins.num_fine
     assert u.abs().max() <= 1.0
-    assert index[scores.argsort()].diff().min() >= 0  # the order of the scores
+    assert index[0, scores.argsort()].diff().min() >= 0  # the order of the scores
     plain = cover(scores[:100].min()[None], scores[:100].max()[None], 0.01, 16)
     index, u = locate(plain, scores[None, :100], slice(None))
-    position = index + u[0].double() / 2 + float(plain.first[0]) * plain.fine
+    position = index[0] + u[0].double() / 2 + float(plain.first[0]) * plain.fine
     torch.testing.assert_close(position * plain.width / plain.fine, scores[:100].double(), rtol=1e-6, atol=1e-8)
 
 

@@ -24,7 +24,7 @@ def block_with(text: str) -> str:
 
 
 def test_no_block_is_left_out() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 5
 
 
 def test_the_swapped_line() -> None:
@@ -58,6 +58,43 @@ def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["pairwise_hinge"](logits[:0], targets[:0]).item() == 0.0
     tokens = names["token_loss"](torch.zeros(3, 4), torch.tensor([1, -100, 2]))
     assert tokens.item() == pytest.approx(1.3862944)
+
+
+def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    """The gradient of the last step is that of one batch; over ranks tests/test_accumulate.py holds it."""
+    names: dict = {}
+    exec(block_with("def train_epoch"), names)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5)).double()
+    loader = []
+    for length in (3, 9):
+        tokens = torch.randint(0, 5, (2, length))
+        loader.append({"input_ids": tokens, "labels": tokens})
+    names["train_epoch"](model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    sums = [fullrank.causal_lm_loss(model(batch["input_ids"]), batch["labels"], num_items=20) for batch in loader]
+    total = sum(sums)
+    total.backward()
+    for mine, parameter in zip(found, model.parameters()):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-14)
+    assert float(capsys.readouterr().out) == pytest.approx(float(total.detach()), rel=1e-12)
+
+
+def test_the_window_of_a_pooled_loss() -> None:
+    names: dict = {}
+    exec(block_with("def ranking_step"), names)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+    batches = [(torch.randn(6, 3, dtype=torch.float64), torch.tensor([1, 0, 0, 1, 0, 0])) for _ in range(4)]
+    loss = names["ranking_step"](model, batches, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = model.weight.grad.clone()
+    model.zero_grad()
+    features, targets = (torch.cat(parts) for parts in zip(*batches))
+    whole = fullrank.SmoothAPLoss(num_classes=1, temperature=0.1)(model(features), targets)
+    whole.backward()
+    torch.testing.assert_close(found, model.weight.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=1e-14)
 
 
 def test_the_public_names_are_in_the_readme() -> None:

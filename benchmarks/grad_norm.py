@@ -1,0 +1,109 @@
+"""Time and error of clip_grad_norm_ on a plain model in one process, against torch.nn.utils.clip_grad_norm_.
+
+Usage: python benchmarks/grad_norm.py [--quick] [--repeats 30] [--out FOLDER]
+
+Both clip the same float32 gradients of a decoder of 50 million parameters in turn, with a max_norm above the norm, so
+that nothing changes between the runs while the scaling is done in full. The ratio is that of the shortest runs. The
+error is that of the returned norm, relative to float64. Writes grad_norm.json, a quick run only where ``--out`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import RESULTS, bar_cells, machine, print_machine, print_table, write_json
+from torch import Tensor, nn
+
+import fullrank
+
+BAR = 1.25  # of torch's time, p = 2
+NEVER = 1e30  # max_norm
+POWERS = (2.0, 1.0, 3.0, math.inf)
+
+
+def make_model(width: int, depth: int) -> list[nn.Parameter]:
+    """Return the parameters of a decoder, with normal gradients."""
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), (4 * width,)]
+    shapes = [(16 * width, width), *depth * [*block, *5 * [(width,)]]]
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
+    return parameters
+
+
+def exact_norm(parameters: list[nn.Parameter], norm_type: float) -> float:
+    """Return the norm in float64, of parts so short that the order of the additions is of no concern."""
+    parts = [
+        torch.linalg.vector_norm(part.double(), norm_type) for p in parameters for part in p.grad.view(-1).split(1024)
+    ]
+    return torch.linalg.vector_norm(torch.stack(parts), norm_type).item()
+
+
+def shortest(calls: list[Callable[[], Tensor]], repeats: int) -> list[float]:
+    """Return the shortest time of each call, in seconds, the calls taking turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, taken in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [min(taken) for taken in times]
+
+
+def compare(parameters: list[nn.Parameter], norm_type: float, repeats: int) -> dict[str, Any]:
+    """Return times and errors of both for one p."""
+    calls = [
+        lambda: torch.nn.utils.clip_grad_norm_(parameters, NEVER, norm_type),
+        lambda: fullrank.clip_grad_norm_(parameters, NEVER, norm_type),
+    ]
+    exact = exact_norm(parameters, norm_type)
+    errors = [abs(call().item() / exact - 1) for call in calls]  # the first call is the warm-up
+    seconds = shortest(calls, repeats)
+    return {
+        "norm_type": str(norm_type),
+        "seconds": dict(zip(("torch", "fullrank"), seconds)),
+        "ratio": seconds[1] / seconds[0],
+        "errors": dict(zip(("torch", "fullrank"), errors)),
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, a second")
+    parser.add_argument("--repeats", type=int, default=30, help="runs for p = 2; a tenth for the others (default: 30)")
+    parser.add_argument("--out", type=Path, help=f"folder for grad_norm.json (default: {RESULTS})")
+    arguments = parser.parse_args()
+    info = machine()
+    print_machine(info)
+    parameters = make_model(64, 2) if arguments.quick else make_model(584, 11)
+    total = sum(parameter.numel() for parameter in parameters)
+    # Other powers take many times as long, and have no bar.
+    runs = {norm_type: arguments.repeats if norm_type == 2 else -(-arguments.repeats // 10) for norm_type in POWERS}
+    cases = [compare(parameters, norm_type, repeats) for norm_type, repeats in runs.items()]
+    lines = []
+    for case in cases:
+        times = [f"{case['seconds'][name] * 1e3:.1f}" for name in ("torch", "fullrank")]
+        errors = [f"{case['errors'][name]:.0e}" for name in ("torch", "fullrank")]
+        # A small model measures the overhead of a call, which the bar is not for.
+        bar = bar_cells(case["ratio"], BAR if case["norm_type"] == "2.0" and not arguments.quick else None, False)
+        lines.append([case["norm_type"], *times, f"{case['ratio']:.2f}", *bar, *errors])
+    header = ("p", "torch ms", "fullrank ms", "ratio", "bar", "met", "torch error", "fullrank error")
+    print_table(
+        f"clip_grad_norm_, {total:,} float32 parameters in {len(parameters)} tensors, shortest run", header, lines
+    )
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    if out is not None:
+        result = {"machine": info, "quick": arguments.quick, "repeats": arguments.repeats, "parameters": total}
+        write_json(out / "grad_norm.json", result | {"tensors": len(parameters), "cases": cases})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What the number of nodes, the reach and the precision of the moments do to the error of Smooth-AP by bins.
+
+Usage: python benchmarks/order.py [--quick] [--out FOLDER]
+
+An error is ``norm(gradient - reference) / norm(reference)``; the reference sums pair by pair in float64, from the same
+scores. Nothing is timed. The full run takes about a minute and writes order.json and error_over_order.png; a quick one
+of fewer rows takes seconds and writes only where ``--out`` says. Needs the ``bench`` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from accuracy import choose_positives, normal, relative_error, run
+from report import RESULTS, machine, print_machine, print_records, write_json
+from torch import Tensor
+
+from fullrank.losses import node_tables, soft_ranks, soft_ranks_binned
+from fullrank.losses.node_tables import Order, order_for
+
+SHARE = 0.02
+FEW = 200  # positives, where there are many rows
+CUTOFFS = (12.0, 16.0, 20.0, 24.0, 34.0)
+GAPS = (12.0, 18.0, 24.0, 30.0)
+FINE_NODES, COARSE_NODES = range(2, 11), range(4, 31, 2)
+WIDEST = 0.25  # a power of two as temperature makes a coarse bin 4 temperatures wide, the most there is
+Record = dict[str, Any]
+
+
+def ellipse(half_width: float) -> float:
+    """Return rho of the largest ellipse around an interval of so many temperatures that has no pole of a sigmoid."""
+    z = math.pi / half_width
+    return z + math.sqrt(1 + z * z)
+
+
+def bounds() -> list[Record]:
+    """Return what a polynomial through Chebyshev nodes is off by, in the widest bins of each dtype."""
+    records = []
+    for dtype in (torch.float32, torch.float64):
+        order = order_for(dtype, 1)
+        for level, half_width, count in (("fine", 2 / order.fine, order.p), ("coarse", 2.0, order.q)):
+            rho = ellipse(half_width)
+            records.append(
+                {
+                    "dtype": str(dtype).replace("torch.", ""),
+                    "level": level,
+                    "half_width": half_width,
+                    "nodes": count,
+                    "rho": rho,
+                    "bound": rho**-count,
+                }
+            )
+    return records
+
+
+def measure_orders(rows: int) -> dict[str, list[Record]]:
+    """Return the error in float64 over the nodes of a fine bin, and over those of a coarse one, the others ample."""
+    scores, positive = normal(rows), choose_positives(rows, SHARE)
+    _, gradient = run("direct", scores, positive, WIDEST)
+
+    def with_order(order: Order) -> float:
+        with mock.patch.object(soft_ranks, "order_for", return_value=order):
+            return relative_error(run("binned", scores, positive, WIDEST)[1], gradient)
+
+    return {
+        "fine": [
+            {"fine": fine, "p": p, "error": with_order(Order(fine, p, 30))} for fine in (16, 32) for p in FINE_NODES
+        ],
+        "coarse": [{"q": q, "error": with_order(Order(32, 8, q))} for q in COARSE_NODES],
+    }
+
+
+def measure_reaches(rows: int) -> list[Record]:
+    """Return the gradient errors of several cutoffs, for 5 positives so many temperatures above ``rows`` negatives.
+
+    The coarse bins are hardly wider than 2 temperatures, and the negatives at the left of a boundary: what is cut off
+    is then nearly what the cutoff says.
+    """
+    temperature = 0.99
+    records = []
+    for gap in GAPS:
+        negatives = normal(rows) * 0.01 - 0.1
+        scores = torch.cat([negatives, torch.full((5,), gap * temperature - 0.1, dtype=torch.float64)])
+        positive = torch.arange(scores.numel()) >= rows
+        loss, gradient = run("direct", scores, positive, temperature)
+        record: Record = {"gap": gap, "loss": float(loss)}
+        for cutoff in CUTOFFS:
+            with mock.patch.object(node_tables, "CUTOFF", cutoff):
+                record[f"cutoff {cutoff:g}"] = relative_error(run("binned", scores, positive, temperature)[1], gradient)
+        records.append(record)
+    return records
+
+
+def measure_moments(rows: int) -> list[Record]:
+    """Return the errors in float32 with moments summed in float64 and in float32."""
+    positive = choose_positives(rows, FEW / rows)
+    records = []
+    scores = normal(rows).float()
+    sets = {"normal": scores, "tied": scores.round(decimals=1), "equal": torch.full((rows,), 0.3)}
+    for name, scores in sets.items():
+        _, gradient = run("direct", scores.double(), positive, 0.1)
+        record: Record = {"scores": name, "float64": relative_error(run("binned", scores, positive, 0.1)[1], gradient)}
+        with mock.patch.object(soft_ranks_binned, "add_moments", add_moments_in_float32):
+            record["float32"] = relative_error(run("binned", scores, positive, 0.1)[1], gradient)
+        records.append(record)
+    return records
+
+
+def add_moments_in_float32(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
+    """Do what ``add_moments`` does for one class, in the first of its tables, rounding every sum to float32."""
+    place, flat = index.reshape(-1), u.float().reshape(-1)
+    power = torch.ones_like(flat) if weight is None else weight.float().reshape(-1)
+    for degree in range(moments.shape[0]):
+        if degree:
+            power = power * flat
+        moments[degree, 0] = moments[degree, 0].float().scatter_add_(0, place, power)
+
+
+def measure(rows: int, many: int) -> Record:
+    """Measure everything, print it as tables, and return it."""
+    result: Record = {"rows": rows, "many_rows": many, "share_positive": SHARE, "bounds": bounds()}
+    title = "Chebyshev bound rho^-n in the widest bins; half-width in temperatures"
+    print_records(title, result["bounds"])
+    result["orders"] = measure_orders(rows)
+    title = (
+        f"Gradient error in float64 over p, with fine bins per coarse bin, q = 30; {rows:,} rows, {SHARE:.0%} positive"
+    )
+    print_records(title, result["orders"]["fine"])
+    print_records("Gradient error in float64 over q, with 32 fine bins of p = 8", result["orders"]["coarse"])
+    result["reaches"] = measure_reaches(many)
+    print_records(f"Gradient error in float64: 5 positives a gap above {many:,} negatives", result["reaches"])
+    result["moments"] = measure_moments(many)
+    title = f"Gradient error in float32 with moments in either dtype, {many:,} rows, about {FEW} positives"
+    print_records(title, result["moments"])
+    return result
+
+
+def draw(orders: dict[str, list[Record]], path: Path) -> None:
+    """Draw the error over the number of nodes, beside what the bound promises."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from speed_figure import INK, MUTED, RC
+
+    blue, orange = "#0072B2", "#D55E00"
+    with plt.rc_context(RC):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.6), sharey=True, layout="constrained")
+        panels = [(left, 16, blue), (left, 32, orange), (right, None, blue)]
+        for axes, fine, colour in panels:
+            kind, key = ("coarse", "q") if fine is None else ("fine", "p")
+            points = [(one[key], one["error"]) for one in orders[kind] if one.get("fine") == fine]
+            rho = ellipse(2.0 if fine is None else 2 / fine)
+            line = [(count, rho**-count) for count, _ in points if rho**-count > 1e-16]
+            axes.plot(*zip(*line), color=colour, linewidth=1.2, linestyle="--")
+            axes.plot(*zip(*points), color=colour, linewidth=2.0, marker="o", markersize=5)
+        left.set_yscale("log")
+        left.set_ylim(1e-16, 8)
+        left.set_yticks([10.0**power for power in range(-16, 1, 4)])
+        left.set_xticks(list(FINE_NODES))
+        right.set_xticks(list(COARSE_NODES)[::2])
+        left.set_ylabel("relative error of the gradient")
+        left.set_xlabel("p, nodes of a fine bin")
+        right.set_xlabel("q, nodes of a coarse bin")
+        left.text(4.3, 2e-6, "16 fine bins in a coarse one", color=blue, backgroundcolor="white")
+        left.text(2.1, 2e-10, "32 fine bins", color=orange)
+        right.text(14.8, 1e-6, r"bound $\rho^{-q}$", color=blue)
+        right.text(10.8, 1e-10, "measured", color=blue, ha="right")
+        marks = ((left, 4, "float32: 16"), (left, 8, "float64: 32"), (right, 14, "float32"), (right, 28, "float64"))
+        for axes, count, label in marks:
+            axes.axvline(count, ymax=0.93, color=MUTED, linewidth=0.8, linestyle=":")
+            axes.text(count, 0.6, label, color=INK, fontsize=9.5, ha="center", va="bottom")
+        figure.suptitle("Smooth-AP by bins against pairs in float64; dashed: the Chebyshev bound", x=0.01, ha="left")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+    print(f"Figure: {path}")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rows, a few seconds")
+    parser.add_argument("--out", type=Path, help=f"folder for order.json and the figure (default: {RESULTS})")
+    arguments = parser.parse_args()
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    info = machine()
+    print_machine(info)
+    result = measure(*((2_000, 20_000) if arguments.quick else (20_000, 1_000_000)))
+    if out is not None:
+        write_json(out / "order.json", {"machine": info, "quick": arguments.quick} | result)
+        draw(result["orders"], out / "error_over_order.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Does anything grow, leak or drift in a long run? Two ranks, batches of random sizes, the losses in turn.
+
+Usage: python benchmarks/soak.py [--steps 2000] [--world-size 2] [--out FOLDER]
+
+Each step draws how many rows each rank has (none at times), scores and targets, all from a seed that every rank shares.
+So each rank can also compute the step as one process with all rows, on a twin of the loss: loss values, gradients and
+queues have to agree to the end. Memory is compared between two windows of steps, one after the first 500 steps, in
+which allocators and lazily loaded code still settle, and one at the end; a run of fewer than 1,000 steps does not judge
+it. File descriptors are compared in every run. Exit status 1 if anything is out of bounds. Needs Linux's /proc; writes
+soak.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import RESULTS, machine, print_machine, print_table, write_json
+from torch import Tensor, nn
+
+import fullrank
+
+CLASSES = 3
+MOST_ROWS = 96
+QUEUE = 257  # a prime: it never ends with a batch
+SAMPLE_EVERY = 10
+# Steps before memory is compared, and how many a run needs for that.
+WARM_UP = 500
+LEAST_STEPS = 2 * WARM_UP
+# Bounds: memory may not grow by more than this between the windows; gradients differ by rounding only, in float64.
+MOST_GROWTH = 4 * 2**20
+MOST_DIFFERENCE = 1e-12
+
+
+def make_losses() -> dict[str, nn.Module]:
+    """Return one loss of each kind, with queues that wrap around and a pool that is drawn."""
+    options: dict[str, Any] = {"num_classes": CLASSES, "queue_size": QUEUE, "temperature": 0.3}
+    return {
+        "SmoothAPLoss": fullrank.SmoothAPLoss(**options),
+        "SmoothAPLoss, drawn": fullrank.SmoothAPLoss(**options, max_pool_size=200),
+        "RecallAtQuantileLoss": fullrank.RecallAtQuantileLoss(quantile=0.2, **options),
+        "PAUCAtBudgetLoss": fullrank.PAUCAtBudgetLoss(beta=0.3, surrogate="pairwise", **options),
+        "SoftmaxFocalLoss": fullrank.SoftmaxFocalLoss(),
+    }
+
+
+def draw(step: int, world_size: int) -> tuple[list[int], Tensor, Tensor]:
+    """Return the rows of each rank, and scores and targets of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = torch.randint(0, MOST_ROWS, (world_size,), generator=generator)
+    sizes = sizes * (torch.rand(world_size, generator=generator) > 0.05)  # at times a rank has none
+    total = int(sizes.sum())
+    scores = torch.randn(total, CLASSES, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, CLASSES, (total,), generator=generator)
+    targets[torch.rand(total, generator=generator) < 0.1] = -100
+    return sizes.tolist(), scores, targets
+
+
+def resident() -> int:
+    """Return the resident set of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def one_step(loss: nn.Module, twin: nn.Module, step: int, rank: int, world_size: int) -> float:
+    """Return the largest difference to one process: the loss, or the gradient of this rank's rows."""
+    sizes, scores, targets = draw(step, world_size)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    whole = scores.clone().requires_grad_()
+    truth = twin(whole, targets)
+    truth.backward()
+    mine = scores[own].clone().requires_grad_()
+    value = loss(mine, targets[own])
+    value.backward()
+    assert whole.grad is not None
+    assert mine.grad is not None
+    difference = float((mine.grad / world_size - whole.grad[own]).norm())
+    size = float(whole.grad.norm())
+    return max(abs(float(value.detach() - truth.detach())), difference / size if size else difference)
+
+
+def serve(rank: int, world_size: int, steps: int, folder: str) -> None:
+    """Run all steps on one rank, and leave its figures in ``folder``."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*is drawn down to max_pool_size")  # on purpose here
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    losses = make_losses()
+    twins = copy.deepcopy(losses)
+    for twin in twins.values():
+        twin.gather_distributed = False
+    worst = dict.fromkeys(losses, 0.0)
+    names, memory, files = list(losses), [], []
+    for step in range(steps):
+        name = names[step % len(names)]
+        worst[name] = max(worst[name], one_step(losses[name], twins[name], step, rank, world_size))
+        if step % SAMPLE_EVERY == 0:
+            memory.append(resident())
+            files.append(len(os.listdir("/proc/self/fd")))
+    for loss in losses.values():
+        if hasattr(loss, "queue"):
+            loss.queue.assert_synchronized()
+    torch.save({"worst": worst, "memory": memory, "files": files}, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def growth(samples: list[int]) -> int | None:
+    """Return the median of the last tenth of the settled samples less that of their first; None in a short run."""
+    if len(samples) * SAMPLE_EVERY < LEAST_STEPS:
+        return None
+    settled = samples[WARM_UP // SAMPLE_EVERY :]
+    tenth = max(1, len(settled) // 10)
+    return int(median(settled[-tenth:]) - median(settled[:tenth]))
+
+
+def too_much(grown: int | None) -> bool:
+    return grown is not None and grown > MOST_GROWTH
+
+
+def in_kib(grown: int | None) -> str:
+    return f"not judged below {LEAST_STEPS} steps" if grown is None else f"{grown / 1024:.0f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000, help="steps of all losses together (default: 2000)")
+    parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of soak.json (default: results)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(serve, (options.world_size, options.steps, folder), nprocs=options.world_size)
+        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(options.world_size)]
+    worst = {name: max(held["worst"][name] for held in ranks) for name in ranks[0]["worst"]}
+    grown = [growth(held["memory"]) for held in ranks]
+    leaked = [held["files"][-1] - held["files"][0] for held in ranks]
+    info = machine()
+    print_machine(info)
+    rows = [[name, f"{value:.1e}"] for name, value in worst.items()]
+    print_table("Difference to one process with all rows, the largest of all steps", ["loss", "difference"], rows)
+    print_table(
+        "What has grown since the first steps",
+        ["rank", "memory, KiB", "open files"],
+        [[str(rank), in_kib(size), str(left)] for rank, (size, left) in enumerate(zip(grown, leaked))],
+    )
+    steps = options.steps
+    result = {"machine": info, "steps": steps, "worst": worst, "grown_bytes": grown, "leaked_files": leaked}
+    write_json(options.out / "soak.json", result)
+    kept = max(worst.values()) <= MOST_DIFFERENCE and not any(map(too_much, grown)) and max(leaked) <= 0
+    verdict = "nothing grew, leaked or drifted" if kept else "FAILED"
+    print(f"{steps} steps over {len(worst)} losses on {len(ranks)} ranks: {verdict}")
+    return int(not kept)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

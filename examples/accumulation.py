@@ -1,0 +1,227 @@
+"""Train the same batches cut into micro-batches in several ways, and compare the learning curves.
+
+One process:    python examples/accumulation.py
+Two processes:  torchrun --standalone --nproc-per-node 2 examples/accumulation.py
+
+Two optimizer steps are the same only if their gradients are. A language model averages over tokens, and SmoothAP ranks
+all rows: for both, the usual way of accumulation (the mean of the micro-batches' losses) trains with another loss for
+every way of cutting. `accumulate` and `pooled_backward` train with the same one, on any number of ranks. What to copy
+into your own training are the lines of `language_step` and `ranking_step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accumulation_models import make_language_model, make_rows, make_scorer
+from accumulation_report import Curve, Panel, plot, print_gaps
+from accumulation_text import Tokenizer, collate, make_texts
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fullrank import (
+    SmoothAPLoss,
+    accumulate,
+    causal_lm_loss,
+    count_valid_tokens,
+    maybe_no_sync,
+    pooled_backward,
+)
+from fullrank.losses import smooth_ap
+
+LARGEST_GAP = 1e-12  # between curves that must coincide: rounding of float64, which training multiplies a little
+LANGUAGE_SETTINGS = ((32, 1), (16, 2), (2, 16), (1, 32))  # micro-batches x sequences
+RANKING_SETTINGS = ((16, 32), (1, 512))  # micro-batches x rows
+NUM_FEATURES = 8
+TEMPERATURE = 0.1
+
+Step = Callable[[nn.Module, list[Any]], None]
+
+
+def language_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
+    """Accumulate exactly: every token of the window has the same weight."""
+    for step, batch in accumulate(model, micro_batches, count_valid_tokens):
+        step.backward(causal_lm_loss(model(batch["tokens"]), batch["labels"], num_items=1))
+
+
+def mean_of_means_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
+    """Accumulate as is widely done: every micro-batch has the same weight, and every rank."""
+    for index, batch in enumerate(micro_batches):
+        with maybe_no_sync(model, index, len(micro_batches)):
+            loss = causal_lm_loss(model(batch["tokens"]), batch["labels"])
+            (loss / len(micro_batches)).backward()
+
+
+class Ranking:
+    """Steps with SmoothAP, whose loss of a row depends on all the others."""
+
+    def __init__(self, gather_distributed: bool | None) -> None:
+        self.loss = SmoothAPLoss(1, queue_size=0, temperature=TEMPERATURE, gather_distributed=gather_distributed)
+
+    def ranking_step(self, model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Accumulate exactly: one loss over the rows of all micro-batches and ranks."""
+        pooled_backward(
+            model,
+            micro_batches,
+            forward=lambda batch: model(batch[0]),
+            loss=lambda scores, batches: self.loss(scores, torch.cat([targets for _, targets in batches])),
+        )
+
+    def mean_step(self, model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Accumulate as is widely done: each micro-batch is ranked by itself."""
+        for index, (features, targets) in enumerate(micro_batches):
+            with maybe_no_sync(model, index, len(micro_batches)):
+                (self.loss(model(features), targets) / len(micro_batches)).backward()
+
+
+def world_size() -> int:
+    """Return the number of ranks, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def cut(rows: Sequence[Any], setting: tuple[int, int]) -> list[Sequence[Any]]:
+    """Return this rank's micro-batches of a batch: its share of the rows, in pieces of the size of the setting."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    start, stop = (len(rows) * edge // world_size() for edge in (rank, rank + 1))
+    return [rows[first : min(first + setting[1], stop)] for first in range(start, stop, setting[1])]
+
+
+def train(
+    model: nn.Module,
+    batches: Iterable[list[Any]],
+    step: Step,
+    evaluate: Callable[[nn.Module], float],
+    lr: float,
+    alone: bool = False,
+) -> Curve:
+    """Take one optimizer step per batch, a list of this rank's micro-batches; return the losses along the way.
+
+    ``alone``: each rank trains a model of its own, as one process does.
+    """
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() and not alone else model
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
+    curve = [(0, evaluate(model))]
+    for number, micro_batches in enumerate(batches):
+        optimizer.zero_grad()
+        step(wrapped, micro_batches)
+        optimizer.step()
+        curve.append((number + 1, evaluate(model)))
+    return curve
+
+
+def compare_language(lengths: str, num_steps: int) -> Panel:
+    """Train the language model on batches in one piece, and with every setting in both ways."""
+    size = LANGUAGE_SETTINGS[0][0] * LANGUAGE_SETTINGS[0][1]
+    texts, test_texts = make_texts(lengths, num_steps * size, seed=0), make_texts(lengths, 64, seed=1)
+    tokenizer = Tokenizer([*texts, *test_texts])
+    rows = [tokenizer.encode(text) for text in texts]
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    test = collate([tokenizer.encode(text) for text in test_texts])
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> float:
+        return float(causal_lm_loss(model(test["tokens"]), test["labels"]))
+
+    def run(step: Step, setting: tuple[int, int] | None = None) -> Curve:
+        parts = ([collate(part) for part in ([batch] if setting is None else cut(batch, setting))] for batch in batches)
+        return train(make_language_model(len(tokenizer.words)), parts, step, evaluate, 1e-2, alone=setting is None)
+
+    return Panel(
+        f"language model, {lengths} lengths",
+        "loss per token, test texts",
+        run(mean_of_means_step),
+        {f"mean of means, {name_of(setting)}": run(mean_of_means_step, setting) for setting in LANGUAGE_SETTINGS},
+        {f"accumulate, {name_of(setting)}": run(language_step, setting) for setting in LANGUAGE_SETTINGS},
+        naive_must_coincide=lengths == "equal" and size % world_size() == 0,
+    )
+
+
+def compare_ranking(num_steps: int) -> Panel:
+    """Train with SmoothAP on batches in one piece, and with both settings in both ways."""
+    size = RANKING_SETTINGS[0][0] * RANKING_SETTINGS[0][1]
+    features, targets = make_rows(num_steps * size, NUM_FEATURES, seed=0)
+    test_features, test_targets = make_rows(2000, NUM_FEATURES, seed=1)
+    batches = torch.arange(len(targets)).split(size)
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> float:
+        return float(smooth_ap(model(test_features), test_targets, temperature=TEMPERATURE))
+
+    def run(method: str, setting: tuple[int, int] | None = None) -> Curve:
+        cuts = ([batch] if setting is None else cut(batch, setting) for batch in batches)
+        parts = ([(features[index], targets[index]) for index in cut_batch] for cut_batch in cuts)
+        step = getattr(Ranking(gather_distributed=None if setting else False), method)
+        return train(make_scorer(NUM_FEATURES), parts, step, evaluate, 1e-2, alone=setting is None)
+
+    return Panel(
+        "SmoothAP, 512 rows",
+        "SmoothAP loss, test rows",
+        run("mean_step"),
+        {f"mean of losses, {name_of(setting)}": run("mean_step", setting) for setting in RANKING_SETTINGS},
+        {f"pooled_backward, {name_of(setting)}": run("ranking_step", setting) for setting in RANKING_SETTINGS},
+    )
+
+
+def name_of(setting: tuple[int, int]) -> str:
+    """Return "32 x 1"."""
+    return f"{setting[0]} x {setting[1]}"
+
+
+def demonstrate(options: argparse.Namespace, is_first: bool) -> int:
+    """Train, compare, report; return the exit status: 0 when the curves that must coincide do."""
+    start = time.perf_counter()
+    panels = [compare_language(lengths, options.steps) for lengths in ("mixed", "extreme", "equal")]
+    panels.append(compare_ranking(3 * options.steps))  # of which each costs less
+    if not is_first:
+        return 0
+    ranks = "1 process" if world_size() == 1 else f"{world_size()} processes"
+    print(f"{options.steps} optimizer steps (SmoothAP: {3 * options.steps}), {ranks}, float64\n")
+    is_kept = print_gaps(panels, LARGEST_GAP)
+    plot(panels, options.output, "The same batches, cut into micro-batches x size in several ways")
+    print(f"\nFigure: {options.output}\nTime: {time.perf_counter() - start:.0f} s")
+    return 0 if is_kept else 1
+
+
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        description="Compare the learning curves of the same batches cut into micro-batches in several ways.",
+        epilog="With two processes: torchrun --standalone --nproc-per-node 2 examples/accumulation.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="optimizer steps of the language model, a third of those of SmoothAP"
+    )
+    parser.add_argument("--output", type=Path, default=Path("outputs/accumulation.png"), help="where the figure goes")
+    options = parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) > LANGUAGE_SETTINGS[0][0]:
+        parser.error(f"--nproc-per-node of torchrun: expected at most {LANGUAGE_SETTINGS[0][0]}, one for each sequence")
+    if options.steps < 1:
+        parser.error(f"--steps: expected a number >= 1, got {options.steps}")
+    return options
+
+
+def main() -> int:
+    """Run on as many processes as torchrun started, or on one; return the exit status."""
+    options = parse_options()
+    if "RANK" not in os.environ:  # not started by torchrun
+        return demonstrate(options, True)
+    dist.init_process_group("gloo")
+    try:
+        status = demonstrate(options, dist.get_rank() == 0)
+        dist.barrier()  # gloo may abort a rank that leaves while another still communicates
+        return status
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The Trainer of transformers: losses that see the window of all ranks. Nothing here imports transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import pooled_backward
+from ..distributed.errors import Words, expected
+from ..losses import causal_lm_loss
+from .schedules import find_schedules
+
+
+def causal_lm_loss_func(
+    outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | float | None = None
+) -> Tensor:
+    """Sum the cross-entropies of the next tokens, divided by those of the window: a ``compute_loss_func``.
+
+    Equal to ``causal_lm_loss(outputs.logits, labels, num_items=num_items_in_batch)``.
+
+    The Trainer counts the labels of all micro-batches and ranks, and multiplies what this returns by the number of
+    ranks, which DDP divides by. Both need ``average_tokens_across_devices=True``, the default. The count leaves out the
+    first label of each row, as the loss does, for models whose ``loss_type`` is that of a causal model.
+
+    Args:
+        outputs: those of the model, with the logits under ``logits`` or first.
+        labels: (N, T), -100 where a token does not count; not shifted.
+        num_items_in_batch: what the Trainer counted. None, as in a call by hand, for the mean of this call.
+
+    Raises:
+        ValueError: without labels; a Trainer then has no count either.
+
+    Example:
+        >>> causal_lm_loss_func({"logits": torch.zeros(1, 3, 4)}, torch.tensor([[0, 2, -100]]), torch.tensor(2))
+        tensor(0.6931)
+    """
+    if labels is None:
+        fix = "Give the data set a column of that name: the Trainer counts its tokens."
+        raise ValueError(expected("labels", "those of the batch", labels, fix))
+    return causal_lm_loss(_logits(outputs), labels, num_items=num_items_in_batch)
+
+
+class PooledLossMixin:
+    """Put in front of ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
+
+    ``class RankingTrainer(PooledLossMixin, Trainer)`` is all it takes. The loss reaches neither of the two factors that
+    the Trainer applies to that of a ``compute_loss_func``: times the number of ranks, and added up, instead of
+    averaged, over micro-batches. With ``gradient_accumulation_steps`` > 1 the window is back-propagated by
+    :func:`~fullrank.pooled_backward`, in the last of its micro-batches. The loss that is logged is that of the window.
+
+    A :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss`` is told epoch and step. The checkpoints of the Trainer do
+    not hold the state of the loss: save its ``state_dict()`` beside them, or train without a queue and a schedule.
+
+    Args:
+        pooled_loss: called as ``pooled_loss(logits, labels)``; returns a scalar, the same on every rank.
+        *args, **kwargs: those of the Trainer. ``compute_loss_func`` is not used.
+
+    Raises:
+        RuntimeError: for a window of several micro-batches under DeepSpeed or Megatron, whose backward is their own.
+    """
+
+    # Of the Trainer.
+    accelerator: Any
+    args: Any
+    state: Any
+    _prepare_inputs: Callable[..., Mapping[str, Any]]
+
+    def __init__(self, *args: Any, pooled_loss: Callable[[Tensor, Tensor], Tensor], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pooled_loss = pooled_loss
+        self._pooled_window: list[Mapping[str, Any]] = []
+        self._pooled_epoch = -1
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss of one batch of all ranks; with ``return_outputs`` also the outputs of the model."""
+        outputs = model(**_without_labels(inputs))
+        loss = self._evaluate_loss(model, _logits(outputs), [inputs])
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Keep the micro-batch; with the last of the window back-propagate the loss, and return it."""
+        self._pooled_window.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        window, self._pooled_window = self._pooled_window, []
+        self._start_step()
+        if len(window) == 1:
+            trainer: Any = super()
+            return trainer.training_step(model, window[0], num_items_in_batch)
+        if self.accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+            found, fix = Words(f"{len(window)} micro-batches"), "Set gradient_accumulation_steps=1."
+            raise RuntimeError(expected("window", f"1 under {self.accelerator.distributed_type}", found, fix))
+        model.train()
+        return pooled_backward(
+            model,
+            [self._prepare_inputs(batch) for batch in window],
+            forward=lambda batch: _logits(model(**_without_labels(batch))),
+            loss=lambda scores, batches: self._evaluate_loss(model, scores, batches),
+            scaler=self.accelerator.scaler,
+        )
+
+    def _start_step(self) -> None:
+        epoch, schedules = int(self.state.epoch or 0), find_schedules(self.pooled_loss)
+        for schedule in schedules:
+            if epoch != self._pooled_epoch:
+                schedule.on_train_epoch_start(epoch)
+            schedule.on_train_batch_start(self.state.global_step)
+        self._pooled_epoch = epoch
+
+    def _evaluate_loss(self, model: nn.Module, scores: Tensor, batches: list[Mapping[str, Any]]) -> Tensor:
+        if isinstance(self.pooled_loss, nn.Module):
+            self.pooled_loss.train(model.training)  # rows enter the queue in training only
+        return self.pooled_loss(scores, torch.cat([batch["labels"] for batch in batches]))
+
+
+def _logits(outputs: Any) -> Tensor:
+    return outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+
+
+def _without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what would make the model compute a loss of its own."""
+    return {name: value for name, value in inputs.items() if name != "labels"}

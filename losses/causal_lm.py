@@ -1,0 +1,120 @@
+"""Next-token cross-entropy whose divisor is given: the loss to accumulate over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..distributed.errors import Words, check_int, check_number, check_tensor, expected
+from ..distributed.normalize import local_mean
+from .batch import compute_dtype
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_items: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift: bool = True,
+    validate_args: bool = True,
+) -> Tensor:
+    r"""Sum the cross-entropies of the next tokens and divide by a number of items.
+
+    Equal to ``F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), reduction="sum") / n``.
+
+    .. math:: -\frac{1}{n} \sum_{t:\, y_{t+1} \ne \text{ignore}} \log \mathrm{softmax}(x_t)_{y_{t+1}}
+
+    With ``num_items=1`` it is the sum that ``step.backward`` of :func:`~fullrank.accumulate` and
+    :meth:`~fullrank.DeferredMean.backward` take. Hugging Face transformers calls the divisor ``num_items_in_batch``.
+
+    Args:
+        logits: (..., T, V) raw logits; the one at t predicts token t + 1.
+        labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
+        num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. 0 stands
+            for no item: the sum, which is 0 then, is not divided.
+        ignore_index: the label that does not count.
+        shift: move the labels by one. The logits are not cut, which would copy them; those at the last t get no
+            gradient. False for labels that are shifted already, as they must be before a sequence is cut over ranks.
+        validate_args: check the range of the labels, which waits for the device; never done while compiling.
+
+    Returns:
+        Scalar, float32, or float64 for float64 logits.
+
+    Raises:
+        TypeError: for logits that are not floating-point, labels that are not integers, DTensors.
+        ValueError: for shapes or devices that do not fit; labels out of range; a number ``num_items`` that is negative
+            or not finite.
+
+    Degenerate: no valid token gives 0 with zero gradients.
+    Numerics: half precision is computed in float32; the gradient has the dtype of the logits. What logits hold at
+        labels that do not count, NaN too, has no effect.
+
+    Example:
+        >>> import torch
+        >>> causal_lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 2, -100]]))
+        tensor(1.3863)
+    """
+    check_int("ignore_index", ignore_index)
+    _check_shapes(logits, labels)
+    targets = labels.to(torch.int64)
+    if shift:
+        targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
+    valid = targets != ignore_index
+    if validate_args and not torch.compiler.is_compiling():
+        _check_range(targets, valid, logits.shape[-1], ignore_index)
+    # Without this a NaN at a label that does not count would reach the gradient, as 0 * NaN.
+    x = _without(logits.to(compute_dtype(logits.dtype)), ~valid, is_copy=logits.dtype != compute_dtype(logits.dtype))
+    total = F.cross_entropy(x.reshape(-1, x.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum")
+    if num_items is None or isinstance(num_items, Tensor):
+        return local_mean(total, valid.sum() if num_items is None else _one_element(num_items))
+    return total / (_check_num_items(num_items) or 1)
+
+
+def _without(x: Tensor, ignored: Tensor, *, is_copy: bool) -> Tensor:
+    """Return ``x`` with zeros where ignored, in place where nobody else sees it: no tensor is larger."""
+    mask = ignored.unsqueeze(-1)
+    return x.masked_fill_(mask, 0.0) if is_copy else x.masked_fill(mask, 0.0)
+
+
+def _check_shapes(logits: Tensor, labels: Tensor) -> None:
+    check_tensor("logits", logits)
+    check_tensor("labels", labels)
+    for name, value in (("logits", logits), ("labels", labels)):
+        if hasattr(value, "full_tensor"):
+            fix = "Use full_tensor(), or to_local() where each rank holds whole sequences."
+            raise TypeError(expected(name, "a plain tensor", Words("a DTensor"), fix))
+    if not logits.is_floating_point():
+        raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw logits."))
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(expected("labels", "integer token indices", labels, "Use labels.long()."))
+    if logits.ndim < 2 or logits.shape[-1] == 0:
+        raise ValueError(expected("logits", "shape (..., T, V) with V >= 1", logits))
+    if labels.shape != logits.shape[:-1]:
+        what = f"shape {tuple(logits.shape[:-1])} for logits (..., T, V)"
+        raise ValueError(expected("labels", what, labels, "Pass the labels of the same tokens; shift=True moves them."))
+    if labels.device != logits.device:
+        given, fix = Words(f"one on {labels.device}"), "Use labels.to(logits.device)."
+        raise ValueError(expected("labels", f"a tensor on {logits.device}, as logits", given, fix))
+
+
+def _check_range(targets: Tensor, valid: Tensor, num_tokens: int, ignore_index: int) -> None:
+    bad = ((targets < 0) | (targets >= num_tokens)) & valid
+    if bool(bad.any()):
+        what = f"token indices in [0, {num_tokens}) or ignore_index={ignore_index}"
+        raise ValueError(expected("labels", what, int(targets[bad][0]), "Give padding the label ignore_index."))
+
+
+def _one_element(num_items: Tensor) -> Tensor:
+    if num_items.numel() != 1:
+        raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))
+    return num_items.detach().reshape(())
+
+
+def _check_num_items(num_items: float) -> float:
+    if not (check_number("num_items", num_items) >= 0 and math.isfinite(num_items)):
+        raise ValueError(expected("num_items", "a finite number >= 0", num_items))
+    return num_items

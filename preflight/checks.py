@@ -1,0 +1,193 @@
+"""The checks. Each returns what it found in words, or raises :class:`Failed` with what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..distributed.gather import all_gather_no_grad, all_gather_with_grad, gather_rows
+from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SigmoidFocalLoss, SmoothAPLoss, SoftmaxFocalLoss
+from ..losses.distributed_loss import DistributedLoss
+from ..losses.ranking import RankingLoss
+from .site import Site
+
+_FEATURES, _CLASSES = 5, 3
+_QUEUE = 48
+
+
+class Failed(Exception):
+    """A check that ran, and found that something is not as it has to be."""
+
+
+class NeedsRanks(Exception):
+    """A check that one process cannot make."""
+
+
+def _demand(condition: bool, text: str) -> None:
+    if not condition:
+        raise Failed(text)
+
+
+def _split(site: Site, sizes: list[int]) -> slice:
+    start = sum(sizes[: site.rank])
+    return slice(start, start + sizes[site.rank])
+
+
+def _uneven(site: Site) -> list[int]:
+    """Return numbers of rows that differ over the ranks; the last of several ranks has none."""
+    sizes = [7 + 4 * (rank % 3) for rank in range(site.world_size)]
+    return [*sizes[:-1], 0] if site.world_size > 1 else sizes
+
+
+def _gather(site: Site, sizes: list[int]) -> str:
+    """Compare gathered rows and their gradient with what they must be, for tensors of three dtypes."""
+    own, total = _split(site, sizes), sum(sizes)
+    everyone, factor = site.draw(1, total, 2), site.draw(2, total, 2)
+    marks = torch.arange(total, device=site.device)
+    rows = everyone[own].clone().requires_grad_()
+    gathered, ids, flags = gather_rows(rows, marks[own], marks[own] % 2 == 0)
+    assert gathered is not None
+    _demand(torch.equal(gathered, everyone), "rows differ from those that were sent")
+    _demand(torch.equal(ids, marks), "int64 rows differ from those that were sent")  # type: ignore[arg-type]
+    _demand(torch.equal(flags, marks % 2 == 0), "bool rows differ from those that were sent")  # type: ignore[arg-type]
+    (gathered * factor).sum().backward()
+    wanted = site.world_size * factor[own]
+    _demand(torch.equal(rows.grad, wanted), "gradient is not W times that of the own rows")  # type: ignore[arg-type]
+    return f"{' + '.join(map(str, sizes[:4]))}{' + ...' if len(sizes) > 4 else ''} rows, gradients exact"
+
+
+def gather_equal(site: Site) -> str:
+    """All ranks have the same number of rows."""
+    return _gather(site, [8] * site.world_size)
+
+
+def gather_uneven(site: Site) -> str:
+    """Each rank has another number of rows, the last none."""
+    return _gather(site, _uneven(site))
+
+
+def gather_empty(site: Site) -> str:
+    """No rank has a row."""
+    return _gather(site, [0] * site.world_size)
+
+
+def reduce_scatter(site: Site) -> str:
+    """The gather for ranks that compute different losses, whose backward communicates."""
+    sizes = _uneven(site)
+    rows = site.draw(3, sum(sizes), 2)[_split(site, sizes)].requires_grad_()
+    gathered = all_gather_with_grad(rows, backward="reduce_scatter")
+    (gathered * (site.rank + 1)).sum().backward()
+    wanted = torch.full_like(rows, site.world_size * (site.world_size + 1) / 2)
+    assert rows.grad is not None
+    _demand(torch.allclose(rows.grad, wanted, rtol=1e-6), "gradient is not the sum over the ranks")
+    return "gradients of different losses add up"
+
+
+def _binary(targets: Tensor) -> Tensor:
+    return (targets == 0).long()
+
+
+def _losses(device: torch.device) -> dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]]:
+    """Return each loss, and how it wants its targets."""
+
+    def same(targets: Tensor) -> Tensor:
+        return targets
+
+    def one_hot(targets: Tensor) -> Tensor:
+        return nn.functional.one_hot(targets, _CLASSES).double()
+
+    losses: dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]] = {
+        "SmoothAPLoss": (SmoothAPLoss(_CLASSES, queue_size=_QUEUE, temperature=0.5), same),
+        "RecallAtQuantileLoss": (RecallAtQuantileLoss(_CLASSES, 0.3, queue_size=_QUEUE, temperature=0.5), same),
+        "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(_CLASSES, beta=0.4, queue_size=_QUEUE, temperature=0.5), same),
+        "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
+        "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),
+    }
+    return {name: (loss.to(device), form) for name, (loss, form) in losses.items()}
+
+
+LOSSES = tuple(_losses(torch.device("cpu")))
+
+
+def gradient_of(name: str) -> Callable[[Site], str]:
+    """Return the check that the gradient of loss ``name`` under DDP is the one of one process, in two steps."""
+
+    def check(site: Site) -> str:
+        loss, form = _losses(site.device)[name]
+        alone = copy.deepcopy(loss)
+        alone.gather_distributed = False
+        model = nn.Linear(_FEATURES, _CLASSES).to(site.device, site.dtype)
+        with torch.no_grad():
+            model.weight.copy_(site.draw(4, _CLASSES, _FEATURES))
+            model.bias.zero_()
+        whole, spread = copy.deepcopy(model), site.wrap(model)
+        sizes = _uneven(site)
+        own, worst = _split(site, sizes), 0.0
+        for step in range(2):  # the second has a queue
+            inputs = site.draw(10 + step, sum(sizes), _FEATURES)
+            targets = form(torch.arange(sum(sizes), device=site.device) * 7 % _CLASSES).to(site.device)
+            targets = targets.to(site.dtype) if targets.is_floating_point() else targets
+            value = _backward(spread, loss, inputs[own], targets[own])
+            truth = _backward(whole, alone, inputs, targets)
+            worst = max(worst, _difference(model, whole), abs(value / truth - 1))
+        worst = max(site.gather(worst))
+        _demand(worst <= site.tolerance, f"off by {worst:.1e}, more than {site.tolerance:.0e}")
+        if isinstance(loss, RankingLoss):
+            loss.queue.assert_synchronized()
+        return f"relative difference to one process {worst:.1e}"
+
+    return check
+
+
+def _backward(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+    model.zero_grad()
+    value = loss(model(inputs), targets)
+    value.backward()
+    return float(value.detach())
+
+
+def _difference(model: nn.Module, whole: nn.Module) -> float:
+    """Return the norm of the difference of two models' gradients over the norm of the second; infinite for NaN."""
+    ours, truth = (torch.cat([p.grad.flatten() for p in net.parameters()]) for net in (model, whole))  # type: ignore[union-attr]
+    value = float((ours - truth).norm() / truth.norm())
+    return value if value == value else float("inf")
+
+
+def control(site: Site) -> str:
+    """The usual way, a gather without gradient, must miss all but 1 / W of the gradient: the checks can fail."""
+    if site.world_size == 1:
+        raise NeedsRanks("one process has nothing to lose: start with torchrun")
+    rows = site.draw(5, site.world_size, 1)
+    weight = torch.ones(1, device=site.device, dtype=site.dtype, requires_grad=True)
+    everyone = all_gather_no_grad(rows[site.rank : site.rank + 1] * weight.detach())
+    pooled = torch.cat([everyone[: site.rank], rows[site.rank :][:1] * weight, everyone[site.rank + 1 :]])
+    pooled.sum().backward()
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    ratio = float(weight.grad / site.world_size / rows.sum())
+    _demand(abs(ratio * site.world_size - 1) < 1e-6, f"{ratio:.3f} of the gradient, expected {1 / site.world_size:.3f}")
+    return f"a gather without gradient gives {ratio:.3f} of it"
+
+
+def agreement(site: Site) -> str:
+    """What the last rank does wrong, every rank raises; and the next step is what it would have been."""
+    loss, twin = (SmoothAPLoss(1, queue_size=_QUEUE).to(site.device) for _ in range(2))
+    logits = site.draw(6, 4 * site.world_size, 1)[site.rank :: site.world_size]
+    targets = _binary(torch.arange(4, device=site.device))
+    if site.world_size == 1:
+        raise NeedsRanks("one process has nobody to agree with: start with torchrun")
+    raised = None
+    try:
+        loss(logits, targets[:-1] if site.rank == site.world_size - 1 else targets)
+    except ValueError as error:
+        raised = str(error)
+    texts = site.gather(raised)
+    _demand(None not in texts, "a rank did not raise")
+    _demand(len(set(texts)) == 1, "the ranks raised different errors")
+    _demand(len(loss.queue) == 0, "rows of the bad step were enqueued")
+    _demand(torch.equal(loss(logits, targets), twin(logits, targets)), "the next step is not what it would have been")
+    return "bad input on one rank is raised on every rank, the next step works"

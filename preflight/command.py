@@ -1,0 +1,105 @@
+"""The command: its arguments, the order of the checks, the table and the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import checks, speed
+from .site import Site, describe, open_site
+
+_CHECKS: dict[str, Callable[[Site], str]] = {
+    "gather, equal rows": checks.gather_equal,
+    "gather, uneven rows": checks.gather_uneven,
+    "gather, no rows": checks.gather_empty,
+    "gather, different losses": checks.reduce_scatter,
+    **{f"gradient of {name}": checks.gradient_of(name) for name in checks.LOSSES},
+    "control": checks.control,
+    "agreement": checks.agreement,
+    "latency": speed.latency,
+    "bandwidth": speed.bandwidth,
+}
+
+
+class Result(NamedTuple):
+    """What became of a check: passed, skipped, FAILED, or not run, after an error that left the ranks out of step."""
+
+    name: str
+    outcome: str
+    detail: str = ""
+
+
+def main(version: str, arguments: Sequence[str] | None = None) -> int:
+    """Run every check, print the table on rank 0, and return the exit status: 0 when all passed, else 1.
+
+    Args:
+        version: that of this package, for the table.
+        arguments: those of the command line.
+    """
+    options = _parse(arguments)
+    with open_site(options.backend, options.device, options.timeout) as site:
+        facts = describe(site, version)
+        results = _run(site)
+        if site.rank == 0:
+            print(_table(facts, results), flush=True)
+            if options.json is not None:
+                _write(options.json, facts, results)
+    return int(any(result.outcome in ("FAILED", "not run") for result in results))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fullrank",
+        description="Check that gathers, gradients and errors are right here. Under torchrun: on all of its processes.",
+    )
+    parser.add_argument("--backend", help="backend of torch.distributed (default: that of the device)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator if there is one)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    return parser.parse_args(arguments)
+
+
+def _run(site: Site) -> list[Result]:
+    """Run the checks in order. What one rank finds, all know; after a lost connection the others are not run."""
+    results: list[Result] = []
+    for name, check in _CHECKS.items():
+        outcome, detail = _attempt(check, site)
+        try:
+            everyone = site.gather((outcome, detail))
+        except RuntimeError as error:
+            print(f"rank {site.rank}, {name}: {detail}", file=sys.stderr, flush=True)  # nobody else can tell
+            results.append(Result(name, "FAILED", f"{detail}; then the ranks lost each other: {error}"))
+            return results + [Result(other, "not run") for other in list(_CHECKS)[len(results) :]]
+        wrong = [f"rank {rank}: {told}" for rank, (found, told) in enumerate(everyone) if found == "FAILED"]
+        results.append(Result(name, "FAILED", "; ".join(wrong[:3])) if wrong else Result(name, *everyone[0]))
+    return results
+
+
+def _attempt(check: Callable[[Site], str], site: Site) -> tuple[str, str]:
+    try:
+        return "passed", check(site)
+    except checks.NeedsRanks as reason:
+        return "skipped", str(reason)
+    except checks.Failed as failure:
+        return "FAILED", str(failure)
+    except Exception as error:
+        return "FAILED", f"{type(error).__name__}: {error}"
+
+
+def _table(facts: dict[str, Any], results: list[Result]) -> str:
+    width = max(len(result.name) for result in results) + 2
+    lines = ["fullrank preflight", ""]
+    lines += [f"  {key:<{width}}{value}" for key, value in facts.items()]
+    lines += ["", *(f"  {name:<{width}}{outcome:<9}{' '.join(detail.split())}" for name, outcome, detail in results)]
+    outcomes = [result.outcome for result in results]
+    tally = [f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)]
+    return "\n".join([*lines, "", f"{len(results)} checks: {', '.join(tally)}."])
+
+
+def _write(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
+    content = {"facts": facts, "checks": [result._asdict() for result in results]}
+    path.write_text(json.dumps(content, indent=2) + "\n")

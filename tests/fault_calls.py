@@ -1,0 +1,292 @@
+"""Every communicating call, with everything that one rank can do wrong in it.
+
+``CALLS`` is the registry: a loss or a gather, its arguments, how they can be spoiled (``bad``: wrong by themselves),
+and how they can differ from those of the other ranks (``differ``: right by themselves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import gradient_cases
+import torch
+from gradient_cases import Case
+from torch import Tensor
+
+import fullrank
+
+Arguments = dict[str, Any]
+CLASSES = 3
+
+
+class Spoiled(NamedTuple):
+    """How arguments are spoiled, and the error on every rank: its class, and a part of its text."""
+
+    change: Callable[[Arguments], Arguments]
+    error: str
+    text: str
+
+
+class Call(NamedTuple):
+    """A communicating call. ``heads`` are the names that may stand at the head of its messages."""
+
+    heads: tuple[str, ...]
+    public: str  # its name in fullrank
+    make: Callable[[], Any]
+    arguments: Callable[[torch.Generator, int], Arguments]
+    bad: Mapping[str, Spoiled]
+    differ: Mapping[str, Spoiled]
+    objective: Callable[[Any], Tensor] = lambda result: result
+
+
+def _rows(generator: torch.Generator, rank: int) -> Arguments:
+    count = 7 + rank
+    logits = torch.randn(count, CLASSES, dtype=torch.float64, generator=generator, requires_grad=True)
+    return {"logits": logits, "targets": torch.randint(0, CLASSES, (count,), generator=generator)}
+
+
+def _class_inputs(generator: torch.Generator, rank: int) -> Arguments:
+    rows = _rows(generator, rank)
+    return {"inputs": rows["logits"], "targets": rows["targets"]}
+
+
+def _binary_inputs(generator: torch.Generator, rank: int) -> Arguments:
+    rows = _rows(generator, rank)
+    return {"inputs": rows["logits"], "targets": (rows["logits"].detach() > 0.4).double()}
+
+
+def _wrong(name: str, change: Callable[[Tensor], Any], error: str, text: str) -> Spoiled:
+    return Spoiled(lambda arguments: {name: change(arguments[name])}, error, text)
+
+
+def _given(name: str, make: Callable[[int], Any], error: str, text: str) -> Spoiled:
+    """Pass an optional argument, made for the number of rows."""
+    return Spoiled(lambda arguments: {name: make(len(next(iter(arguments.values()))))}, error, text)
+
+
+_WEIGHTS = {
+    "weight not a tensor": _given(
+        "sample_weight", lambda n: [1.0] * n, "TypeError", "sample_weight: expected a tensor"
+    ),
+    "weight shape": _given("sample_weight", lambda n: torch.ones(n + 1), "ValueError", "sample_weight: expected "),
+    "weight dtype": _given("sample_weight", lambda n: torch.ones(n, dtype=torch.bool), "TypeError", "real numbers"),
+    "negative weight": _given("sample_weight", lambda n: -torch.ones(n), "ValueError", "numbers >= 0, got -1.0"),
+    "weight not finite": _given("sample_weight", lambda n: torch.full((n,), torch.nan), "ValueError", "got nan"),
+}
+_FOREIGN = "expected a tensor on "
+_BAD_ROWS = {
+    "dimensions of logits": _wrong("logits", lambda x: x[:, 0], "ValueError", "logits: expected shape (N, 3)"),
+    "columns": _wrong("logits", lambda x: torch.cat([x, x], dim=1), "ValueError", "logits: expected shape (N, 3)"),
+    "integer logits": _wrong("logits", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
+    "logits not a tensor": _wrong("logits", lambda x: "scores", "TypeError", "expected a tensor, got 'scores'"),
+    "logits elsewhere": _wrong("logits", lambda x: x.to("meta"), "ValueError", _FOREIGN + "meta"),
+    "sparse logits": _wrong("logits", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+    "targets not a tensor": _wrong("targets", lambda y: y.tolist(), "TypeError", "targets: expected a tensor"),
+    "number of targets": _wrong("targets", lambda y: y[:-1], "ValueError", "targets: expected shape"),
+    "float targets": _wrong("targets", lambda y: y.double(), "TypeError", "targets: expected integers or bools"),
+    "class out of range": _wrong("targets", lambda y: y + 7, "ValueError", "targets: expected class indices in [0, 3)"),
+    "targets elsewhere": _wrong("targets", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu"),
+    "mask shape": _given("iid_mask", lambda n: torch.ones(n - 1, dtype=torch.bool), "ValueError", "iid_mask: expected"),
+    "mask dtype": _given("iid_mask", lambda n: torch.ones(n), "TypeError", "iid_mask: expected a bool tensor"),
+    **_WEIGHTS,
+}
+_DIFFERENT_ROWS = {
+    "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
+    "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", "with gradient"),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
+    "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", "bool (N) on cpu"),
+}
+_BAD_INPUTS = {
+    "integer inputs": _wrong("inputs", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
+    "inputs not a tensor": _wrong("inputs", lambda x: "scores", "TypeError", "expected a tensor, got 'scores'"),
+    "inputs elsewhere": _wrong("inputs", lambda x: x.to("meta"), "ValueError", _FOREIGN + "meta"),
+    "targets not a tensor": _wrong("targets", lambda y: y.tolist(), "TypeError", "targets: expected a tensor"),
+    "number of targets": _wrong("targets", lambda y: y[:-1], "ValueError", "targets: expected "),
+    **_WEIGHTS,
+}
+_DIFFERENT_INPUTS = {
+    "dtype": _wrong("inputs", lambda x: x.float(), "ValueError", "inputs: 'float"),
+    "gradient": _wrong("inputs", lambda x: x.detach(), "ValueError", "gradient: "),
+}
+_CLASS_INPUTS = {
+    "dimensions of inputs": _wrong("inputs", lambda x: x[:, 0], "ValueError", "inputs: expected shape (N, C, *)"),
+    "one class": _wrong("inputs", lambda x: x[:, :1], "ValueError", "at least two classes"),
+    "float targets": _wrong("targets", lambda y: y.double(), "TypeError", "targets: expected integer class indices"),
+    "class out of range": _wrong("targets", lambda y: y - 7, "ValueError", "targets: expected class indices in [0, 3)"),
+}
+_BINARY_INPUTS = {
+    "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "expected numbers in [0, 1], got -1.0"),
+    "shape of targets": _wrong("targets", lambda y: y[:, :1], "ValueError", "targets: expected the shape of inputs"),
+}
+
+
+def _bad_tensor(name: str) -> dict[str, Spoiled]:
+    return {
+        "not a tensor": _wrong(name, lambda x: [1.0], "TypeError", "expected a plain torch.Tensor or None, got [1.0]"),
+        "no dimension": _wrong(name, lambda x: x.sum(), "ValueError", "expected at least one dimension"),
+        "sparse": _wrong(name, lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+        "elsewhere": _wrong(name, lambda x: x.to("meta"), "ValueError", "a device that the process group serves"),
+    }
+
+
+def _different_tensor(name: str) -> dict[str, Spoiled]:
+    return {
+        "dtype": _wrong(name, lambda x: x.float(), "ValueError", "float32 (N, 3)"),
+        "trailing shape": _wrong(name, lambda x: x[:, :1], "ValueError", "float64 (N, 1)"),
+    }
+
+
+def _one(generator: torch.Generator, rank: int) -> Arguments:
+    return {"tensor": _rows(generator, rank)["logits"]}
+
+
+def _pair(generator: torch.Generator, rank: int) -> Arguments:
+    return {"first": _rows(generator, rank)["logits"], "second": torch.arange(7 + rank)}
+
+
+def _fraction(generator: torch.Generator, rank: int) -> Arguments:
+    return {"total": _rows(generator, rank)["logits"].sum(), "count": 7 + rank}
+
+
+_UNKNOWN = "gradient_reduction: expected 'mean', 'sum' or"
+_BAD_REDUCTION = {"reduction": Spoiled(lambda _: {"gradient_reduction": "average"}, "ValueError", _UNKNOWN)}
+_OTHER_REDUCTION = {
+    "gradient_reduction": Spoiled(lambda _: {"gradient_reduction": "sum"}, "RuntimeError", "gradient_reduction: ")
+}
+_OTHER_GRADIENT = {"gradient": _wrong("tensor", lambda x: x.detach(), "ValueError", "with gradient")}
+_BAD_FRACTION = {
+    "total not a tensor": _wrong("total", lambda x: 3.0, "TypeError", "total: expected a tensor, got 3.0"),
+    "integer total": _wrong("total", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
+    "two totals": _wrong("total", lambda x: x.expand(2), "ValueError", "total: expected one element"),
+    "total elsewhere": _wrong("total", lambda x: x.to("meta"), "RuntimeError", "meta"),
+    "negative count": _wrong("count", lambda n: -1, "ValueError", "count: expected a number >= 0, got -1.0"),
+    "count not a number": _wrong("count", lambda n: "many", "TypeError", "count: expected a number or a tensor"),
+    "count of nan": _wrong("count", lambda n: torch.tensor(torch.nan), "ValueError", "a number >= 0, got nan"),
+    "two counts": _wrong("count", lambda n: torch.ones(2), "ValueError", "count: expected one element"),
+    **_BAD_REDUCTION,
+}
+
+
+def _slopes(rows: Tensor) -> Tensor:
+    return (rows * torch.arange(1, len(rows) + 1)[:, None]).sum()
+
+
+def _pooled(name: str, head: str, **options: Any) -> Call:
+    case = Case(name, num_classes=CLASSES, **options)
+    return Call((head,), head, lambda: gradient_cases.make_loss(case, local=False), _rows, _BAD_ROWS, _DIFFERENT_ROWS)
+
+
+def _warmup(step: int) -> fullrank.LossWarmupWrapper:
+    """Return the wrapper in ``step``: 0 the warm-up, 1 the blend, 2 after it."""
+    warmup, main = fullrank.SoftmaxFocalLoss(gamma=0), fullrank.SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2)
+    loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=1, blend_steps=1, temp_start=0.2, temp_end=0.1)
+    for index in range(step + 1):
+        loss.on_train_batch_start(index)
+    return loss
+
+
+_BAD_FOR_BOTH = {
+    kind: _BAD_ROWS[kind]._replace(text="expected ")
+    for kind in ("logits not a tensor", "number of targets", "float targets", "class out of range")
+}
+_BAD_FOR_BOTH["one column"] = _wrong("logits", lambda x: x[:, :1], "ValueError", "expected ")
+# What only the warm-up loss refuses: the main loss must not have enqueued its rows by then.
+_BAD_FOR_WARMUP = {
+    "targets (N, 1)": _wrong("targets", lambda y: y[:, None], "ValueError", "got an int64 tensor of shape (")
+}
+_FOCAL, _MAIN = "SoftmaxFocalLoss", "SmoothAPLoss"
+
+
+def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Spoiled]) -> Call:
+    return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, {"gradient": _GRADIENT_OF_BOTH})
+
+
+_GRADIENT_OF_BOTH = _wrong("logits", lambda x: x.detach(), "ValueError", "gradient")
+
+CALLS = {
+    "smooth_ap": _pooled("smooth_ap", "SmoothAPLoss"),
+    "recall": _pooled("recall", "RecallAtQuantileLoss"),
+    "pauc_trapezoid": _pooled("pauc_trapezoid", "PAUCAtBudgetLoss"),
+    "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
+    "softmax_focal": Call(
+        ("SoftmaxFocalLoss",),
+        "SoftmaxFocalLoss",
+        fullrank.SoftmaxFocalLoss,
+        _class_inputs,
+        _BAD_INPUTS | _CLASS_INPUTS,
+        _DIFFERENT_INPUTS
+        | {"weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "sample_weight: ")}
+        | {"classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")},
+    ),
+    "sigmoid_focal": Call(
+        ("SigmoidFocalLoss",),
+        "SigmoidFocalLoss",
+        fullrank.SigmoidFocalLoss,
+        _binary_inputs,
+        _BAD_INPUTS | _BINARY_INPUTS,
+        _DIFFERENT_INPUTS
+        | {"weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "sample_weight: ")},
+    ),
+    "wrapper_in_warmup": _wrapper(0, (_FOCAL,), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
+    "wrapper_in_blend": _wrapper(1, (_FOCAL, _MAIN), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
+    "wrapper_after_it": _wrapper(2, (_MAIN,), _BAD_FOR_BOTH),
+    "all_gather_with_grad": Call(
+        ("all_gather_with_grad",),
+        "all_gather_with_grad",
+        lambda: fullrank.all_gather_with_grad,
+        _one,
+        _bad_tensor("tensor")
+        | _BAD_REDUCTION
+        | {"backward": Spoiled(lambda _: {"backward": "scatter"}, "ValueError", "'local' or 'reduce_scatter'")},
+        _different_tensor("tensor")
+        | _OTHER_REDUCTION
+        | _OTHER_GRADIENT
+        | {"backward": Spoiled(lambda _: {"backward": "reduce_scatter"}, "ValueError", "'local' on rank")},
+        _slopes,
+    ),
+    "all_gather_with_grad_reduce_scatter": Call(
+        ("all_gather_with_grad",),
+        "all_gather_with_grad",
+        lambda: partial(fullrank.all_gather_with_grad, backward="reduce_scatter"),
+        _one,
+        _bad_tensor("tensor") | _BAD_REDUCTION,
+        _different_tensor("tensor") | _OTHER_REDUCTION | _OTHER_GRADIENT,
+        _slopes,
+    ),
+    "all_gather_no_grad": Call(
+        ("all_gather_no_grad",),
+        "all_gather_no_grad",
+        lambda: fullrank.all_gather_no_grad,
+        _one,
+        _bad_tensor("tensor"),
+        _different_tensor("tensor"),
+        _slopes,
+    ),
+    "gather_rows": Call(
+        ("gather_rows",),
+        "gather_rows",
+        lambda: lambda first, second, **options: fullrank.gather_rows(first, second, **options),
+        _pair,
+        _bad_tensor("second")
+        | _BAD_REDUCTION
+        | {"elsewhere": _wrong("second", lambda x: x.to("meta"), "ValueError", "tensors: expected all on one device")}
+        | {"number of rows": _wrong("second", lambda x: x[1:], "ValueError", " rows as in the tensors before it")},
+        _different_tensor("first")
+        | _OTHER_REDUCTION
+        | {"gradient": _wrong("first", lambda x: x.detach(), "ValueError", "with gradient")}
+        | {"presence": _wrong("second", lambda x: None, "ValueError", "None")},
+        lambda gathered: _slopes(gathered[0]),
+    ),
+    "global_mean": Call(
+        ("global_mean",),
+        "global_mean",
+        lambda: fullrank.global_mean,
+        _fraction,
+        _BAD_FRACTION,
+        {"gradient": _wrong("total", lambda x: x.detach(), "ValueError", "gradient: ")} | _OTHER_REDUCTION,
+    ),
+}
+BAD = [(name, kind) for name, call in CALLS.items() for kind in call.bad]
+DIFFERENT = [(name, kind) for name, call in CALLS.items() for kind in call.differ]

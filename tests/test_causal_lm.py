@@ -1,0 +1,182 @@
+"""The loss of a causal language model, against cross-entropy of shifted rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullrank import causal_lm_loss
+
+VOCABULARY = 11
+
+
+def make_rows(shape: tuple[int, ...] = (3, 7), dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Return logits (*shape, V) and labels, some of them ignored."""
+    generator = torch.Generator().manual_seed(len(shape))
+    logits = torch.randn(*shape, VOCABULARY, dtype=torch.float64, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = -100
+    return logits.requires_grad_(), labels
+
+
+def by_rows(logits: Tensor, labels: Tensor, num_items: float | None, shift: bool = True) -> Tensor:
+    """Return the definition, token by token."""
+    total, count = logits.new_zeros(()), 0
+    sequences = zip(logits.reshape(-1, *logits.shape[-2:]), labels.reshape(-1, labels.shape[-1]))
+    for scores, tokens in sequences:
+        for t, token in enumerate(tokens.tolist()):
+            place = t - 1 if shift else t
+            if token == -100 or place < 0:
+                continue
+            total, count = total - scores[place].log_softmax(0)[token], count + 1
+    return total / ((num_items if num_items is not None else count) or 1)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("num_items", [None, 5, 2.5, torch.tensor(7), torch.tensor([3.5])])
+@pytest.mark.parametrize("shape", [(3, 7), (7,), (2, 2, 5), (2, 1)])
+def test_value_and_gradient(shape: tuple[int, ...], num_items: Tensor | float | None, shift: bool) -> None:
+    logits, labels = make_rows(shape)
+    number = num_items.item() if isinstance(num_items, Tensor) else num_items
+    expected = by_rows(logits, labels, number, shift)
+    loss = causal_lm_loss(logits, labels, num_items=num_items, shift=shift)
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    found = torch.autograd.grad(loss, logits)[0]
+    wanted = torch.autograd.grad(expected, logits)[0] if expected.requires_grad else torch.zeros_like(logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_not_shifting_is_another_loss() -> None:
+    logits, labels = make_rows()
+    assert not torch.isclose(causal_lm_loss(logits, labels), causal_lm_loss(logits, labels, shift=False))
+
+
+def test_equal_to_the_usual_spelling() -> None:
+    logits, labels = make_rows()
+    usual = F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), reduction="sum") / 9
+    torch.testing.assert_close(causal_lm_loss(logits, labels, num_items=9), usual, rtol=1e-14, atol=0)
+
+
+def test_the_logits_at_the_last_token_get_no_gradient() -> None:
+    logits, labels = make_rows()
+    causal_lm_loss(logits, labels).backward()
+    assert logits.grad[:, -1].abs().max() == 0
+    assert (logits.grad[:, :-1].abs().amax(dim=-1) > 0).equal(labels[:, 1:] != -100)
+
+
+def test_another_ignore_index() -> None:
+    logits, labels = make_rows()
+    padded = torch.where(labels == -100, 0, labels)
+    expected = by_rows(logits, torch.where(padded == 0, -100, padded), None)
+    torch.testing.assert_close(causal_lm_loss(logits, padded, ignore_index=0), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0), 3])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 0), (0, 4), (3, 1)])
+def test_no_token_gives_zero_with_zero_gradients(shape: tuple[int, ...], num_items: Tensor | float | None) -> None:
+    logits = torch.randn(*shape, VOCABULARY, requires_grad=True)
+    labels = torch.full(shape, -100)
+    if labels.numel():
+        labels[..., 0] = 1  # the first token is predicted from nothing
+    loss = causal_lm_loss(logits, labels, num_items=num_items)
+    loss.backward()
+    assert loss == 0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_logits_hold_at_ignored_labels_has_no_effect(dtype: torch.dtype, poison: float) -> None:
+    logits, labels = make_rows(dtype=dtype)
+    expected = torch.autograd.grad(causal_lm_loss(logits, labels), logits)[0]
+    ignored = F.pad(labels[:, 1:] == -100, (0, 1), value=True)
+    assert ignored[:, :-1].any()
+    with torch.no_grad():
+        logits[ignored] = poison
+    torch.testing.assert_close(torch.autograd.grad(causal_lm_loss(logits, labels), logits)[0], expected, rtol=0, atol=0)
+    assert logits[ignored].isfinite().logical_not().all()  # and they are still there
+
+
+def test_a_nan_that_counts_is_not_hidden() -> None:
+    logits, labels = make_rows()
+    with torch.no_grad():
+        logits[labels.roll(-1, dims=1) != -100] = torch.nan
+    assert causal_lm_loss(logits, labels).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    logits, labels = make_rows((8, 40), dtype)
+    loss = causal_lm_loss(logits, labels)
+    assert loss.dtype == torch.float32
+    exact = logits.detach().double().requires_grad_()
+    expected = causal_lm_loss(exact, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    assert logits.grad.dtype == dtype
+    # One rounding of the gradient to its dtype.
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.uint8])
+def test_labels_of_any_integer_dtype(kind: torch.dtype) -> None:
+    logits, labels = make_rows()
+    labels = labels.clamp_min(0)
+    assert causal_lm_loss(logits, labels.to(kind)) == causal_lm_loss(logits, labels)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_items", [None, 5, torch.tensor(7)])
+def test_compiled(num_items: Tensor | float | None, dtype: torch.dtype) -> None:
+    logits, labels = make_rows(dtype=dtype)
+    compiled = torch.compile(causal_lm_loss, fullgraph=True, backend="aot_eager")
+    loss, expected = (one(logits, labels, num_items=num_items) for one in (compiled, causal_lm_loss))
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    pairs = (torch.autograd.grad(one, logits)[0] for one in (loss, expected))
+    torch.testing.assert_close(*pairs, rtol=1e-12, atol=1e-15)
+
+
+LOGITS, LABELS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "options", "error", "text"),
+    [
+        ([1.0], LABELS, {}, TypeError, "logits: expected a tensor"),
+        (LOGITS.long(), LABELS, {}, TypeError, "logits: expected a floating-point tensor"),
+        (LOGITS, LABELS.float(), {}, TypeError, "labels: expected integer token indices"),
+        (LOGITS, LABELS.bool(), {}, TypeError, "labels: expected integer token indices"),
+        (LOGITS, LABELS.tolist(), {}, TypeError, "labels: expected a tensor"),
+        (LOGITS, LABELS[:, 1:], {}, ValueError, "labels: expected shape (2, 3) for logits (..., T, V), got an int64"),
+        (LOGITS[0, 0], LABELS[0, 0], {}, ValueError, "logits: expected shape (..., T, V) with V >= 1"),
+        (LOGITS[..., :0], LABELS, {}, ValueError, "logits: expected shape (..., T, V) with V >= 1"),
+        (LOGITS, LABELS.to("meta"), {}, ValueError, "labels: expected a tensor on cpu, as logits, got one on meta"),
+        (LOGITS, LABELS + 4, {}, ValueError, "labels: expected token indices in [0, 4) or ignore_index=-100, got 4."),
+        (LOGITS, LABELS - 1, {}, ValueError, "got -1. Give padding the label ignore_index."),
+        (LOGITS, LABELS, {"num_items": -1}, ValueError, "num_items: expected a finite number >= 0, got -1."),
+        (LOGITS, LABELS, {"num_items": float("nan")}, ValueError, "num_items: expected a finite number >= 0, got nan."),
+        (LOGITS, LABELS, {"num_items": "3"}, TypeError, "num_items: expected a number"),
+        (LOGITS, LABELS, {"num_items": True}, TypeError, "num_items: expected a number"),
+        (LOGITS, LABELS, {"num_items": torch.ones(2)}, ValueError, "num_items: expected one element"),
+        (LOGITS, LABELS, {"ignore_index": 0.5}, TypeError, "ignore_index: expected an int"),
+    ],
+)
+def test_bad_arguments(logits: Tensor, labels: Tensor, options: dict, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        causal_lm_loss(logits, labels, **options)
+    assert text in str(raised.value)
+
+
+def test_labels_need_not_be_checked() -> None:
+    """The first label is out of range and is no target; a later one is left to torch."""
+    labels = LABELS.clone()
+    labels[:, 0] = 99
+    causal_lm_loss(LOGITS, labels)
+    labels[:, 1] = 99
+    with pytest.raises(IndexError):
+        causal_lm_loss(LOGITS, labels, validate_args=False)
