@@ -69,7 +69,7 @@ def measure_orders(rows: int) -> dict[str, list[Record]]:
 
     return {
         "fine": [
-            {"fine": fine, "p": p, "error": with_order(Order(fine, p, 30))} for fine in (16, 32) for p in FINE_NODES
+            {"fine": fine, "p": p, "error": with_order(Order(fine, p, 30))} for fine in (8, 32) for p in FINE_NODES
         ],
         "coarse": [{"q": q, "error": with_order(Order(32, 8, q))} for q in COARSE_NODES],
     }
@@ -151,7 +151,7 @@ def draw(orders: dict[str, list[Record]], path: Path) -> None:
     blue, orange = "#0072B2", "#D55E00"
     with plt.rc_context(RC):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.6), sharey=True, layout="constrained")
-        panels = [(left, 16, blue), (left, 32, orange), (right, None, blue)]
+        panels = [(left, 8, blue), (left, 32, orange), (right, None, blue)]
         for axes, fine, colour in panels:
             kind, key = ("coarse", "q") if fine is None else ("fine", "p")
             points = [(one[key], one["error"]) for one in orders[kind] if one.get("fine") == fine]
@@ -167,11 +167,11 @@ def draw(orders: dict[str, list[Record]], path: Path) -> None:
         left.set_ylabel("relative error of the gradient")
         left.set_xlabel("p, nodes of a fine bin")
         right.set_xlabel("q, nodes of a coarse bin")
-        left.text(4.3, 2e-6, "16 fine bins in a coarse one", color=blue, backgroundcolor="white")
+        left.text(4.6, 3e-5, "8 fine bins in a coarse one", color=blue, backgroundcolor="white")
         left.text(2.1, 2e-10, "32 fine bins", color=orange)
         right.text(14.8, 1e-6, r"bound $\rho^{-q}$", color=blue)
         right.text(10.8, 1e-10, "measured", color=blue, ha="right")
-        marks = ((left, 4, "float32: 16"), (left, 8, "float64: 32"), (right, 14, "float32"), (right, 28, "float64"))
+        marks = ((left, 6, "float32: 8"), (left, 8, "float64: 32"), (right, 14, "float32"), (right, 28, "float64"))
         for axes, count, label in marks:
             axes.axvline(count, ymax=0.93, color=MUTED, linewidth=0.8, linestyle=":")
             axes.text(count, 0.6, label, color=INK, fontsize=9.5, ha="center", va="bottom")

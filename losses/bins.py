@@ -187,9 +187,12 @@ def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None
     index, wide = _spread(index, moments.shape[1]), _spread(u.double(), moments.shape[1])
     # Ones are written out: added as one number that is repeated, they take twice as long.
     power = torch.ones_like(wide) if weight is None else _spread(weight.double(), moments.shape[1])
+    ours = 2 if weight is None else 1  # from this degree on `power` is a tensor of our own, not an input
     for degree in range(moments.shape[0]):
-        if degree:
-            power = wide if degree == 1 and weight is None else power * wide
+        if degree > ours:
+            power.mul_(wide)
+        elif degree:
+            power = power * wide if degree == ours else wide
         moments[degree].scatter_add_(1, index, power)
 
 

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MANY_ROWS = 400_000  # of a class; with fewer, the larger tables cost more than the rows
+MANY_ROWS = 600_000  # of a class; with fewer, the larger tables cost more than the rows
+BLOCK = 2**8  # bins whose neighbours are looked at together, 2.5 to 5 KiB each: they stay in the cache
 CUTOFF = 34.0  # temperatures; exp(-34) = 2e-15. A shorter one loses what 1e6 negatives do to a positive 18 above them
 
 
@@ -41,13 +42,14 @@ def order_for(dtype: torch.dtype, num_rows: int) -> Order:
     """
     if dtype == torch.float64:
         return Order(32, 8, 28)
-    return Order(64, 3, 14) if num_rows >= MANY_ROWS else Order(32, 4, 14)
+    return Order(64, 3, 14) if num_rows >= MANY_ROWS else Order(8, 6, 14)
 
 
 class Constants(NamedTuple):
     """Matrices that depend on the order only, float64."""
 
     to_weights: Tensor  # [p, p]: moments -> weights at the fine nodes
+    to_coarse: Tensor  # [p F, q]: moments of the fine bins -> weights at the coarse nodes
     to_coefficients: Tensor  # [p, p]: values at the fine nodes -> coefficients of the polynomial
     lagrange: Tensor  # [F p, q]: the polynomials of the coarse nodes, at the fine nodes
     nodes: Tensor  # [q]: coarse nodes in [-1, 1]
@@ -66,9 +68,10 @@ def _constants_on_cpu(order: Order) -> Constants:
     degree = torch.arange(order.q, dtype=torch.float64)
     at_places, at_nodes = (torch.cos(degree * torch.arccos(x)[:, None]) for x in (places, nodes))  # T_k(x)
     at_places[:, 1:] *= 2
-    return Constants(
-        torch.linalg.inv(vandermonde), torch.linalg.inv(vandermonde.T), at_places @ at_nodes.T / order.q, nodes
-    )
+    to_weights, to_coefficients = torch.linalg.inv(vandermonde), torch.linalg.inv(vandermonde.T)
+    lagrange = at_places @ at_nodes.T / order.q
+    to_coarse = torch.einsum("mk,fmq->kfq", to_weights, lagrange.view(order.fine, order.p, order.q))
+    return Constants(to_weights, to_coarse.reshape(-1, order.q), to_coefficients, lagrange, nodes)
 
 
 def constants(order: Order, device: torch.device) -> Constants:
@@ -97,7 +100,12 @@ def make_kernel(matrices: Constants, width: float, temperature: float) -> Kernel
 
 def fine_weights(moments: Tensor, matrices: Constants) -> Tensor:
     """Return (..., B, F p) weights at the fine nodes from moments (p, ..., B, F)."""
-    return torch.einsum("mk,k...f->...fm", matrices.to_weights, moments).flatten(-2)
+    return (moments.movedim(0, -1) @ matrices.to_weights.T).flatten(-2)
+
+
+def sources_of(moments: Tensor, matrices: Constants) -> Tensor:
+    """Return (..., B, q) weights at the coarse nodes from moments (p, ..., B, F)."""
+    return moments.movedim(0, -2).flatten(-2) @ matrices.to_coarse
 
 
 def coarse_weights(weights: Tensor, matrices: Constants) -> Tensor:
@@ -119,20 +127,34 @@ def coefficients(values: Tensor, matrices: Constants, dtype: torch.dtype) -> Ten
 def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B, o) the sum over bins within reach of ``sources`` (..., B, q) through ``kernel`` (2R + 1, q, o).
 
-    ``ids`` (B,) numbers the bins where they are not contiguous.
+    A bin and its 2R neighbours, q numbers each, are one row of a matrix, and the kernel is the other factor: one
+    product for a block of bins. ``ids`` (B,) numbers the bins where they are not contiguous.
     """
-    count = sources.shape[-2]
-    total = sources.new_zeros(*sources.shape[:-1], kernel.shape[2])
-    padded = F.pad(sources, (0, 0, reach, reach)) if ids is None else sources
-    for step in range(2 * reach + 1):
+    count, q = sources.shape[-2:]
+    matrix = kernel.reshape(-1, kernel.shape[2])  # [(2R + 1) q, o]
+    if ids is None:
+        padded = F.pad(sources, (0, 0, reach, reach))
+        near = padded.unfold(-2, 2 * reach + 1, 1).transpose(-1, -2)  # [..., B, 2R + 1, q], a view
+    else:
+        padded = F.pad(sources, (0, 0, 0, 1))  # the last one stands for bins that do not exist
+    total = sources.new_empty(*sources.shape[:-1], kernel.shape[2])
+    blocks = max(1, math.ceil(sources.numel() / (q * BLOCK)))
+    step = max(1, math.ceil(count / blocks))
+    for first in range(0, count, step):
+        some = slice(first, first + step)
         if ids is None:
-            total += padded[..., step : step + count, :] @ kernel[step]
+            block = near[..., some, :, :]
         else:
-            wanted = ids + (step - reach)
-            place = torch.searchsorted(ids, wanted).clamp_max_(count - 1)
-            found = (ids[place] == wanted).to(sources.dtype)[:, None]
-            total += (padded[..., place, :] * found) @ kernel[step]
+            block = padded[..., _neighbours(ids, ids[some], reach), :]
+        total[..., some, :] = block.reshape(*block.shape[:-2], -1) @ matrix
     return total
+
+
+def _neighbours(ids: Tensor, of: Tensor, reach: int) -> Tensor:
+    """Return (b, 2R + 1) the places in ``ids`` (B,) of the bins within reach of ``of`` (b,); B for those not there."""
+    wanted = of[:, None] + torch.arange(-reach, reach + 1, device=ids.device)
+    place = torch.searchsorted(ids, wanted).clamp_max_(ids.numel() - 1)
+    return torch.where(ids[place] == wanted, place, ids.numel())
 
 
 def beyond_reach(totals: Tensor, reach: int, ids: Tensor | None) -> Tensor:

@@ -11,13 +11,12 @@ from .node_tables import (
     Kernel,
     at_fine_nodes,
     beyond_reach,
-    coarse_weights,
     coefficients,
     constants,
-    fine_weights,
     interact,
     make_kernel,
     order_for,
+    sources_of,
 )
 
 
@@ -78,7 +77,7 @@ class _Tables:
 
     def sources(self, moments: Tensor) -> Tensor:
         """Return the weights at the coarse nodes (C, n, B, q)."""
-        return coarse_weights(fine_weights(moments, self.matrices), self.matrices)
+        return sources_of(moments, self.matrices)
 
     def read(self, values: Tensor, scores: Tensor) -> Tensor:
         """Return (C, N, n): the functions ``values`` (C, n, B, F p) at ``scores`` (C, N)."""

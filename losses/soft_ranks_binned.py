@@ -30,6 +30,7 @@ from .node_tables import (
     fine_weights,
     interact,
     make_kernel,
+    sources_of,
 )
 
 
@@ -127,7 +128,7 @@ def _split(moments: Tensor, bins: Bins) -> Tensor:
 def _fields(moments: Tensor, bins: Bins, matrices: Constants, kernel: Kernel, ids: Tensor | None) -> Fields:
     """Return what the moments (p, C, 2, B F) of negatives and positives make at the fine nodes."""
     moments = _split(moments, bins)
-    sources = coarse_weights(fine_weights(moments, matrices), matrices)  # [C, 2, B, q]
+    sources = sources_of(moments, matrices)  # [C, 2, B, q]
     both = torch.cat([kernel.sigmoid, kernel.slope], dim=2)
     near = interact(sources, both, kernel.reach, ids)  # [C, 2, B, 2q]
     far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, ids)  # [C, 2, B]
