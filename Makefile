@@ -7,23 +7,24 @@ BENCH_STAMP := .venv/.installed-bench
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types docs bench clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train the example on two local processes (examples/train_ddp.py)"
-	@echo "make test    the whole check: lint, types, tests"
+	@echo "make test    the whole check: lint, types, docs, tests"
 	@echo "make lint    ruff check, ruff format --check"
 	@echo "make types   mypy"
+	@echo "make docs    build the documentation into site/ (site/index.html), strictly and without the network"
 	@echo "make bench   run every script in benchmarks/, one after another"
-	@echo "make clean   remove .venv, build products and caches"
+	@echo "make clean   remove .venv, site, build products and caches"
 	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,demo]"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,demo,integrations,docs]"
 	@mkdir -p $(TYPECHECK)
 	@ln -sfn ../.. $(TYPECHECK)/fullrank
 	@touch $@
@@ -37,7 +38,7 @@ $(BENCH_STAMP): $(STAMP)
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 
-test: $(STAMP) lint types
+test: $(STAMP) lint types docs
 	@$(BIN)/python -m pytest tests
 
 lint: $(STAMP)
@@ -47,6 +48,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	@MYPYPATH=$(TYPECHECK) $(BIN)/mypy
 
+# The theme advertises on the terminal unless the variable is set.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(BENCH_STAMP)
 	@set -e; found=; for script in benchmarks/*.py; do \
 		[ -f "$$script" ] || continue; \
@@ -54,5 +59,5 @@ bench: $(BENCH_STAMP)
 	done; [ -n "$$found" ] || echo "no scripts in benchmarks/"
 
 clean:
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache tests/.pytest_cache
+	rm -rf .venv site build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache tests/.pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

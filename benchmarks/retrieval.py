@@ -2,21 +2,26 @@
 
 Usage: python benchmarks/retrieval.py [--quick] [--repeats 3] [--out FOLDER]
 
-The peer's SmoothAPLoss takes embeddings and labels, and lets every row rank all rows by cosine similarity: N rankings
-of a pool of N, the rows of the same label positive. ``fullrank.SmoothAPLoss(num_classes=N, multi_hot=True)`` on the
-(N, N) similarities is the same loss, one column for each query; the run prints how far loss and gradient are apart.
-Both steps begin with the embeddings and end with their gradient. There are as many labels as rows of each: with other
-numbers version 2.9.0 of the peer puts rows of different labels together.
+``RetrievalSmoothAPLoss`` and the peer's SmoothAPLoss take embeddings and labels, and let every row rank the rows by
+cosine similarity, those of its label positive. Both steps begin with the embeddings and end with their gradient.
+
+The peer's query also ranks itself, as a positive at the top; ours leaves it out. ``smooth_ap`` with ``indexes`` on all
+(N, N) similarities is the loss with the query in, and the run prints how far that and its gradient are from the peer's.
+There are as many labels as rows of each, label after label: with other numbers, or in another order, version 2.9.0 of
+the peer puts rows of different labels together.
 
 The peer holds several (N, N, N) arrays. Where they would outgrow the limit it is not run: that is an estimate from the
-sizes of the arrays, not a failed allocation. The full run takes about a minute and writes retrieval.json, a quick one
-seconds, and only where ``--out`` says. Needs the ``bench`` extra; without the peer its columns stay empty.
+sizes of the arrays, not a failed allocation. The peak is that of a process of its own that takes one step of ours,
+Python and torch included; it needs Linux's /proc. The full run takes some minutes and writes retrieval.json, a
+quick one seconds, and only where ``--out`` says. Needs the ``bench`` extra; without the peer its columns stay empty.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +29,15 @@ from statistics import median
 from typing import Any
 
 import torch
+from memory import STATUS, resident
 from report import PEER_MOST_BYTES, RESULTS, Steps, interleave, machine, print_machine, print_table, write_json
 from torch import Tensor
 
 import fullrank
+from fullrank.losses import smooth_ap
 
 PEER = "pytorch_metric_learning"
-FEATURES = 128
+FEATURES = 64
 TEMPERATURE = 0.01  # the default of both
 # Five (N, N, N) arrays of float32 at once: with 256 and with 400 rows the peak of the process is 5.1 to 5.2 of them.
 PEER_BYTES_PER_TRIPLE = 5 * 4
@@ -45,15 +52,13 @@ def make_embeddings(labels: int) -> tuple[Tensor, Tensor]:
     return embeddings, torch.arange(labels).repeat_interleave(labels)
 
 
-def our_loss(size: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss of ``size`` embeddings and their labels, every row ranking all rows."""
-    smooth_ap = fullrank.SmoothAPLoss(num_classes=size, queue_size=0, temperature=TEMPERATURE, multi_hot=True)
-
-    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
-        unit = torch.nn.functional.normalize(embeddings, dim=1)
-        result: Tensor = smooth_ap(unit @ unit.T, (labels[:, None] == labels).long())
-        return result
-
+def loss_with_itself(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of queries that rank themselves too, as the peer's do."""
+    unit = torch.nn.functional.normalize(embeddings, dim=1)
+    positive = (labels[:, None] == labels).long()
+    query = torch.arange(labels.numel()).repeat_interleave(labels.numel())
+    loss = smooth_ap((unit @ unit.T).reshape(-1, 1), positive.reshape(-1), TEMPERATURE, indexes=query)
+    assert isinstance(loss, Tensor)
     return loss
 
 
@@ -66,20 +71,35 @@ def peer_loss(size: int) -> Callable[[Tensor, Tensor], Tensor] | None:
     return result
 
 
-def difference(ours: Callable[..., Tensor], peer: Callable[..., Tensor], labels: int) -> dict[str, float]:
-    """Return how far apart the two losses are, and, in relation to its norm, the gradients."""
+def difference(peer: Callable[..., Tensor], labels: int) -> dict[str, float]:
+    """Return how far the loss with the query in is from the peer's, and, in relation to its norm, the gradient."""
     embeddings, targets = make_embeddings(labels)
-    values = [loss(embeddings, targets) for loss in (ours, peer)]
+    values = [loss(embeddings, targets) for loss in (loss_with_itself, peer)]
     gradients = [torch.autograd.grad(value, embeddings)[0].double() for value in values]
     distance = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
     return {"loss_difference": abs(values[0].item() - values[1].item()), "gradient_difference": float(distance)}
+
+
+def peak_apart(labels: int) -> int | None:
+    """Return the peak resident set, in bytes, of a process that takes one step of ours."""
+    if not STATUS.exists():
+        return None
+    command = [sys.executable, __file__, "--peak", str(labels)]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def peak(labels: int) -> int:
+    """Return the peak resident set of this process after one step of ours, in bytes."""
+    fullrank.RetrievalSmoothAPLoss(temperature=TEMPERATURE)(*make_embeddings(labels)).backward()
+    return resident("VmHWM")
 
 
 def measure(labels: int, repeats: int) -> dict[str, Any]:
     """Return the medians of one size, and how far the results are apart."""
     embeddings, targets = make_embeddings(labels)
     size = targets.numel()
-    losses = {"ours": our_loss(size)}
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    losses["ours"] = fullrank.RetrievalSmoothAPLoss(temperature=TEMPERATURE)
     peer = peer_loss(size)
     if peer is not None:
         losses["peer"] = peer
@@ -95,7 +115,8 @@ def measure(labels: int, repeats: int) -> dict[str, Any]:
     times = {name: median(runs) * 1e3 for name, runs in interleave(steps, repeats).items()}
     result: dict[str, Any] = {"rows": size, "positives": labels, "peer_gib": size**3 * PEER_BYTES_PER_TRIPLE / 2**30}
     result |= {f"{name}_ms": times.get(name) for name in ("ours", "peer")}
-    return result | (difference(losses["ours"], peer, labels) if peer is not None else {})
+    result["ours_peak_bytes"] = peak_apart(labels)
+    return result | (difference(peer, labels) if peer is not None else {})
 
 
 def print_results(results: list[dict[str, Any]]) -> None:
@@ -108,10 +129,12 @@ def print_results(results: list[dict[str, Any]]) -> None:
         else:
             cells += [f"{row['peer_ms']:,.2f}", f"{row['peer_ms'] / row['ours_ms']:,.1f}"]
             cells += [f"{row['loss_difference']:.0e}", f"{row['gradient_difference']:.0e}"]
+        size = row["ours_peak_bytes"]
+        cells.append("" if size is None else f"{size / 2**20:,.0f}")
         lines.append(cells)
     limit = f"the peer's arrays at most {PEER_MOST_BYTES / 2**30:.0f} GiB"
-    title = f"SmoothAPLoss, N embeddings rank all N, forward + backward, median; {limit}"
-    header = ("N", "positives each", "ours ms", "peer ms", "peer / ours", "losses differ by", "gradients by")
+    title = f"Smooth-AP, N x {FEATURES} embeddings rank all N, forward + backward, median; {limit}"
+    header = ("N", "of a label", "ours ms", "peer ms", "peer / ours", "with itself in: loss", "gradient", "peak MiB")
     print_table(title, header, lines)
 
 
@@ -121,7 +144,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each measurement (default: 3)")
     parser.add_argument("--out", type=Path, help=f"folder for retrieval.json (default: {RESULTS})")
+    parser.add_argument("--peak", type=int, metavar="LABELS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.peak is not None:
+        print(peak(arguments.peak))
+        return
     out = arguments.out or (None if arguments.quick else RESULTS)
     warnings.simplefilter("ignore")  # the peer's
     results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "repeats": arguments.repeats}

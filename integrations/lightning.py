@@ -46,6 +46,5 @@ class LossSchedule(_Callback):
         """Set the optimizer step of every schedule."""
         for schedule in find_schedules(pl_module):
             # Resumed from a checkpoint of an epoch's last step, Lightning leaves out that hook of the epoch it begins.
-            if schedule.get_extra_state()["epoch"] != trainer.current_epoch:
-                schedule.on_train_epoch_start(trainer.current_epoch)
+            schedule.on_train_epoch_start(trainer.current_epoch)
             schedule.on_train_batch_start(trainer.global_step)

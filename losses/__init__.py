@@ -7,6 +7,7 @@ from .pauc_at_budget import LossWithClassesAndStats, LossWithStats, PAUCAtBudget
 from .pool import LossWithClasses, PerClass, Pool
 from .ranking import RankingLoss
 from .recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
+from .retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
 from .sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
 from .sigmoid_sums import sigmoid_sums
 from .smooth_ap import SmoothAPLoss, smooth_ap
@@ -25,12 +26,14 @@ __all__ = [
     "Pool",
     "RankingLoss",
     "RecallAtQuantileLoss",
+    "RetrievalSmoothAPLoss",
     "SigmoidFocalLoss",
     "SmoothAPLoss",
     "SoftmaxFocalLoss",
     "causal_lm_loss",
     "pauc_at_budget",
     "recall_at_quantile",
+    "retrieval_smooth_ap",
     "sigmoid_focal",
     "sigmoid_sums",
     "smooth_ap",

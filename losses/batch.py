@@ -18,17 +18,18 @@ class Batch(NamedTuple):
     targets: Tensor  # [N] or [N, C]
     iid_mask: Tensor | None = None  # [N]
     sample_weight: Tensor | None = None  # [N]
+    indexes: Tensor | None = None  # [N] int64, the query of each row
     complete: bool = False  # known to hold no ignored target; a pass over the targets finds out where it is not known
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The row-aligned tensors, in the order of the fields."""
-        return self[:4]
+        return self[:5]
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""
-        iid_mask, sample_weight = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
-        return Batch(self.logits[index], self.targets[index], iid_mask, sample_weight, self.complete)
+        iid_mask, weight, indexes = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
+        return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete)
 
 
 class TargetRule(NamedTuple):
@@ -55,6 +56,7 @@ def check_batch(
     sample_weight: Tensor | None,
     rule: TargetRule,
     *,
+    indexes: Tensor | None = None,
     validate_args: bool = True,
 ) -> Batch:
     """Return the rows in canonical form, or raise TypeError or ValueError.
@@ -79,7 +81,25 @@ def check_batch(
     if sample_weight is not None:
         _check_row_tensor("sample_weight", sample_weight, logits)
         sample_weight = check_weight(sample_weight, compute_dtype(logits.dtype), validate_args)
-    return Batch(logits, targets, iid_mask, sample_weight, complete)
+    if indexes is not None:
+        indexes = _check_indexes(indexes, logits)
+    return Batch(logits, targets, iid_mask, sample_weight, indexes, complete)
+
+
+def _check_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
+    """Return the indexes as int64: every rank sends the same dtype whatever it was given."""
+    _check_row_tensor("indexes", indexes, logits)
+    if not is_integer(indexes):
+        raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
+    if logits.shape[1] != 1:
+        fix = "A query ranks its rows by one score; without indexes the columns are classes."
+        raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
+    return indexes.to(torch.int64)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return True for the dtypes of whole numbers, of which bool is none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
@@ -119,12 +139,13 @@ def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
     if tuple(value.shape) != (count,):
         fix = f"Use {name}.squeeze(1)." if tuple(value.shape) == (count, 1) else ""
         raise ValueError(expected(name, f"shape ({count},), one entry per row of logits", value, fix))
-    _check_device(name, value, logits)
+    check_device(name, value, logits)
 
 
-def _check_device(name: str, value: Tensor, logits: Tensor) -> None:
-    if value.device != logits.device:
-        what, fix = f"a tensor on {logits.device}, as logits", f"Use {name}.to(logits.device)."
+def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits") -> None:
+    """Raise ValueError when ``value`` is not on the device of ``rows``, which the caller knows as ``called``."""
+    if value.device != rows.device:
+        what, fix = f"a tensor on {rows.device}, as {called}", f"Use {name}.to({called}.device)."
         raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
 
 
@@ -133,7 +154,7 @@ def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_a
     if targets.is_floating_point() or targets.is_complex():
         what = "integers or bools"
         raise TypeError(expected("targets", what, targets, "Use targets.long() on class indices."))
-    _check_device("targets", targets, logits)
+    check_device("targets", targets, logits)
     count = logits.shape[0]
     if rule.multi_hot:
         if tuple(targets.shape) != (count, rule.num_classes):

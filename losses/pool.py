@@ -23,6 +23,7 @@ class Pool(NamedTuple):
     iid: Tensor | None = None  # [M] bool, None for all True
     live: Tensor | None = None  # [M] bool: not from the queue; None for all True
     weight: Tensor | None = None  # [M], None for all 1
+    indexes: Tensor | None = None  # [M] int64: the query of each row, of C = 1; None for one query
 
     @property
     def negative(self) -> Tensor:
@@ -84,7 +85,7 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         scores = scores.contiguous()
     else:
         scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
-    return Pool(scores, positive, member, batch.iid_mask, live, batch.sample_weight)
+    return Pool(scores, positive, member, batch.iid_mask, live, batch.sample_weight, batch.indexes)
 
 
 def local_pool(
@@ -96,6 +97,7 @@ def local_pool(
     *,
     iid_mask: Tensor | None = None,
     sample_weight: Tensor | None = None,
+    indexes: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
 ) -> Pool:
@@ -105,7 +107,8 @@ def local_pool(
     check_int("ignore_index", ignore_index)
     has_columns = isinstance(logits, Tensor) and logits.ndim == 2
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
-    batch = check_batch(logits, targets, iid_mask, sample_weight, rule, validate_args=validate_args)
+    given = (logits, targets, iid_mask, sample_weight)
+    batch = check_batch(*given, rule, indexes=indexes, validate_args=validate_args)
     return one_vs_rest(batch, rule)
 
 
@@ -134,19 +137,24 @@ def spread_nan(values: Tensor, pool: Pool) -> Tensor:
 
 
 def reduce_classes(per_class: PerClass, pool: Pool, reduction: str) -> Tensor:
-    """Return the loss over the valid classes in the dtype of the scores; a NaN class counts, valid or not.
+    """Return the loss over the valid classes in the dtype of the scores; see :func:`reduce_values`."""
+    return reduce_values(per_class, reduction, pool.scores.dtype)
 
-    ``"mean"`` and ``"sum"`` leave invalid classes out and are 0 without any; ``"none"`` gives (C,) with NaN there. The
+
+def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Tensor:
+    """Return the loss over the valid classes, or queries, in ``dtype``; a NaN one counts, valid or not.
+
+    ``"mean"`` and ``"sum"`` leave invalid ones out and are 0 without any; ``"none"`` gives (C,) with NaN there. The
     loss is connected to the graph of every row in each case. Rounded once, after the sum.
     """
     values, valid = per_class
     if reduction == "none":
-        return values.masked_fill(~valid, math.nan).to(pool.scores.dtype)
+        return values.masked_fill(~valid, math.nan).to(dtype)
     counted = valid | values.isnan()
     loss = (values * counted).sum()
     if reduction == "mean" and counted.numel() > 1:
         loss = loss / counted.sum().clamp_min(1)
-    return loss.to(pool.scores.dtype)
+    return loss.to(dtype)
 
 
 def with_classes(loss: Tensor, per_class: PerClass) -> LossWithClasses:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_count, check_int, check_positive, warn
+from ..distributed.errors import check_choice, check_count, check_int, check_positive, expected, warn
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
@@ -111,25 +111,38 @@ class RankingLoss(DistributedLoss):
             TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
             RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
-        pool, live = self._pool(logits, targets, iid_mask, sample_weight)
+        return self._loss(*self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
+
+    def _loss(self, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
+        """Return the loss over ``pool``, and enqueue the live rows."""
         per_class = self.compute_per_class(pool)
         loss = reduce_classes(per_class, pool, self.reduction)
         self._enqueue(live)
         return with_classes(loss, per_class) if return_per_class else loss
 
     def _pool(
-        self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None,
+        sample_weight: Tensor | None,
+        indexes: Tensor | None = None,
     ) -> tuple[Pool, Batch]:
-        """Return the pool, and the live rows of all ranks."""
+        """Return the pool, and the live rows of all ranks; with ``indexes`` the pool is the live rows, by query."""
         call = type(self).__name__
         refuse_in_backward(call)
 
         def check() -> Batch:
             check_positive("temperature", self.temperature)
-            return check_batch(logits, targets, iid_mask, sample_weight, self._rule, validate_args=self.validate_args)
+            if indexes is not None and self.max_pool_size is not None:
+                fix = "A draw would take rows out of their queries."
+                raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
+            given = (logits, targets, iid_mask, sample_weight)
+            return check_batch(*given, self._rule, indexes=indexes, validate_args=self.validate_args)
 
         def prepare() -> Rows:
-            return Rows(check().tensors, self._facts(), self.queue.checksum if self.queue_size else None)
+            facts = {**self._facts(), "with indexes": indexes is not None}
+            return Rows(check().tensors, facts, self.queue.checksum if self.queue_size else None)
 
         group = self._resolve_group()
         if group is None:
@@ -155,6 +168,8 @@ class RankingLoss(DistributedLoss):
     def _join(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
         batch, is_live = live, None
+        if live.indexes is not None:  # rows of earlier steps belong to other queries
+            return one_vs_rest(live, self._rule)
         if len(self.queue):
             count = live.logits.shape[0]
             batch = self._with_queue(live)
@@ -193,8 +208,8 @@ class RankingLoss(DistributedLoss):
         )
 
     def _enqueue(self, live: Batch) -> None:
-        if self._enqueues:
-            self.queue.enqueue(*live.tensors)  # type: ignore[arg-type]
+        if self._enqueues and live.indexes is None:
+            self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

@@ -40,7 +40,7 @@ def smooth_ap_sums(
         scores: (C, M) float32 or float64.
         positive: (C, M) bool, a subset of ``member``.
         member: (C, M) bool: the rows that take part; None for all.
-        weight: (M,) >= 0, the weight of each row as a positive; None for equal weights.
+        weight: (M,) or (C, M), >= 0, the weight of each row as a positive; None for equal weights.
         temperature: > 0.
         method: ``"direct"`` sums pair by pair in O(positives x M) time; ``"binned"`` takes O(M) time, or, where rows
             are so far apart that bins would be empty, O(M log M) and the pairs that interact; ``"auto"`` chooses.
@@ -112,7 +112,7 @@ def _pose(
         valid = mixed & (count > 0)
         share = count.double().reciprocal()[class_of]
     else:
-        mass = weight.double()[row_of]
+        mass = (weight[row_of] if weight.ndim == 1 else weight[class_of, row_of]).double()
         total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
         valid = mixed & (total > 0)
         share = mass / total[class_of]

@@ -48,7 +48,7 @@ class LossWarmupWrapper(nn.Module):
         warmup_steps: length of the warm-up in steps instead of epochs.
         blend_steps: length of the blend in steps; needs ``warmup_steps``.
         final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
-        reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch.
+        reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch, once per epoch.
         gather_distributed: set on the two losses when not None; None leaves their own setting. The attribute may be
             assigned between steps and sets both: False while rank 0 validates alone, None to detect again.
 
@@ -110,9 +110,9 @@ class LossWarmupWrapper(nn.Module):
         self.temp_start, self.temp_end = check_positive("temp_start", temp_start), check_positive("temp_end", temp_end)
         self.temp_decay_steps, self.final_main_weight = temp_decay_steps, final_main_weight
         self.reset_queue_each_epoch = reset_queue_each_epoch
-        self._epoch = self._step = 0
+        self._epoch: int | None = None  # until its hook is called, as the step
+        self._step: int | None = None
         self._switch_step: int | None = None
-        self._called: set[str] = set()  # the hooks
         self._warned: set[str] = set()
         self._weights_warmup = _takes(warmup_loss, "sample_weight")
         self.register_load_state_dict_pre_hook(check_saved_queues)
@@ -147,8 +147,8 @@ class LossWarmupWrapper(nn.Module):
     def _lengths(self) -> tuple[int, int, int]:
         """The present unit (step or epoch), and the lengths of warm-up and blend in that unit."""
         if self.warmup_steps is not None:
-            return self._step, self.warmup_steps, self.blend_steps or 0
-        return self._epoch, self.warmup_epochs, self.blend_epochs
+            return self._step or 0, self.warmup_steps, self.blend_steps or 0
+        return self._epoch or 0, self.warmup_epochs, self.blend_epochs
 
     @property
     def in_warmup(self) -> bool:
@@ -177,10 +177,9 @@ class LossWarmupWrapper(nn.Module):
         return None if temperature is None else float(temperature)
 
     def on_train_epoch_start(self, epoch: int) -> None:
-        """Set the epoch, counted from 0. Call it on every rank."""
-        self._called.add("on_train_epoch_start")
-        self._epoch = epoch
-        if self.reset_queue_each_epoch and not self.in_warmup:
+        """Set the epoch, counted from 0. Call it on every rank; after a restart also in an epoch that has begun."""
+        begins, self._epoch = epoch != self._epoch, epoch
+        if begins and self.reset_queue_each_epoch and not self.in_warmup:
             self._reset_queue()
 
     def on_train_batch_start(self, global_step: int) -> None:
@@ -188,7 +187,6 @@ class LossWarmupWrapper(nn.Module):
 
         The first call after the warm-up is the switch: it resets the queue and starts the decay.
         """
-        self._called.add("on_train_batch_start")
         self._step = global_step
         if self.in_warmup:
             return
@@ -230,11 +228,11 @@ class LossWarmupWrapper(nn.Module):
         return (1 - weight) * warmup + weight * main
 
     def _warn_of_missing_calls(self, weight: float) -> None:
-        now, warmup, blend = self._lengths
+        _, warmup, blend = self._lengths
         in_steps = self.warmup_steps is not None
         hook = "on_train_batch_start" if in_steps else "on_train_epoch_start"
         argument, unit = ("global_step", "step") if in_steps else ("epoch", "epoch")
-        if now == 0 < warmup + blend and hook not in self._called:
+        if (self._step if in_steps else self._epoch) is None and warmup + blend > 0:
             self._warn_once(
                 f"{hook}({argument}) was never called, so the {'warm-up' if weight == 0 else 'blend'} never ends. "
                 f"Call it at the start of every {unit}."
@@ -262,16 +260,16 @@ class LossWarmupWrapper(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Return where the schedule stands; the temperature is saved by ``main_loss``, or here if it does not."""
         return {
-            "epoch": self._epoch,
-            "step": self._step,
-            "switch_step": -1 if self._switch_step is None else self._switch_step,
+            "epoch": _or_minus_one(self._epoch),
+            "step": _or_minus_one(self._step),
+            "switch_step": _or_minus_one(self._switch_step),
             "temperature": -1.0 if self.current_temperature is None else self.current_temperature,
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
-        self._switch_step = None if int(state["switch_step"]) < 0 else int(state["switch_step"])
+        saved = (int(state[name]) for name in ("epoch", "step", "switch_step"))
+        self._epoch, self._step, self._switch_step = (None if number < 0 else number for number in saved)
         if float(state["temperature"]) > 0 and hasattr(self.main_loss, "temperature"):
             self.main_loss.temperature = float(state["temperature"])
 
@@ -283,6 +281,11 @@ class LossWarmupWrapper(nn.Module):
             f"warmup_{unit}={warmup}, blend_{unit}={blend}, final_main_weight={self.final_main_weight}, "
             f"temperature {self.temp_start} -> {self.temp_end} in {self.temp_decay_steps} steps"
         )
+
+
+def _or_minus_one(number: int | None) -> int:
+    """Return ``number``, or -1 for None: the saved state holds numbers alone."""
+    return -1 if number is None else number
 
 
 def _takes(loss: nn.Module, name: str) -> bool:

@@ -47,6 +47,19 @@ def _rows(generator: torch.Generator, rank: int) -> Arguments:
     return {"logits": logits, "targets": torch.randint(0, CLASSES, (count,), generator=generator)}
 
 
+def _queries(generator: torch.Generator, rank: int) -> Arguments:
+    rows = _rows(generator, rank)
+    count = len(rows["targets"])
+    indexes = torch.randint(0, 3, (count,), generator=generator)
+    logits = rows["logits"].detach()[:, :1].requires_grad_()
+    return {"logits": logits, "targets": rows["targets"] % 2, "indexes": indexes}
+
+
+def _embeddings(generator: torch.Generator, rank: int) -> Arguments:
+    rows = _rows(generator, rank)
+    return {"embeddings": rows["logits"], "labels": rows["targets"]}
+
+
 def _class_inputs(generator: torch.Generator, rank: int) -> Arguments:
     rows = _rows(generator, rank)
     return {"inputs": rows["logits"], "targets": rows["targets"]}
@@ -119,6 +132,35 @@ _CLASS_INPUTS = {
 _BINARY_INPUTS = {
     "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "expected numbers in [0, 1], got -1.0"),
     "shape of targets": _wrong("targets", lambda y: y[:, :1], "ValueError", "targets: expected the shape of inputs"),
+}
+_BAD_QUERIES = {
+    "indexes not a tensor": _wrong("indexes", lambda i: i.tolist(), "TypeError", "indexes: expected a tensor or None"),
+    "shape of indexes": _wrong("indexes", lambda i: i[:, None], "ValueError", "Use indexes.squeeze(1)."),
+    "number of indexes": _wrong("indexes", lambda i: i[:-1], "ValueError", "indexes: expected shape"),
+    "float indexes": _wrong("indexes", lambda i: i.double(), "TypeError", "indexes: expected a tensor of integers"),
+    "bool indexes": _wrong("indexes", lambda i: i > 0, "TypeError", "indexes: expected a tensor of integers"),
+    "indexes elsewhere": _wrong("indexes", lambda i: i.to("meta"), "ValueError", _FOREIGN + "cpu"),
+}
+_DIFFERENT_QUERIES = {
+    "indexes": _wrong("indexes", lambda i: None, "ValueError", "with indexes: "),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
+}
+_BAD_EMBEDDINGS = {
+    "not a tensor": _wrong("embeddings", lambda x: x.tolist(), "TypeError", "embeddings: expected a tensor"),
+    "integers": _wrong("embeddings", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
+    "dimensions": _wrong("embeddings", lambda x: x[:, 0], "ValueError", "embeddings: expected shape (N, D)"),
+    "no features": _wrong("embeddings", lambda x: x[:, :0], "ValueError", "embeddings: expected shape (N, D)"),
+    "sparse": _wrong("embeddings", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+    "labels not a tensor": _wrong("labels", lambda y: y.tolist(), "TypeError", "labels: expected a tensor"),
+    "float labels": _wrong("labels", lambda y: y.double(), "TypeError", "labels: expected integers or bools"),
+    "number of labels": _wrong("labels", lambda y: y[:-1], "ValueError", "labels: expected shape"),
+    "shape of labels": _wrong("labels", lambda y: y[:, None], "ValueError", "Use labels.squeeze(1)."),
+    "labels elsewhere": _wrong("labels", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as embeddings"),
+}
+_DIFFERENT_EMBEDDINGS = {
+    "dtype": _wrong("embeddings", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
+    "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", "with gradient"),
+    "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient"),
 }
 
 
@@ -210,6 +252,22 @@ CALLS = {
     "recall": _pooled("recall", "RecallAtQuantileLoss"),
     "pauc_trapezoid": _pooled("pauc_trapezoid", "PAUCAtBudgetLoss"),
     "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
+    "queries": Call(
+        ("SmoothAPLoss",),
+        "SmoothAPLoss",
+        lambda: gradient_cases.make_loss(Case("smooth_ap"), local=False),
+        _queries,
+        _BAD_QUERIES,
+        _DIFFERENT_QUERIES,
+    ),
+    "retrieval": Call(
+        ("RetrievalSmoothAPLoss",),
+        "RetrievalSmoothAPLoss",
+        fullrank.RetrievalSmoothAPLoss,
+        _embeddings,
+        _BAD_EMBEDDINGS,
+        _DIFFERENT_EMBEDDINGS,
+    ),
     "softmax_focal": Call(
         ("SoftmaxFocalLoss",),
         "SoftmaxFocalLoss",

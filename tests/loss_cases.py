@@ -26,7 +26,9 @@ NOT_LOSSES = {
     "PerClass": "what a formula returns",
     "Pool": "what a formula is given",
     "RankingLoss": "the base of the pooled losses, without a formula",
+    "RetrievalSmoothAPLoss": "of embeddings, which the other losses are not; tested in test_retrieval.py",
     "causal_lm_loss": "a sum over tokens, tested in test_causal_lm.py",
+    "retrieval_smooth_ap": "of embeddings, which the other losses are not; tested in test_retrieval.py",
     "sigmoid_sums": "the numerics under the pooled losses",
 }
 

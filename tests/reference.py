@@ -189,6 +189,46 @@ def smooth_ap(
     return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
 
 
+def smooth_ap_of_queries(
+    live: Rows,
+    indexes: Tensor,
+    *,
+    temperature: float = 0.01,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Result:
+    """``smooth_ap`` of the rows of each distinct index by themselves; ``per_class`` is per query, in sorted order."""
+    losses: list[Tensor | None] = []
+    for index in sorted(set(indexes.tolist())):
+        rows = take(live, torch.tensor([n for n, other in enumerate(indexes.tolist()) if other == index]))
+        alone = smooth_ap(rows, temperature=temperature, ignore_index=ignore_index)
+        losses.append(alone.loss if bool(alone.valid[0]) else None)
+    return _reduce(losses, live.logits, reduction, [{}])
+
+
+def retrieval_smooth_ap(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.01,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Result:
+    """``smooth_ap`` of every row against all others by their cosine; ``per_class`` is per row."""
+    z, count = embeddings.double(), len(embeddings)
+    losses: list[Tensor | None] = []
+    for q in range(count):
+        others = [j for j in range(count) if j != q and int(labels[j]) != ignore_index]
+        if int(labels[q]) == ignore_index or not others:
+            losses.append(None)
+            continue
+        cosines = torch.stack([(z[q] * z[j]).sum() / (z[q].norm() * z[j].norm()) for j in others])
+        targets = torch.tensor([int(labels[j]) == int(labels[q]) for j in others]).long()
+        alone = smooth_ap(Rows(cosines[:, None], targets), temperature=temperature)
+        losses.append(alone.loss if bool(alone.valid[0]) else None)
+    return _reduce(losses, z, reduction, [{}])
+
+
 # --- quantiles -------------------------------------------------------------------------------------------------------
 
 

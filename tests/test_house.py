@@ -121,6 +121,10 @@ class _Finder(doctest.DocTestFinder):
     def _from_module(self, module, object):
         return super()._from_module(module, inspect.unwrap(object))
 
+    def find(self, module, name):
+        # A graph break in an earlier test leaves parts of functions, with their docstrings, in the module.
+        return [test for test in super().find(module, name) if ".__resume_at_" not in test.name]
+
 
 def _docstrings_with_examples(source):
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

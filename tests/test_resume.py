@@ -236,17 +236,33 @@ def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool
     assert "temperature: 0.21 on rank 0, 0.3 on rank 1" in first
 
 
-def test_the_start_of_an_epoch_empties_a_loaded_queue() -> None:
-    """Why docs/checkpointing.md says not to call the hook again in an epoch that has begun."""
+def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
     trained, loaded = (
         LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), reset_queue_each_epoch=True) for _ in range(2)
     )
     trained.on_train_epoch_start(3)
     train_two_classes(trained)
     loaded.load_state_dict(trained.state_dict())
-    assert len(loaded.main_loss.queue) == 5
     loaded.on_train_epoch_start(3)
+    assert len(loaded.main_loss.queue) == 5
+    loaded.on_train_epoch_start(4)
     assert len(loaded.main_loss.queue) == 0
+
+
+@pytest.mark.parametrize("units", ["warmup_epochs", "warmup_steps"])
+def test_a_schedule_that_was_told_where_it_is_does_not_warn_after_a_restart(units: str) -> None:
+    """In the first epoch or step too; one that was never told still warns, before and after."""
+    logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+    told, untold, first, second = (
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), **{units: 2}) for _ in range(4)
+    )
+    told.on_train_epoch_start(0)
+    told.on_train_batch_start(0)
+    first.load_state_dict(told.state_dict())
+    second.load_state_dict(untold.state_dict())
+    first(logits, targets)  # a warning would be an error
+    with pytest.warns(UserWarning, match="was never called"):
+        second(logits, targets)
 
 
 # Another queue

@@ -1,0 +1,274 @@
+"""Who is off by W: the gradients that each known way of gathering rows gives, against one process with all rows.
+
+Usage: python benchmarks/gradient_scale.py [--worlds 2 4] [--quick] [--out FOLDER]
+
+A small network scores rows, a learned scale multiplies the gathered scores (a temperature, after the gather), and
+Smooth-AP is the loss; all in float64, under DistributedDataParallel, which averages gradients over the W processes.
+Every convention is written anew here in a few lines; which projects use it is said, with sources, in
+docs/gradient-scale.md. Of the encoder's gradient g, with g0 that of one process, the table has the share of g0 that g
+holds, <g, g0> / <g0, g0>, and the relative error |g - g0| / |g0|; of the scale and of the logged loss the ratio. The
+logged loss is the mean over the ranks.
+
+Smooth-AP is a mean over positives, so a rank may also take its own positives for rows against all gathered rows, as
+contrastive losses do with their anchors ("own rows"). With equal shards every rank has the same number of positives,
+which such a mean of means needs. Uneven shards are marked: they are as 1 to 2 to ... to W. Takes half a minute. Writes
+gradient_scale.json, a quick run (W = 2 alone) only where ``--out`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import RESULTS, machine, print_machine, print_table, write_json
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fullrank
+from fullrank.losses import smooth_ap
+
+ROWS, EVERY = 240, 10  # every tenth row is positive
+TEMPERATURE = 0.1
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # own scores (N, 1), own targets (N,), the log of the scale
+
+
+def loss_of_pool(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    """Return the loss of one process that holds these rows."""
+    result: Tensor = smooth_ap(scores * log_scale.exp(), targets, TEMPERATURE)
+    return result
+
+
+def loss_of_own_rows(scores: Tensor, targets: Tensor, pool: Tensor, log_scale: Tensor) -> Tensor:
+    """Return one minus the mean share of positives above each of this rank's positives, ranked against ``pool``."""
+    pool_targets = fullrank.all_gather_no_grad(targets)
+    first = sum(_sizes(len(targets))[: dist.get_rank()])
+    own = torch.arange(first, first + len(targets))[targets == 1]  # where this rank's positives are in the pool
+    above = torch.sigmoid((pool[:, 0] - scores[targets == 1]) * log_scale.exp() / TEMPERATURE)  # [P, M]
+    above = above.scatter(1, own[:, None], 1.0)  # a row counts itself once
+    return 1 - (above[:, pool_targets == 1].sum(dim=1) / above.sum(dim=1)).mean()
+
+
+def _sizes(rows: int) -> list[int]:
+    return fullrank.all_gather_no_grad(torch.tensor([rows])).tolist()
+
+
+def gather_detached(x: Tensor) -> list[Tensor]:
+    """Return the rows of each rank, as constants; equal shards."""
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x.detach())
+    return rows
+
+
+def gather_swapped(x: Tensor) -> Tensor:
+    """Return all rows, of which this rank's are the live ones."""
+    rows = gather_detached(x)
+    rows[dist.get_rank()] = x
+    return torch.cat(rows)
+
+
+def gather_summed(x: Tensor) -> Tensor:
+    """Return all rows; the backward adds the gradients of these rows over all ranks (torch's own)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated in torch 2.13, and what people use
+        return torch.cat(torch.distributed.nn.functional.all_gather(x))
+
+
+def no_gather(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_pool(scores, targets, log_scale)
+
+
+def swapped(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_pool(gather_swapped(scores), fullrank.all_gather_no_grad(targets), log_scale)
+
+
+def swapped_times_world(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return swapped(scores, targets, log_scale) * dist.get_world_size()
+
+
+def summed(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_pool(gather_summed(scores), fullrank.all_gather_no_grad(targets), log_scale)
+
+
+def own_rows_summed(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_own_rows(scores, targets, gather_summed(scores), log_scale)
+
+
+def own_rows_summed_times_world(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return own_rows_summed(scores, targets, log_scale) * dist.get_world_size()
+
+
+def own_rows_reduce_scatter(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    pool = fullrank.all_gather_with_grad(scores, backward="reduce_scatter")  # as the one above, of any sizes
+    return loss_of_own_rows(scores, targets, pool, log_scale)
+
+
+def own_rows_swapped(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_own_rows(scores, targets, gather_swapped(scores), log_scale)
+
+
+def own_rows_swapped_times_world(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return own_rows_swapped(scores, targets, log_scale) * dist.get_world_size()
+
+
+def own_rows_detached(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_own_rows(scores, targets, torch.cat(gather_detached(scores)), log_scale)
+
+
+def ours(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    return loss_of_pool(*fullrank.gather_rows(scores, targets), log_scale)  # type: ignore[arg-type]
+
+
+class Convention(NamedTuple):
+    """One way of gathering; ``key`` names it in the results."""
+
+    key: str
+    label: str
+    loss: Loss
+    uneven: bool = False
+
+
+CONVENTIONS = (
+    Convention("no_gather", "no gather", no_gather),
+    Convention("swapped", "detached gather, own rows put back", swapped),
+    Convention("swapped_w", "the same, loss times W", swapped_times_world),
+    Convention("summed", "gather whose backward sums over ranks", summed),
+    Convention("own_summed", "own rows against that gather", own_rows_summed),
+    Convention("own_summed_w", "the same, loss times W", own_rows_summed_times_world),
+    Convention("own_swapped", "own rows against a detached gather, own put back", own_rows_swapped),
+    Convention("own_swapped_w", "the same, loss times W", own_rows_swapped_times_world),
+    Convention("own_detached", "own rows against a detached gather", own_rows_detached),
+    Convention("fullrank", "fullrank.gather_rows", ours),
+    Convention("no_gather_uneven", "no gather, uneven shards", no_gather, True),
+    Convention(
+        "own_summed_uneven", "own rows against the summing gather, uneven shards", own_rows_reduce_scatter, True
+    ),
+    Convention("fullrank_uneven", "fullrank.gather_rows, uneven shards", ours, True),
+)
+
+
+class Model(nn.Module):
+    """An encoder, and a scale that acts on the scores after they have been gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, features: Tensor, targets: Tensor, loss: Loss) -> Tensor:
+        return loss(self.encoder(features), targets, self.log_scale)
+
+
+def make_model() -> Model:
+    """Return the same model in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Model().double()
+
+
+def make_rows() -> tuple[Tensor, Tensor]:
+    """Return features (ROWS, 8) in float64 and targets, positives spread evenly and higher by one on average."""
+    generator = torch.Generator().manual_seed(1)
+    targets = (torch.arange(ROWS) % EVERY == 0).long()
+    features = torch.randn(ROWS, 8, generator=generator, dtype=torch.float64) + targets[:, None] / math.sqrt(8)
+    return features, targets
+
+
+def shard(rank: int, world_size: int, uneven: bool) -> slice:
+    """Return the rows of ``rank``: equal parts, or parts as 1 to 2 to ... to W."""
+    parts = range(1, world_size + 1) if uneven else [1] * world_size
+    ends = [ROWS * end // sum(parts) for end in accumulate(parts, initial=0)]
+    return slice(ends[rank], ends[rank + 1])
+
+
+def gradients(model: Model, loss: Tensor) -> dict[str, Tensor]:
+    """Return the loss, and the gradients of the encoder and of the scale."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss.backward()
+    encoder = torch.cat([parameter.grad.flatten() for parameter in model.encoder.parameters()])
+    return {"encoder": encoder, "scale": model.log_scale.grad.clone(), "loss": loss.detach()}
+
+
+def compare(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
+    """Return the ratios to the true values and the relative error of the encoder's gradient."""
+    distance = (found["encoder"] - true["encoder"]).norm() / true["encoder"].norm()
+    return {
+        "encoder": float(found["encoder"] @ true["encoder"] / (true["encoder"] @ true["encoder"])),
+        "error": float(distance),
+        "scale": float(found["scale"] / true["scale"]),
+        "loss": float(found["loss"] / true["loss"]),
+    }
+
+
+def measure(rank: int, world_size: int, folder: str, answers: Any) -> None:
+    """Compare every convention with one process, on one rank of ``world_size``; rank 0 answers."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    features, targets = make_rows()
+    alone = make_model()
+    true = gradients(alone, alone(features, targets, loss_of_pool))
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    results = []
+    for convention in CONVENTIONS:
+        own = shard(rank, world_size, convention.uneven)
+        found = gradients(model, wrapped(features[own], targets[own], convention.loss))
+        logged = fullrank.all_gather_no_grad(found["loss"][None]).mean()
+        named = {"world_size": world_size, "key": convention.key, "label": convention.label}
+        results.append(named | compare(found | {"loss": logged}, true))
+    if rank == 0:
+        answers.put(results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world_size: int) -> list[dict[str, Any]]:
+    """Return the results of all conventions on ``world_size`` processes."""
+    answers = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (world_size, folder, answers), nprocs=world_size)
+        return answers.get()
+
+
+def print_results(world_size: int, results: list[dict[str, Any]]) -> None:
+    """Print the table of one number of processes."""
+    lines = []
+    for row in results:
+        cells = [f"{row['encoder']:.3f}", f"{row['error']:.1e}", f"{row['scale']:.3f}", f"{row['loss']:.3f}"]
+        lines.append([row["label"], *cells])
+    header = ("gather", "encoder", "its error", "scale after it", "logged loss")
+    print_table(f"W = {world_size}, gradients averaged by DDP, relative to one process with all rows", header, lines)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)")
+    parser.add_argument("--quick", action="store_true", help="two processes alone")
+    parser.add_argument("--out", type=Path, help=f"folder for gradient_scale.json (default: {RESULTS})")
+    arguments = parser.parse_args()
+    worlds = [2] if arguments.quick else arguments.worlds
+    if any(world_size < 2 or ROWS % (world_size * EVERY) for world_size in worlds):
+        parser.error(f"--worlds: expected numbers >= 2 that divide {ROWS // EVERY}, got {worlds}")
+    info = machine()
+    print_machine(info)
+    results = []
+    for world_size in worlds:
+        results += (found := run(world_size))
+        print_results(world_size, found)
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    if out is not None:
+        write_json(out / "gradient_scale.json", {"machine": info, "quick": arguments.quick, "gradient_scale": results})
+
+
+if __name__ == "__main__":
+    main()

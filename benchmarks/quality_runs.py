@@ -1,0 +1,132 @@
+"""One run of the quality benchmarks: train a small network with one loss, evaluate, remember the figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from quality_data import Rows
+from scipy.stats import t as student_t
+from sklearn.metrics import average_precision_score
+from torch import Tensor, nn
+
+from fullrank import LossWarmupWrapper
+from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+
+WIDTH = 32
+METRICS = ("ap", "recall", "pauc")
+Figures = dict[str, float]
+
+
+class Setting(NamedTuple):
+    """What all runs of a task share."""
+
+    budget: float  # share of rows for the recall, of negatives for the partial AUC
+    steps: int
+    batch_size: int
+
+
+class Cache:
+    """Figures of finished runs, in memory and, where a file is given, in a line of JSON for each run."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.known: dict[str, Figures] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                self.known[record["key"]] = record["figures"]
+
+    def get(self, key: list[Any], compute: Callable[[], Figures]) -> Figures:
+        """Return the figures of the run called ``key``, from the file or from ``compute``."""
+        text = json.dumps(key, sort_keys=True)
+        if text not in self.known:
+            self.known[text] = compute()
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(json.dumps({"key": text, "figures": self.known[text]}) + "\n")
+        return self.known[text]
+
+
+def make_model(features: int, seed: int) -> nn.Module:
+    """Return a multilayer perceptron with one logit."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hidden = [nn.Linear(features, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        return nn.Sequential(*hidden, nn.Linear(WIDTH, 1))
+
+
+def train(rows: Rows, loss: nn.Module, lr: float, setting: Setting, seed: int) -> nn.Module:
+    """Return the model after ``setting.steps`` of Adam, whose rate falls linearly; ``seed`` is of model and batches."""
+    model = make_model(rows.features.shape[1], seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, setting.steps)
+    generator = torch.Generator().manual_seed(seed)
+    batches: list[Tensor] = []
+    for step in range(setting.steps):
+        if isinstance(loss, LossWarmupWrapper):
+            loss.on_train_batch_start(step)
+        if not batches:  # an epoch
+            shuffled = torch.randperm(len(rows.targets), generator=generator)
+            batches = list(shuffled.split(setting.batch_size))
+            if len(batches) > 1 and len(batches[-1]) < setting.batch_size:
+                batches.pop()
+            batches.reverse()
+        batch = rows.take(batches.pop())
+        optimizer.zero_grad()
+        loss(model(batch.features), batch.targets).backward()
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+@torch.no_grad()
+def score(model: nn.Module, features: Tensor) -> Tensor:
+    """Return the scores, (N,)."""
+    return torch.cat([model(part)[:, 0] for part in features.split(65_536)])
+
+
+def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
+    """Return average precision, recall in the top ``budget`` of rows, and partial AUC up to that false-positive rate.
+
+    Scores that are not finite rank nothing: all figures are 0.
+    """
+    if not bool(scores.isfinite().all()):
+        return dict.fromkeys(METRICS, 0.0)
+    metrics = {"recall": RecallAtQuantile(1, budget), "pauc": PAUCAtBudget(1, 0.0, budget)}
+    figures = {"ap": float(average_precision_score(targets.numpy(), scores.double().numpy()))}
+    for name, metric in metrics.items():
+        metric.update(scores[:, None], targets)
+        figures[name] = float(metric.compute())
+    return figures
+
+
+class Interval(NamedTuple):
+    """A mean and half the width of its 95 % interval, by Student's t; the width of a single value is not known."""
+
+    mean: float
+    width: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Interval:
+        """Return the mean of ``values`` and its interval."""
+        if len(values) < 2:
+            return cls(mean(values), math.nan)
+        error = stdev(values) / math.sqrt(len(values))
+        return cls(mean(values), float(student_t.ppf(0.975, len(values) - 1)) * error)
+
+    @property
+    def sign(self) -> str:
+        """``"+"`` or ``"-"`` where the interval is on one side of 0, else ``"0"``."""
+        return "+" if self.mean > self.width else "-" if -self.mean > self.width else "0"
+
+
+def paired(values: list[float], base: list[float]) -> Interval:
+    """Return the mean of the differences, run by run, and its interval."""
+    return Interval.of([value - other for value, other in zip(values, base, strict=True)])

@@ -1,0 +1,151 @@
+"""What a longer queue buys: recall at the operating point over the capacity of the memory queue.
+
+Usage: python benchmarks/queue_scale.py [--full | --quick] [--quality FILE] [--cache FILE] [--out FOLDER]
+
+The fraud task of quality.py, with its three ranking losses at queues of 0 to 1,000,000 rows, which keep all rows or the
+negatives alone. Everything else is the configuration that quality.py found for the loss with a queue, with or without
+warm-up, whichever did better on its validation rows; it is read from the quality.json of its full run. The seeds, rows,
+steps and batches are those of quality.py too. Nothing is put into the queue beforehand: it begins empty, at the end of
+a warm-up if there is one, and takes the 4,096 rows of every step, so one of 1,000,000 is full 245 steps later. With
+each capacity come the processor time of a step, and the share of the steps of the ranking loss in which it was full.
+
+``--full`` takes some 15 minutes on one core and writes queue_scale.json, and quality_queue.png for the documentation;
+the default takes a minute or two on fewer rows, ``--quick`` seconds, and they write only where ``--out`` says. Needs
+the ``test`` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quality import SIZES, Task, make_task, say
+from quality_figure import PICTURES, draw_queue
+from quality_methods import RANKING, Config, build
+from quality_runs import METRICS, Cache, Figures, Interval, evaluate, paired, score, train
+from report import RESULTS, machine, print_machine, print_table, write_json
+
+FORMS = (" + queue", " + queue + warm-up")
+
+
+class Scale(NamedTuple):
+    """How much is run; ``size`` names that of quality.py."""
+
+    size: str
+    capacities: tuple[int, ...]
+    seeds: int
+
+
+SCALES = {
+    "full": Scale("full", (0, 1_000, 10_000, 100_000, 1_000_000), 5),
+    "default": Scale("default", (0, 1_000, 10_000, 100_000), 2),
+    "quick": Scale("quick", (0, 1_000), 2),
+}
+
+
+def tuned(path: Path, loss: str) -> tuple[str, Config]:
+    """Return the better form of ``loss`` with a queue on the fraud task, by validation, and its configuration."""
+    (fraud,) = (task for task in json.loads(path.read_text())["tasks"] if task["task"] == "fraud")
+    forms = [method for method in fraud["methods"] if method["method"] in [loss + form for form in FORMS]]
+    best = max(forms, key=lambda method: method["trials"][0]["goal"])
+    return best["method"], best["config"]
+
+
+def run(task: Task, method: str, config: Config, seed: int) -> Figures:
+    """Return the test figures of one run, the processor time of a step in ms and the share of steps at capacity."""
+    rows, setting = task.make(seed), task.setting
+    module = build(method, config, setting.budget, setting.steps)
+    start = time.process_time()
+    model = train(rows.train, module, config["lr"], setting, seed)
+    seconds = time.process_time() - start
+    after = setting.steps - round(config.get("warmup_share", 0) * setting.steps)
+    fill = -(-config["queue_size"] // setting.batch_size)
+    cost = {"step_ms": 1e3 * seconds / setting.steps, "full_share": max(0.0, 1 - fill / after)}
+    return evaluate(score(model, rows.test.features), rows.test.targets, setting.budget) | cost
+
+
+def study(task: Task, scale: Scale, losses: list[str], quality: Path, cache: Cache) -> list[dict[str, Any]]:
+    """Return the intervals of each loss, kind of rows and capacity, and of the difference to no queue."""
+    settings = [
+        (loss, keep, capacity)
+        for loss in losses
+        for capacity in scale.capacities
+        for keep in (("all", "negatives") if capacity else ("none",))
+    ]
+    runs: dict[tuple[str, str, int], list[Figures]] = {setting: [] for setting in settings}
+    chosen = {loss: tuned(quality, loss) for loss in losses}
+    for seed in range(1, scale.seeds + 1):
+        for loss, keep, capacity in settings:
+            method, config = (
+                chosen[loss][0],
+                chosen[loss][1] | {"queue_size": capacity, "queue_keep": keep if capacity else "all"},
+            )
+            key = ["queue scale", scale.size, method, config, seed]
+            runs[loss, keep, capacity].append(cache.get(key, partial(run, task, method, config, seed)))
+        say(f"seed {seed} of {scale.seeds}")
+    return [_summary(setting, runs[setting], runs[setting[0], "none", 0]) for setting in settings]
+
+
+def _summary(setting: tuple[str, str, int], runs: list[Figures], base: list[Figures]) -> dict[str, Any]:
+    loss, keep, capacity = setting
+    result: dict[str, Any] = {"loss": loss, "keep": keep, "capacity": capacity}
+    for metric in METRICS:
+        values = [figures[metric] for figures in runs]
+        interval, gain = Interval.of(values), paired(values, [figures[metric] for figures in base])
+        result[metric] = {"mean": interval.mean, "width": interval.width, "seeds": values}
+        result[metric] |= {"gain": gain.mean, "gain_width": gain.width, "sign": gain.sign}
+    for name in ("step_ms", "full_share"):
+        result[name] = sorted(figures[name] for figures in runs)[len(runs) // 2]
+    return result
+
+
+def print_results(results: list[dict[str, Any]], scale: Scale) -> None:
+    """Print the table."""
+    lines = []
+    for row in results:
+        cells = [row["keep"], f"{row['capacity']:,}"]
+        cells += [f"{row[metric]['mean']:.3f} +- {row[metric]['width']:.3f}" for metric in METRICS]
+        gain = row["recall"]
+        cells += [f"{gain['gain']:+.3f} +- {gain['gain_width']:.3f}" if row["capacity"] else ""]
+        lines.append([row["loss"], *cells, f"{row['step_ms']:.1f}", f"{row['full_share']:.0%}"])
+    header = ("loss", "keeps", "capacity", "AP", "recall", "pAUC", "recall gain", "CPU ms a step", "full")
+    title = f"test rows, mean and 95 % interval over {scale.seeds} seeds; recall minus that without queue"
+    print_table(title, header, lines)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--full", action="store_true", help="2,000,000 rows, queues to 1,000,000, 5 seeds")
+    amount.add_argument("--quick", action="store_true", help="a few steps, seconds")
+    parser.add_argument(
+        "--losses", nargs="+", choices=RANKING, default=list(RANKING), help="which losses (default: all)"
+    )
+    parser.add_argument("--seeds", type=int, help="number of seeds (default: by the size)")
+    parser.add_argument("--quality", type=Path, default=RESULTS / "quality.json", help="results of quality.py")
+    parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
+    parser.add_argument("--out", type=Path, help=f"folder for queue_scale.json and the figure (--full: {RESULTS})")
+    arguments = parser.parse_args()
+    scale = SCALES["full" if arguments.full else "quick" if arguments.quick else "default"]
+    scale = scale._replace(seeds=arguments.seeds or scale.seeds)
+    info = machine()
+    print_machine(info)
+    task = make_task("fraud", SIZES[scale.size])
+    results = study(task, scale, arguments.losses, arguments.quality, Cache(arguments.cache))
+    print_results(results, scale)
+    out = arguments.out or (RESULTS if arguments.full else None)
+    if out is not None:
+        found = [tuned(arguments.quality, loss) for loss in arguments.losses]
+        chosen = [{"method": method, "config": config} for method, config in found]
+        shared = {"machine": info, "scale": scale._asdict(), "chosen": chosen}
+        write_json(out / "queue_scale.json", shared | {"queue_scale": results})
+        draw_queue(results, (arguments.out or PICTURES) / "quality_queue.png")
+
+
+if __name__ == "__main__":
+    main()

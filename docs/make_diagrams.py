@@ -1,0 +1,162 @@
+"""Draw the diagrams of the documentation: the map, and what travels between ranks.
+
+Usage: python docs/make_diagrams.py [--out FOLDER]
+
+Writes SVG by hand, so that text stays text. The colours are variables: the site sets them for its light and its dark
+scheme; by itself a diagram follows the scheme of the reader's system.
+"""
+
+from __future__ import annotations
+
+import argparse
+from html import escape
+from pathlib import Path
+
+LIGHT = "--ink: #1f2328; --muted: #59636e; --line: #8b949e; --a: #dbeafe; --a-line: #2563eb; --b: #ffedd5; "
+LIGHT += "--b-line: #c2410c; --c: #f1f3f5;"
+DARK = "--ink: #e6e9ee; --muted: #a9b3c1; --line: #7c8796; --a: #1e3a5f; --a-line: #7db3ff; --b: #4a2a16; "
+DARK += "--b-line: #ffab70; --c: #2b303b;"
+STYLE = f"""
+.fr-diagram {{ {LIGHT} font-family: system-ui, sans-serif; font-size: 14px; }}
+@media (prefers-color-scheme: dark) {{ .fr-diagram {{ {DARK} }} }}
+.fr-diagram text {{ fill: var(--ink); }}
+.fr-diagram .head {{ font-weight: 600; font-size: 15px; }}
+.fr-diagram .code {{ font-family: ui-monospace, monospace; font-size: 12.5px; }}
+.fr-diagram .small {{ fill: var(--muted); font-size: 12.5px; }}
+.fr-diagram .a {{ fill: var(--a); stroke: var(--a-line); }}
+.fr-diagram .b {{ fill: var(--b); stroke: var(--b-line); }}
+.fr-diagram .c {{ fill: var(--c); stroke: var(--line); }}
+.fr-diagram .pad {{ fill: none; stroke: var(--line); stroke-dasharray: 3 3; }}
+.fr-diagram .arrow {{ fill: none; stroke: var(--muted); stroke-width: 1.5; }}
+.fr-diagram .tip {{ fill: var(--muted); }}
+"""
+
+
+def text(x: float, y: float, lines: str | list[str], kind: str = "", anchor: str = "start", step: float = 18) -> str:
+    """Return lines of text, the first one's baseline at (x, y)."""
+    lines = [lines] if isinstance(lines, str) else lines
+    attributes = f' class="{kind}"' * bool(kind) + f' text-anchor="{anchor}"' * (anchor != "start")
+    shown = [f'<text x="{x:g}" y="{y + i * step:g}"{attributes}>{escape(line)}</text>' for i, line in enumerate(lines)]
+    return "\n".join(shown)
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 6) -> str:
+    """Return a rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"/>'
+
+
+def path(kind: str, points: str) -> str:
+    """Return a path."""
+    return f'<path class="{kind}" d="{points}"/>'
+
+
+def arrow(x: float, y: float, length: float) -> str:
+    """Return a horizontal arrow from (x, y), to the left when ``length`` is negative."""
+    end, back = x + length, -7 if length > 0 else 7
+    return path("arrow", f"M{x:g} {y:g} H{end + back:g}") + path("tip", f"M{end:g} {y:g} l{back:g} -4 v8 z")
+
+
+def svg(name: str, width: int, height: int, title: str, description: str, parts: list[str]) -> str:
+    """Return the document, with a title and a description for those who do not see it."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fr-diagram" viewBox="0 0 {width} {height}" role="img" '
+    head += f'aria-labelledby="{name}-title {name}-desc">'
+    labels = f'<title id="{name}-title">{title}</title>\n<desc id="{name}-desc">{description}</desc>'
+    return "\n".join([head, labels, f"<style>{STYLE}</style>", *parts, "</svg>", ""])
+
+
+def draw_map() -> str:
+    """Return the map: two kinds of loss, two ways for a batch to be spread, two things left to do to gradients."""
+    cells = [
+        (150, 44, "a", "Gather the rows", ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"]),
+        (460, 44, "a", "Score, one loss, replay", ["pooled_backward"]),
+        (150, 170, "b", "Reduce two numbers", ["global_mean"]),
+        (460, 170, "b", "One count per window", ["windows, count_valid_tokens", "accumulate", "DeferredMean"]),
+    ]
+    parts = [text(300, 28, "across ranks", "head", "middle"), text(610, 28, "across micro-batches", "head", "middle")]
+    rows = (
+        (76, "pooled", ["a rank or threshold", "needs every row"]),
+        (202, "summed", ["a sum over rows", "over a count"]),
+    )
+    for y, name, notes in rows:
+        parts += [text(10, y, name, "head"), text(10, y + 20, notes, "small", step=16)]
+    for x, y, kind, head, names in cells:
+        parts += [box(x, y, 300, 112, kind), text(x + 16, y + 28, head, "head"), text(x + 16, y + 54, names, "code")]
+    parts += [text(10, 328, "gradients", "head")]
+    parts += [text(10, 348, ["the same for both", "kinds of loss"], "small", step=16)]
+    parts += [box(150, 296, 300, 112, "c"), text(166, 324, "When they are reduced", "head")]
+    reduced = ["maybe_no_sync, sum_gradients_", "all_reduce_grads_", "sequence_sync_group", "discard_gradients_"]
+    parts += [text(166, 346, reduced, "code")]
+    parts += [box(460, 296, 300, 112, "c"), text(476, 324, "How large they may be", "head")]
+    parts += [text(476, 346, ["total_grad_norm", "clip_grad_norm_"], "code")]
+    description = (
+        "A table of two rows and two columns. Pooled losses: across ranks the rows are gathered; across micro-batches "
+        "all are scored, one loss is computed, and the forwards are replayed. Summed losses: across ranks two numbers "
+        "are reduced; across micro-batches there is one count per window. Below: when gradients are reduced, and how "
+        "large they may be."
+    )
+    return svg("map", 770, 418, "The map of fullrank", description, parts)
+
+
+def squares(x: float, y: float, kinds: str) -> str:
+    """Return a row of squares: a and b for rows of the two ranks, q for queued rows, p for padding."""
+    names = {"a": "a", "b": "b", "q": "c", "p": "pad"}
+    return "\n".join(box(x + 22 * i, y, 18, 18, names[kind], 3) for i, kind in enumerate(kinds))
+
+
+def draw_travel() -> str:
+    """Return what travels between two ranks in one call of a pooled loss."""
+    columns = (
+        (112, "own rows", "any number"),
+        (232, "1. header", "64 bytes"),
+        (372, "2. payload", "padded rows"),
+        (522, "pool", "rows, then queue"),
+        (690, "loss", "same number"),
+    )
+    parts = [text(x, 26, head, "head", "middle") for x, head, _ in columns]
+    parts += [text(x, 44, note, "small", "middle") for x, _, note in columns]
+    backward = "backward: takes the gradient of its own rows, times k; no communication"
+    # The ways back lie outside, so that nothing crosses what is exchanged between the ranks.
+    for y, middle, back, name, own, sent in (
+        (64, 124, 84, "rank 0", "aaa", "aaa"),
+        (174, 210, 250, "rank 1", "bb", "bbp"),
+    ):
+        down = 1 if back > middle else -1
+        parts += [box(4, y, 762, 100, "pad", 8), text(16, middle + 5, name, "head")]
+        parts += [squares(82, middle - 9, own), arrow(152, middle, 22)]
+        parts += [box(182, middle - 16, 100, 32, "c"), text(232, middle + 4, "checks, counts", "small", "middle")]
+        parts += [arrow(290, middle, 32), squares(340, middle - 9, sent), arrow(414, middle, 26)]
+        parts += [squares(448, middle - 9, "aaabbqq"), arrow(610, middle, 30)]
+        parts += [box(648, middle - 18, 84, 36, "c"), text(690, middle + 5, "L", "head", "middle")]
+        parts += [path("arrow", f"M690 {middle + 18 * down} V{back} H112 V{middle + 19 * down}")]
+        parts += [path("tip", f"M112 {middle + 12 * down} l-4 {8 * down} h8 z")]
+        parts += [text(398, back - 5 if down > 0 else back + 15, backward, "small", "middle")]
+    for x in (232, 372):
+        parts += [path("arrow", f"M{x} 148 V187"), path("tip", f"M{x} 142 l-4 8 h8 z M{x} 193 l-4 -8 h8 z")]
+    legend = [(60, "a", "rows of rank 0"), (210, "b", "rows of rank 1"), (360, "q", "queued rows, constants")]
+    for x, kind, name in (*legend, (560, "p", "padding, trimmed on arrival")):
+        parts += [squares(x, 288, kind), text(x + 26, 302, name, "small")]
+    description = (
+        "Two ranks with three and two rows. Both exchange a header of 64 bytes, which carries checks and counts, and "
+        "one payload of rows, padded to the larger rank. Each then holds all five rows and the queue, and computes the "
+        "same loss. In the backward each rank takes the gradient of its own rows, times k, without communication."
+    )
+    return svg("travel", 770, 318, "What travels between ranks in one call of a pooled loss", description, parts)
+
+
+DIAGRAMS = {"map.svg": draw_map, "travel.svg": draw_travel}
+
+
+def main() -> None:
+    """Write every diagram."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = Path(__file__).resolve().parent / "images"
+    parser.add_argument("--out", type=Path, default=folder, help="folder for the diagrams (default: docs/images)")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, draw in DIAGRAMS.items():
+        (out / name).write_text(draw(), encoding="utf-8")
+        print(f"Diagram: {out / name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Turn the Sphinx syntax of docstrings into the Markdown of the site: an extension of griffe.
+
+Formulas (``.. math::``, ``:math:``) become ``$$`` and ``$``, roles become links where their target is on a page of the
+reference and code elsewhere, ``::`` blocks become fenced code, and the sections of this house (Shape, Degenerate,
+Numerics, Distributed, Reference) become headed paragraphs, which griffe would take for admonitions. So does Returns,
+whose text griffe would take for a type up to its first colon; the type is in the signature.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import griffe
+
+REFERENCE = Path(__file__).resolve().parents[1] / "reference"
+SECTIONS = ("Returns", "Shape", "Degenerate", "Numerics", "Distributed", "Reference")
+
+
+def documented(folder: Path = REFERENCE) -> list[str]:
+    """Return what the pages of the reference name after ``:::``."""
+    pages = sorted(folder.glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE)]
+
+
+def blocks(lines: list[str], start: int) -> tuple[list[str], int]:
+    """Return the lines from ``start`` that are indented more than the one before them, and where they end."""
+    depth = len(lines[start - 1]) - len(lines[start - 1].lstrip())
+    end = start
+    while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > depth):
+        end += 1
+    while end > start and not lines[end - 1].strip():
+        end -= 1
+    return lines[start:end], end
+
+
+def to_markdown(text: str, link: Any = lambda target: None) -> str:
+    """Return a docstring without Sphinx syntax; ``link(target)`` gives the path of what a role names, or None."""
+    lines, out, at = text.split("\n"), [], 0
+    while at < len(lines):
+        line, at = lines[at], at + 1
+        margin = line[: len(line) - len(line.lstrip())]
+        if (found := re.match(r"\s*\.\. math::(.*)", line)) is not None:
+            body, at = blocks(lines, at)
+            formula = " ".join([found[1], *body]).split()
+            out += ["", f"{margin}$$ {' '.join(formula)} $$", ""]
+        elif (found := re.match(rf"({'|'.join(SECTIONS)}):(?:\s+(.*))?$", line)) is not None:
+            body, at = blocks(lines, at)
+            body = dedent("\n".join(body)).split("\n")
+            head = f'<span class="doc-section-title">{found[1]}:</span>'
+            out += ["", head, "", *([found[2]] if found[2] else []), *body, ""]
+        elif re.search(r"(^|\s)::$", line):
+            body, at = blocks(lines, at)
+            code = indent("\n".join(["```python", *dedent("\n".join(body)).strip("\n").split("\n"), "```"]), margin)
+            out += [re.sub(r"\s*::$", "", line), "", *code.split("\n")]
+        elif line == "Example:":
+            out.append("Examples:")
+        elif (found := re.match(r"(\s+)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*)", line)) is not None and "Error" not in line:
+            ends = at == len(lines) or len(lines[at]) - len(lines[at].lstrip()) <= len(found[1])
+            out += shared_argument(found, out, ends)
+        else:
+            out.append(line)
+    # A description may begin with "> 0", which is no quotation.
+    return roles(re.sub(r"^(\s+[\w*]+: )>", r"\1\\>", "\n".join(out), flags=re.MULTILINE), link)
+
+
+def shared_argument(found: re.Match[str], before: list[str], ends: bool) -> list[str]:
+    """Give each of several arguments that are described together a line of its own, if they are arguments.
+
+    All get the description if it ends with the line, else the last has it and the others name that one.
+    """
+    heads = [line for line in before if re.match(r"\w+:$", line)]
+    if not heads or heads[-1] not in ("Args:", "Attributes:"):
+        return [found[0]]
+    margin, names, description = found[1], found[2].split(", "), found[3]
+    others = description if ends else f"see ``{names[-1]}``."
+    return [f"{margin}{name}: {others}" for name in names[:-1]] + [f"{margin}{names[-1]}: {description}"]
+
+
+def roles(text: str, link: Any) -> str:
+    """Replace the roles in ``text``."""
+
+    def replace(found: re.Match[str]) -> str:
+        kind, target = found.groups()
+        if kind == "math":
+            return f"${target}$"
+        path = link(target.removeprefix("~"))
+        shown = target.rpartition(".")[2] if target.startswith("~") else target
+        return f"`{shown}`" if path is None else f"[`{shown}`][{path}]"
+
+    text = re.sub(r":(func|class|meth|attr|mod|math):`([^`]*)`", replace, text)
+    return re.sub(r"(?<!`)``([^`]+)``(?!`)", r"`\1`", text)
+
+
+def walk(item: Any) -> Iterator[Any]:
+    """Yield the objects under ``item``, itself included, and no import."""
+    if not item.is_alias:
+        yield item
+        for member in item.members.values():
+            yield from walk(member)
+
+
+def find(target: str, item: Any, modules: Any) -> str | None:
+    """Return the path at which what a role in the docstring of ``item`` names is defined, None if it is not ours."""
+    first, dot, rest = target.partition(".")
+    try:
+        found = modules[target if first == "fullrank" else item.resolve(first) + dot + rest]
+        # A function that has the name of its module is hidden by it in the package.
+        if found.is_module and found.name in found.members:
+            found = found[found.name]
+        return found.canonical_path
+    except (KeyError, griffe.NameResolutionError, griffe.AliasResolutionError):
+        return None
+
+
+class Docstrings(griffe.Extension):
+    """Convert every docstring of the package."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        """Convert the docstrings of ``pkg`` once all of its modules are there."""
+        loader.resolve_aliases(implicit=True)
+        modules = loader.modules_collection
+        known = [modules[name].canonical_path for name in documented()]
+
+        def convert(item: Any) -> str:
+            def link(target: str) -> str | None:
+                path = find(target, item, modules)
+                return path if any(f"{path}.".startswith(f"{name}.") for name in known) else None
+
+            return to_markdown(item.docstring.value, link)
+
+        for item in walk(pkg):
+            if item.docstring is not None:
+                item.docstring.value = convert(item)

@@ -1,0 +1,158 @@
+"""What mkdocs does for this site beside its plugins: formulas as MathML, diagrams inline, files from outside docs/.
+
+Nothing that the site shows comes from elsewhere: formulas are MathML when the pages are built, by latex2mathml, and the
+font that they need to have brackets as tall as fractions lies beside the pages.
+"""
+
+from __future__ import annotations
+
+import configparser
+import html
+import importlib.util
+import posixpath
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fontTools import subset
+from latex2mathml.converter import convert
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+_package = tempfile.TemporaryDirectory(prefix="fullrank-docs-")
+
+
+def package_folder(parent: Path) -> None:
+    """Make ``parent/fullrank`` of links to the package alone: at the root of the repository lie other things too."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    folder = parent / "fullrank"
+    if folder.exists():
+        return
+    folder.mkdir()
+    for name in config["options"]["packages"].split():
+        part = name.removeprefix("fullrank").lstrip(".")
+        if part and "." not in part:
+            (folder / part).symlink_to(ROOT / part, target_is_directory=True)
+    for path in ROOT.glob("*.py"):
+        (folder / path.name).symlink_to(path)
+
+
+@event_priority(100)  # before the plugin reads its settings
+def on_config(config: Any) -> Any:
+    """Let mkdocstrings read this checkout, installed or not."""
+    package_folder(Path(_package.name))
+    config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [_package.name]
+    return config
+
+
+# Links out of docs/: a script becomes a page that shows it, a picture is copied.
+
+OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w/.-]+\.(?:py|png|svg))\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what pages link to outside of docs/."""
+    for page in [file for file in files if file.is_documentation_page()]:
+        for _, target in OUTSIDE.findall(page.content_string):
+            source = ROOT / target
+            name = outside_name(target)
+            if files.get_file_from_path(name) is not None or not source.is_file():
+                continue
+            if source.suffix == ".py":
+                text = source.read_text("utf-8")
+                files.append(File.generated(config, name, content=f"# {target}\n\n~~~~python\n{text}~~~~\n"))
+            else:
+                files.append(File.generated(config, name, abs_src_path=str(source)))
+    return files
+
+
+def outside_name(target: str) -> str:
+    """Return where the site has a file of the repository."""
+    path = Path(target)
+    return f"files/{path.with_suffix('.md')}" if path.suffix == ".py" else f"images/{path.name}"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point links out of docs/ to where the site has the files."""
+
+    def replace(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), found[1], found[2]))
+        start = posixpath.dirname(page.file.src_uri) or "."
+        return f"]({posixpath.relpath(outside_name(target), start)})"
+
+    return OUTSIDE.sub(replace, SECTION.sub(lambda found: readme_section(found[1]), markdown))
+
+
+# A link to a section of README.md that is a paragraph by itself becomes the text of that section.
+
+SECTION = re.compile(r"^\[([^]]+)\]\(\.\./README\.md#[\w-]+\)$", re.MULTILINE)
+
+
+def readme_section(title: str) -> str:
+    """Return the text under a heading of README.md."""
+    parts = re.split(r"^## ", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
+    (body,) = [part.partition("\n")[2] for part in parts if part.partition("\n")[0] == title]
+    return body.strip().replace("](docs/", "](")
+
+
+# Formulas, diagrams, tables
+
+_written: set[str] = set()  # the characters of all formulas
+FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+PICTURE = re.compile(r'(?:<p>)?<img [^>]*src="([^"]*\.svg)"[^>]*>(?:</p>)?')
+WIDE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
+
+
+def to_mathml(latex: str, display: str) -> str:
+    """Return the MathML of a formula, in the part of it that browsers know."""
+    latex = re.sub(r"\\mathrm\{(\w+)\}", r"\\text{\1}", latex).replace(r"\!", "")
+    mathml = convert(latex, display=display).replace(r"\_", "_")
+    _written.update(html.unescape(re.sub(r"<[^>]*>", "", mathml)))
+    return mathml
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Replace what arithmatex has marked as formulas, and put diagrams in place of references to them."""
+
+    def formula(found: re.Match[str]) -> str:
+        display = "block" if found[1] == "div" else "inline"
+        body = to_mathml(html.unescape(found[2])[2:-2].strip(), display)
+        return f'<div class="formula">{body}</div>' if display == "block" else body
+
+    content = FORMULA.sub(formula, content)
+    content = PICTURE.sub(lambda found: diagram(found, page), content)
+    return WIDE.sub(r'<div class="wide"><table>\1</table></div>', content)
+
+
+def diagram(found: re.Match[str], page: Any) -> str:
+    """Return the diagram as part of the page, so that it takes the colours of the page."""
+    path = Path(page.file.abs_src_path).parent / found[1]
+    if not path.is_file():
+        return found[0]
+    return f'<div class="diagram">{path.read_text("utf-8")}</div>'
+
+
+def slanted(character: str) -> int:
+    """Return the code by which browsers look up a variable, of a letter."""
+    if character == "h":
+        return 0x210E
+    for first, last, start in (("A", "Z", 0x1D434), ("a", "z", 0x1D44E), ("\u0391", "\u03a9", 0x1D6E2)):
+        if first <= character <= last:
+            return start + ord(character) - ord(first)
+    return ord(character) - 0x3B1 + 0x1D6FC if "\u03b1" <= character <= "\u03c9" else ord(character)
+
+
+def on_post_build(config: Any) -> None:
+    """Write the part of STIX Two Math that the formulas use; ziamath is installed for its copy of the font alone."""
+    spec = importlib.util.find_spec("ziamath")
+    assert spec is not None
+    assert spec.origin is not None
+    options = subset.Options(flavor="woff", layout_features=["*"], hinting=False, name_IDs=[1, 2, 13, 14])
+    font = subset.load_font(str(Path(spec.origin).parent / "fonts" / "STIXTwoMath-Regular.ttf"), options)
+    subsetter = subset.Subsetter(options)
+    subsetter.populate(unicodes={ord(c) for c in _written} | {slanted(c) for c in _written})
+    subsetter.subset(font)
+    subset.save_font(font, str(Path(config.site_dir) / "stylesheets" / "math.woff"), options)

@@ -1,0 +1,55 @@
+"""Rows grouped into queries: rectangles whose rows are queries, so that sums over classes are sums over queries.
+
+The queries may have any number of rows. They are sorted into blocks by length, 1, 2, 3 to 4, 5 to 8 and so on, and the
+shorter ones of a block are padded to its longest: at most twice as many places as rows, in at most 64 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Block(NamedTuple):
+    """Queries of like length, each a row of a rectangle."""
+
+    queries: Tensor  # [q] their places among all queries
+    rows: Tensor  # [q, L] the row in each place; any row where there is none
+    present: Tensor  # [q, L] bool: the place holds a row
+
+    def take(self, column: Tensor) -> Tensor:
+        """Return the entries of ``column`` (M,) in their places, (q, L); 0 or False where there is none."""
+        taken = column.index_select(0, self.rows.view(-1)).view(self.rows.shape)
+        # Not a product: in a place without a row stands another query's entry, which may be NaN.
+        return torch.where(self.present, taken, torch.zeros((), dtype=column.dtype, device=column.device))
+
+
+def group_rows(indexes: Tensor) -> tuple[int, list[Block]]:
+    """Return the number of queries, and their rows in blocks.
+
+    Waits for the device three times, however many queries there are: for their number, the widths of the blocks, and
+    their sizes.
+
+    Args:
+        indexes: (M,) integers; rows with the same one belong to the same query. Queries are counted in sorted order.
+    """
+    distinct, query = indexes.unique(return_inverse=True)
+    count = torch.bincount(query, minlength=distinct.numel())
+    order = query.argsort(stable=True)
+    start = count.cumsum(0) - count
+    # The number of binary digits of count - 1 is k where 2^(k-1) < count <= 2^k; doubles hold it exactly.
+    digits = torch.frexp((count - 1).double()).exponent.to(torch.int64)
+    widths = count.new_zeros(64).scatter_reduce_(0, digits, count, "amax").tolist()
+    sizes = torch.bincount(digits, minlength=64).tolist()
+    by_length = digits.argsort(stable=True).split(sizes)
+    blocks = []
+    for queries, width in zip(by_length, widths):
+        if not width:
+            continue
+        place = torch.arange(width, device=indexes.device)
+        present = place < count[queries][:, None]
+        rows = order[(start[queries][:, None] + place).clamp_max_(order.numel() - 1)]
+        blocks.append(Block(queries, rows, present))
+    return distinct.numel(), blocks
