@@ -19,6 +19,7 @@ from fullrank import LossWarmupWrapper
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 WIDTH = 32
+TIES = 0.05  # of the rows of the budget
 METRICS = ("ap", "recall", "pauc")
 Figures = dict[str, float]
 
@@ -95,7 +96,9 @@ def score(model: nn.Module, features: Tensor) -> Tensor:
 def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
     """Return average precision, recall in the top ``budget`` of rows, and partial AUC up to that false-positive rate.
 
-    Scores that are not finite rank nothing: all figures are 0.
+    The metric of recall reviews all rows that are tied at the threshold, so equal scores for all rows would have a
+    recall of 1. Ties that exceed the budget by more than a twentieth are broken at random, in expectation. Scores that
+    are not finite rank nothing: all figures are 0.
     """
     if not bool(scores.isfinite().all()):
         return dict.fromkeys(METRICS, 0.0)
@@ -104,6 +107,12 @@ def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
     for name, metric in metrics.items():
         metric.update(scores[:, None], targets)
         figures[name] = float(metric.compute())
+    within = math.floor(budget * (len(scores) - 1)) + 1  # rows that are reviewed when none are tied
+    threshold = scores.topk(within).values[-1]
+    above, tied = scores > threshold, scores == threshold
+    if above.sum() + tied.sum() > (1 + TIES) * within:
+        share = (within - above.sum()) / tied.sum()
+        figures["recall"] = float((targets[above].sum() + share * targets[tied].sum()) / targets.sum())
     return figures
 
 

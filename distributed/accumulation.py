@@ -142,8 +142,7 @@ def _bring(
         fix = "Give a rank without rows a micro-batch without valid labels: it has to take part in the reduction."
         raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
     wrappers.check(sync, len(batches))
-    if not others_reduce:
-        wrappers.check_managed()
+    wrappers.check_managed(others_reduce=others_reduce, multiplier=multiplier)
     factor = wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
     rule = token_rule(count)
     is_counted = rule is not None or callable(count)

@@ -168,7 +168,8 @@ def _measure_and_reduce(
     plan = make_plan(entries, shard_groups, across, problems, include_copies=options.error_if_nonfinite)
     own, columns = _measure(entries, plan, options.norm_type, problems)
     # Half precision has no norm of its own: float16 ends at 65504.
-    narrow = bool(entries) and not any(entry.parameter.dtype in (torch.float64, torch.complex128) for entry in entries)
+    wide = any(entry.parameter.dtype in (torch.float64, torch.complex128) for entry in entries)
+    narrow = not wide and bool(entries or not plan.groups)  # without any, the other ranks decide
     facts = options._asdict()
     reduced = reduce_columns(columns, plan, options.norm_type, facts, failed=bool(problems), narrow=narrow)
     can_look = reduced.failed.device.type == "cpu" or options.error_if_nonfinite

@@ -107,13 +107,24 @@ class GradientSync(NamedTuple):
             what = "DDP with static_graph to reduce in its first backward, in which it records the graph"
             raise ValueError(expected("model", what, Words(f"{num_micro_batches} micro-batches to add up first"), fix))
 
-    def check_managed(self) -> None:
-        """Raise ValueError when some gradients would stay as they are on each rank."""
-        if self.unmanaged:
-            more = f" and {len(self.unmanaged) - 3} more" if len(self.unmanaged) > 3 else ""
-            fix = "Wrap them too, or pass group and reduce them yourself with all_reduce_grads_."
-            found = Words(f"{', '.join(self.unmanaged[:3])}{more} in none of them")
-            raise ValueError(expected("model", "every trainable parameter inside a wrapper", found, fix))
+    def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
+        """Raise ValueError when some gradients would stay as they are on each rank, or be too large once added up.
+
+        Args:
+            others_reduce: whether the caller has promised, by naming a group, to add up what no wrapper reduces.
+            multiplier: the caller's, None for that of the wrappers.
+        """
+        if not self.unmanaged:
+            return
+        more = f" and {len(self.unmanaged) - 3} more" if len(self.unmanaged) > 3 else ""
+        found = f"{', '.join(self.unmanaged[:3])}{more} in none of them"
+        fix = "Wrap them too, or call sum_gradients_(model), pass group, and add them up with all_reduce_grads_."
+        if not others_reduce:
+            raise ValueError(expected("model", "every trainable parameter inside a wrapper", Words(found), fix))
+        if multiplier is None and self.multiplier != 1.0:
+            what = "wrappers that add gradients up beside parameters that are in no wrapper"
+            found += f", and wrappers that divide by {self.multiplier:g}, for which the loss is multiplied by it"
+            raise ValueError(expected("model", what, Words(found), fix))
 
     def switch(self, sync: str, is_last: bool) -> None:
         """Say what the next forward and backward do: reduce or only add up; set before the forward."""
@@ -126,6 +137,8 @@ class GradientSync(NamedTuple):
         """Undo what forwards of ``model`` have prepared that no backward followed; on every rank."""
         for module in self.ddp:
             forget_forward(module)
+            # Ranks that were in different micro-batches left it on or off; as DDP leaves it after a reduced step.
+            module.require_forward_param_sync = True
         # Only a backward reshards: a forward after an optimizer step would find the parameters of before.
         for module in fsdp_modules(model):
             module.reshard()

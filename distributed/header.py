@@ -176,7 +176,7 @@ def _raise_together(
 ) -> NoReturn:
     """Exchange the reasons and raise the same exception on every rank."""
     reasons: list[Any] = [None] * group.size()
-    reason = None if error is None else (public_class(error).__name__, str(error))
+    reason = None if error is None else (public_class(error).__name__, reason_of(error))
     try:
         dist.all_gather_object(reasons, (reason, dict(texts)), group=group)
     except RuntimeError as problem:
@@ -191,6 +191,12 @@ def _raise_together(
 def public_class(error: Exception) -> type[Exception]:
     """Return the class that every rank can raise: ValueError, TypeError, or RuntimeError for all others."""
     return next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), RuntimeError)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of ``error``, after its class if another one is raised: KeyError holds a key and nothing else."""
+    name = type(error).__name__
+    return str(error) if name == public_class(error).__name__ else f"{name}: {error}"
 
 
 def failure(failed: list[tuple[int, str, str, str]]) -> Exception:

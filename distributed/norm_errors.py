@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from .errors import Words, expected
-from .header import disagreement, failure, public_class
+from .header import disagreement, failure, public_class, reason_of
 from .norm_entries import Entry, held_gradient
 from .norm_plan import Plan
 from .norm_reduce import exchange
@@ -59,7 +59,7 @@ def raise_together(plan: Plan, options: Options, problems: list[Exception], *, c
     texts = {key: repr(value) for key, value in options._asdict().items()}
     texts["call"] = options.call
     texts["layouts"] = f"{sorted(set(plan.layouts))} of groups of {sizes} ranks"
-    reason = (public_class(problems[0]).__name__, str(problems[0])) if problems else None
+    reason = (public_class(problems[0]).__name__, reason_of(problems[0])) if problems else None
     known = exchange(plan, (reason, texts))
     failed = [(rank, options.call, *reason) for rank, (reason, _) in known if reason is not None]
     if failed:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import all_gather
+from .group import is_initialized
 from .header import backend_by_device
 from .norm_measure import join_norms
 from .norm_plan import Layout, Plan
@@ -97,7 +98,7 @@ def meeting_device(group: ProcessGroup, own: torch.device | None) -> torch.devic
 
 def exchange(plan: Plan, own: Any) -> list[tuple[int, Any]]:
     """Return (rank, object) of all ranks that the groups connect, in the order of the ranks. On the way to an error."""
-    known = {dist.get_rank() if plan.groups else 0: own}
+    known = {dist.get_rank() if is_initialized() else 0: own}
     for group in plan.groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, known, group=group)

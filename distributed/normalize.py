@@ -112,7 +112,8 @@ def global_mean(
 
     def prepare() -> Fraction:
         check_gradient_reduction(gradient_reduction)
-        return Fraction(_check_total(total), _check_count(count), {"gradient_reduction": gradient_reduction})
+        facts = {"gradient_reduction": gradient_reduction, "dtype": _check_total(total).dtype}
+        return Fraction(total, _check_count(count), facts)
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
     if resolved is None or resolved.size() == 1:

@@ -133,8 +133,8 @@ def _check_window(
     model: nn.Module, micro_batches: Any, forward: Any, loss: Any, group: Group, sync: str, scaler: Any
 ) -> Window:
     wrappers = find_sync(model)
+    wrappers.check_managed(others_reduce=group is not None)
     if group is None:
-        wrappers.check_managed()
         wrappers.resolve_group(None)  # raises where the wrappers name no single group
     for name, value in (("forward", forward), ("loss", loss)):
         if not callable(value):

@@ -15,7 +15,7 @@ def _find_callback() -> Any:
     for distribution, name in (("pytorch_lightning", "pytorch_lightning"), ("lightning", "lightning.pytorch")):
         if find_spec(distribution) is not None:
             return import_module(name).Callback
-    fix = "Run `pip install fullrank[integrations]`."
+    fix = "Run `pip install pytorch-lightning`, or install fullrank with its extra `integrations`."
     raise ImportError(expected("fullrank.integrations.lightning", "PyTorch Lightning", Words("none"), fix))
 
 

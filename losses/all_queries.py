@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .batch import compute_dtype
+from .first_order import first_order_only
 from .sigmoid_sums import exact
 from .soft_ranks import smooth_ap_sums
 
@@ -73,7 +73,7 @@ class _Queries(torch.autograd.Function):
         return values, valid
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         unit, labels, counted, gradient = ctx.saved_tensors
         factors = grad_values[counted]

@@ -70,7 +70,8 @@ def cover(low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins:
 
 
 def _span(first: Tensor, last: Tensor) -> int:
-    return int((last - first).max().clamp_max(2.0**62)) + 1 if first.numel() else 1
+    # In float32 a score of 1e37 over a width of 0.03 is infinite: NaN here, and more bins than there may be.
+    return int((last - first).max().nan_to_num(nan=2.0**62).clamp_max(2.0**62)) + 1 if first.numel() else 1
 
 
 def most_bins(num_rows: int) -> int:

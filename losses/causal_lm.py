@@ -53,6 +53,9 @@ def causal_lm_loss(
     Numerics: half precision is computed in float32; the gradient has the dtype of the logits. What logits hold at
         labels that do not count, NaN too, has no effect.
 
+    Distributed: nothing travels. With None for ``num_items`` each rank divides by its own count, and DDP makes a mean
+        of means of that: give the count over all ranks, or use :func:`~fullrank.accumulate`.
+
     Example:
         >>> import torch
         >>> causal_lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 2, -100]]))

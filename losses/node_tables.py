@@ -61,17 +61,18 @@ def _chebyshev(count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _constants_on_cpu(order: Order) -> Constants:
-    fine_nodes, nodes = _chebyshev(order.p), _chebyshev(order.q)
-    vandermonde = fine_nodes[None, :] ** torch.arange(order.p)[:, None]  # [degree, node]
-    center = torch.arange(order.fine, dtype=torch.float64) - (order.fine - 1) / 2
-    places = ((center[:, None] + fine_nodes / 2) / (order.fine / 2)).reshape(-1)  # [F p] in [-1, 1]
-    degree = torch.arange(order.q, dtype=torch.float64)
-    at_places, at_nodes = (torch.cos(degree * torch.arccos(x)[:, None]) for x in (places, nodes))  # T_k(x)
-    at_places[:, 1:] *= 2
-    to_weights, to_coefficients = torch.linalg.inv(vandermonde), torch.linalg.inv(vandermonde.T)
-    lagrange = at_places @ at_nodes.T / order.q
-    to_coarse = torch.einsum("mk,fmq->kfq", to_weights, lagrange.view(order.fine, order.p, order.q))
-    return Constants(to_weights, to_coarse.reshape(-1, order.q), to_coefficients, lagrange, nodes)
+    with torch.device("cpu"):  # whatever the default device is: they are kept for later calls
+        fine_nodes, nodes = _chebyshev(order.p), _chebyshev(order.q)
+        vandermonde = fine_nodes[None, :] ** torch.arange(order.p)[:, None]  # [degree, node]
+        center = torch.arange(order.fine, dtype=torch.float64) - (order.fine - 1) / 2
+        places = ((center[:, None] + fine_nodes / 2) / (order.fine / 2)).reshape(-1)  # [F p] in [-1, 1]
+        degree = torch.arange(order.q, dtype=torch.float64)
+        at_places, at_nodes = (torch.cos(degree * torch.arccos(x)[:, None]) for x in (places, nodes))  # T_k(x)
+        at_places[:, 1:] *= 2
+        to_weights, to_coefficients = torch.linalg.inv(vandermonde), torch.linalg.inv(vandermonde.T)
+        lagrange = at_places @ at_nodes.T / order.q
+        to_coarse = torch.einsum("mk,fmq->kfq", to_weights, lagrange.view(order.fine, order.p, order.q))
+        return Constants(to_weights, to_coarse.reshape(-1, order.q), to_coefficients, lagrange, nodes)
 
 
 def constants(order: Order, device: torch.device) -> Constants:

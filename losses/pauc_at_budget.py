@@ -236,7 +236,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
+        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient;
+            beside a pointwise loss, since against constant negatives all scores may rise together.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
 

@@ -100,7 +100,9 @@ def recall_per_class(pool: Pool, quantile: float, temperature: float, interpolat
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
     threshold = torch.where(valid[:, None], threshold, torch.zeros_like(threshold))
-    below = sigmoid_sums(pool.scores, threshold, torch.ones_like(threshold)[:, :, None], temperature)[:, :, 0]
+    # Positives alone: at an infinite threshold an infinite negative would be NaN, and stay so when multiplied by 0.
+    scores = pool.scores.masked_fill(~pool.positive, 0.0)
+    below = sigmoid_sums(scores, threshold, torch.ones_like(threshold)[:, :, None], temperature)[:, :, 0]
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
 
@@ -131,7 +133,8 @@ class RecallAtQuantileLoss(RankingLoss):
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
+        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient;
+            beside a pointwise loss, since against constant negatives all scores may rise together.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
 

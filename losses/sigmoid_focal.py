@@ -35,7 +35,7 @@ def sigmoid_focal(
         inputs: raw logits of any shape.
         targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``.
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for none.
-        gamma: focusing exponent >= 0; 0 is binary cross-entropy.
+        gamma: focusing exponent >= 0; 0, with ``alpha=-1``, is binary cross-entropy.
         reduction: ``"mean"`` over elements, ``"sum"``, or ``"none"`` for the shape of ``inputs``.
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their mass.
         validate_args: check targets and weights; never done while compiling.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..distributed.errors import check_choice, check_positive, expected
 from .bins import Bins
+from .first_order import first_order_only
 from .sigmoid_sums_binned import binned_gradients, binned_sums, find_bins
 
 T = TypeVar("T")
@@ -199,6 +200,7 @@ class _SigmoidSums(torch.autograd.Function):
         return sums
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.temperature, ctx.method), None, None
 

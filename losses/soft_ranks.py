@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import bins as binning
 from .bins import Bins
+from .first_order import first_order_only
 from .node_tables import order_for
 from .sigmoid_sums import BIN, FIXED, PAIR, ROW, exact
 from .soft_ranks_binned import Rows, smooth_ap_binned
@@ -213,6 +214,7 @@ class _SmoothAP(torch.autograd.Function):
         return loss, valid
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, grad_loss)
 

@@ -41,12 +41,12 @@ def smooth_ap_direct(
     step = chunk_size(scores, scores.shape[1])
     for first in range(0, share.shape[0], step):
         c, row = positives[0][first : first + step], positives[1][first : first + step]
-        difference = (scores[c] - scores[c, row][:, None]).div_(temperature)  # [p, M]
+        difference = (scores.index_select(0, c) - scores[c, row][:, None]).div_(temperature)  # [p, M]
         if member is not None:
-            difference.masked_fill_(~member[c], -math.inf)
+            difference.masked_fill_(~member.index_select(0, c), -math.inf)
         difference.scatter_(1, row[:, None], -math.inf)  # j = i does not count
         sigmoid, slope = sigmoid_and_slope(difference)
-        is_positive = positive[c]
+        is_positive = positive.index_select(0, c)
         among_positives = sigmoid * is_positive
         n = (sigmoid - among_positives).sum(dim=1)
         weight = share[first : first + step]

@@ -82,6 +82,8 @@ class PAUCAtBudget(RankingMetric):
     McClish does: a random ranking has (alpha + beta) / 2, a perfect one 1 (less than 1 under ``"population"``, whose
     budget is spent on positives too). The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`.
 
+    Keeps every row until :meth:`reset`, 4 * num_classes + 8 bytes for each; the value is float64.
+
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         alpha, beta: the band, 0 <= alpha < beta <= 1.

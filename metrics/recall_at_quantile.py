@@ -30,6 +30,8 @@ class RecallAtQuantile(RankingMetric):
 
     .. math:: \frac{1}{|P|} \sum_{i \in P} [x_i \ge \theta], \quad \theta = Q_{1-q}(x)
 
+    Keeps every row until :meth:`reset`, 4 * num_classes + 8 bytes for each; the value is float64.
+
     The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`.
 
     Args:

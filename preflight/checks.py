@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed.gather import all_gather_no_grad, all_gather_with_grad, gather_rows
-from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SigmoidFocalLoss, SmoothAPLoss, SoftmaxFocalLoss
+from ..losses import (
+    PAUCAtBudgetLoss,
+    RecallAtQuantileLoss,
+    RetrievalSmoothAPLoss,
+    SigmoidFocalLoss,
+    SmoothAPLoss,
+    SoftmaxFocalLoss,
+)
 from ..losses.distributed_loss import DistributedLoss
 from ..losses.ranking import RankingLoss
 from .site import Site
@@ -104,6 +111,7 @@ def _losses(device: torch.device) -> dict[str, tuple[DistributedLoss, Callable[[
         "SmoothAPLoss": (SmoothAPLoss(_CLASSES, queue_size=_QUEUE, temperature=0.5), same),
         "RecallAtQuantileLoss": (RecallAtQuantileLoss(_CLASSES, 0.3, queue_size=_QUEUE, temperature=0.5), same),
         "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(_CLASSES, beta=0.4, queue_size=_QUEUE, temperature=0.5), same),
+        "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), same),
         "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
         "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),
     }
@@ -133,7 +141,7 @@ def gradient_of(name: str) -> Callable[[Site], str]:
             targets = targets.to(site.dtype) if targets.is_floating_point() else targets
             value = _backward(spread, loss, inputs[own], targets[own])
             truth = _backward(whole, alone, inputs, targets)
-            worst = max(worst, _difference(model, whole), abs(value / truth - 1))
+            worst = max(worst, _difference(model, whole), _or_infinite(abs(value / truth - 1)))
         worst = max(site.gather(worst))
         _demand(worst <= site.tolerance, f"off by {worst:.1e}, more than {site.tolerance:.0e}")
         if isinstance(loss, RankingLoss):
@@ -153,7 +161,11 @@ def _backward(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor
 def _difference(model: nn.Module, whole: nn.Module) -> float:
     """Return the norm of the difference of two models' gradients over the norm of the second; infinite for NaN."""
     ours, truth = (torch.cat([p.grad.flatten() for p in net.parameters()]) for net in (model, whole))  # type: ignore[union-attr]
-    value = float((ours - truth).norm() / truth.norm())
+    return _or_infinite(float((ours - truth).norm() / truth.norm()))
+
+
+def _or_infinite(value: float) -> float:
+    """Return ``value``, or infinity for NaN, which no comparison would find too large."""
     return value if value == value else float("inf")
 
 

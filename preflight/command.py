@@ -60,7 +60,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator if there is one)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: {options.json.parent} is not a folder")
+    return options
 
 
 def _run(site: Site) -> list[Result]:

@@ -96,6 +96,8 @@ class MemoryQueue(nn.Module):
     @property
     def checksum(self) -> Tensor:
         """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
+        if self._checksum.is_meta:  # nothing has been stored: the first rows bring their device
+            return torch.zeros((), dtype=torch.int64, device="cpu")
         return self._checksum
 
     @property

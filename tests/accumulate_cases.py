@@ -348,6 +348,32 @@ def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[
     return errors
 
 
+def aborted_in_different_places(rank: int) -> tuple[list[float], bool]:
+    """Return errors of windows of unequal length after one that all left in their first micro-batch, and a control.
+
+    For some ranks that was the last micro-batch too. DDP has a buffer, which it broadcasts in front of a forward. The
+    control is whether DDP stood as the next window wants it without the discard.
+    """
+    batches = make_window("full", rank)[: rank + 1]
+    reference = Model(torch.float64)
+    inner = Model(torch.float64)
+    inner.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+    model = wrap(inner, "ddp")
+    everything = [batch for r in range(dist.get_world_size()) for batch in make_window("full", r)[: r + 1]]
+    expected, errors = whole(reference, everything).gradient, []
+    run_window(model, batches)
+    for _ in accumulate(model, batches, count_valid_tokens):
+        sum_loss(model, next(iter(batches)))
+        break
+    stood = bool(model.require_forward_param_sync)
+    discard_gradients_(model)
+    for _ in range(2):
+        model.zero_grad()
+        run_window(model, batches)
+        errors.append(error(flat(model), expected))
+    return errors, stood
+
+
 def collectives(rank: int, kind: str, sync: str) -> list[dict[str, int]]:
     """Return the numbers of collectives in a window, and in the micro-batches of another but the last."""
     model = wrap(Model(torch.float32), kind)

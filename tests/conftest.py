@@ -7,6 +7,11 @@ import torch
 from workers import WorkerPool, close_pools, get_pool
 
 
+def pytest_configure() -> None:
+    """Compute with one thread, as the workers do: on busy cores, threads that wait for each other take far longer."""
+    torch.set_num_threads(1)
+
+
 def pytest_sessionfinish() -> None:
     """End the worker processes."""
     close_pools()

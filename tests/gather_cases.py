@@ -120,6 +120,28 @@ def world_mean(rank: int, total: list[float], count: list[float], as_tensor: boo
     return mean.item(), own.grad.item(), forward.total, backward.total
 
 
+def mean_of_two_dtypes(rank: int) -> tuple[str, str]:
+    """Return the error of a global mean of float32 on rank 0 and bfloat16 on the others."""
+    total = torch.tensor(1 / 3, dtype=torch.float32 if rank == 0 else torch.bfloat16)
+    return _error_of(lambda: fullrank.global_mean(total, 3))
+
+
+def losses_made_on_meta(rank: int) -> list[float]:
+    """Return the differences to losses made on the CPU, in two steps and after a reset of the queue."""
+    with torch.device("meta"):
+        made = fullrank.SmoothAPLoss(2, queue_size=16, temperature=0.1)
+    usual = fullrank.SmoothAPLoss(2, queue_size=16, temperature=0.1)
+    generator, differences = torch.Generator().manual_seed(rank), []
+    for step in range(3):
+        logits = torch.randn(4 + rank, 2, generator=generator)
+        targets = torch.arange(4 + rank) % 2
+        differences.append(float(made(logits, targets) - usual(logits, targets)))
+        if step == 1:
+            for loss in (made, usual):
+                loss.reset_queue()
+    return [*differences, float(len(usual.queue) - len(made.queue))]
+
+
 def mean_over_unequal_shards(rank: int, convention: str) -> float:
     """Return the gradient error of a DDP model under a global mean, or under the mean of each rank's mean."""
     case = Case("smooth_ap")

@@ -71,6 +71,7 @@ def described(rank: int) -> dict[str, Any]:
     bare = cases.Model(torch.float32)
     fully_shard(bare.up, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     found["unmanaged"] = find_sync(bare).unmanaged, _text(lambda: cases.run_window(bare, [cases.make_batch(rank, 0)]))
+    found["named"] = _text(lambda: cases.run_window(bare, [cases.make_batch(rank, 0)], group=dist.group.WORLD))
     frozen = bare.requires_grad_(False)
     frozen.up.requires_grad_(True)
     found["frozen"] = find_sync(frozen).unmanaged

@@ -34,6 +34,14 @@ class _LocalSmoothAP(checks.SmoothAPLoss):
         return smooth_ap(logits, targets, self.temperature) + 0 * super().forward(logits, targets)
 
 
+class _Poisoned(checks.SmoothAPLoss):
+    """Returns NaN where it gathers, with the right gradient."""
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        loss = super().forward(logits, targets)
+        return loss if self.gather_distributed is False else loss + (loss * float("nan")).detach()
+
+
 class _Silent(checks.SmoothAPLoss):
     """Returns zero for bad input instead of raising."""
 
@@ -49,6 +57,7 @@ def with_fault(rank: int, fault: str, check: str) -> list[tuple[str, str]]:
     site = Site(rank, dist.get_world_size(), "gloo", torch.device("cpu"), torch.float64, 1e-12)
     replacement: dict[str, Any] = {
         "gradient of one loss": ("SmoothAPLoss", _LocalSmoothAP),
+        "value of one loss": ("SmoothAPLoss", _Poisoned),
         "rows on one rank": ("gather_rows", _spoil_rows),
         "silence on bad input": ("SmoothAPLoss", _Silent),
     }

@@ -112,6 +112,13 @@ def test_discarded_window_leaves_nothing_under_hsdp(pool_of_four: WorkerPool, sy
         assert min(errors) > 0.1
 
 
+def test_discarded_window_of_unequal_length_leaves_nothing(pool: WorkerPool) -> None:
+    found = pool(cases.aborted_in_different_places)
+    for errors, _ in found:
+        assert max(errors) <= LIMITS["float64"]
+    assert [stood for _, stood in found] == [True, *[False] * (len(found) - 1)]  # the next forwards would not have met
+
+
 @each_dtype
 def test_zero_grad_does_not_discard(pool_of_two: WorkerPool, dtype: str) -> None:
     for errors in pool_of_two(cases.aborted, "fsdp", "last", dtype, False):

@@ -294,3 +294,25 @@ def test_the_promise_holds_with_bins(pool_of_two: WorkerPool, loss: str, dtype: 
     for gradient, value in pool_of_two(forced, 2, Case(loss, dtype=dtype, weighted=True, num_classes=2)):
         assert gradient <= limit
         assert value <= limit
+
+
+def test_the_default_device_is_not_kept_in_the_tables():
+    scores, positive = normal(5_000)[None], torch.arange(5_000)[None] % 50 == 0
+    node_tables._constants_on_cpu.cache_clear()
+    with torch.device("meta"):
+        found = smooth_ap_sums(scores, positive, None, None, 0.1, "binned")[0]
+    again = smooth_ap_sums(scores, positive, None, None, 0.1, "binned")[0]
+    assert found.device.type == "cpu"
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e37), (torch.float64, 1e307)])
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_scores_that_are_infinite_in_units_of_the_bins(dtype, scale, num_classes):
+    """Every pair is then far apart: the exact average precision."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (torch.randn(num_classes, 3_000, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    positive = torch.rand(num_classes, 3_000, generator=generator) < 0.3
+    direct, binned = (smooth_ap_sums(scores, positive, None, None, 0.01, way)[0] for way in ("direct", "binned"))
+    # Direct sums are in the dtype of the scores: a thousand terms.
+    torch.testing.assert_close(direct, binned, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12)

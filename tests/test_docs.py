@@ -46,7 +46,10 @@ ELSEWHERE = {
     "integrations.md": ("test_integrations_plain.py", "test_every_block_is_run"),
 }
 # One namespace per page, one process, in the order of the page; what they print is on the page.
-IN_ORDER = ["index.md", "logging.md", "migrating.md", "queue.md", "retrieval.md", "temperature.md", "tutorial.md"]
+IN_ORDER = [
+    f"{name}.md"
+    for name in ("choosing", "index", "logging", "migrating", "queue", "retrieval", "temperature", "tutorial")
+]
 DDP, FSDP, SUM, OWN_LOSS, VALIDATION = blocks("distributed.md")
 (DIFFERENT_STEPS,) = blocks("agreement.md")
 CLIP, EXPERTS, STAGES, TIED = blocks("gradient-norm.md")

@@ -90,6 +90,20 @@ def test_global_mean(pool: WorkerPool) -> None:
             assert (forward, backward) == (1, 0)
 
 
+def test_global_mean_of_two_dtypes_is_refused(pool_of_two: WorkerPool) -> None:
+    """The ranks would return two numbers."""
+    first, second = pool_of_two(gather_cases.mean_of_two_dtypes)
+    assert first == second
+    assert first[0] == "ValueError"
+    assert "dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1" in first[1]
+
+
+def test_losses_made_on_meta(pool_of_two: WorkerPool) -> None:
+    """The queue is empty until its first rows bring their device."""
+    for differences in pool_of_two(gather_cases.losses_made_on_meta):
+        assert differences == [0.0] * 4
+
+
 def test_global_mean_of_nothing_is_zero(pool_of_two: WorkerPool) -> None:
     for mean, gradient, _, _ in pool_of_two(gather_cases.world_mean, [0.0, 0.0], [0, 0], False):
         assert mean == 0.0

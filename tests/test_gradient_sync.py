@@ -75,6 +75,9 @@ def test_what_is_found_in_a_model(pool_of_four: WorkerPool) -> None:
         names, text = found["unmanaged"]
         assert names == ["embed.weight", "down.weight", "down.bias"]
         assert "inside a wrapper, got embed.weight, down.weight, down.bias in none of them. Wrap them too, or" in text
+        assert (
+            "in none of them, and wrappers that divide by 4, for which the loss is multiplied by it." in found["named"]
+        )
         assert found["frozen"] == []
         assert found["ignored"] == ["module.up.weight"]
         assert found["both"].startswith("ValueError: model: expected DDP or FSDP2 modules, got both.")

@@ -518,3 +518,44 @@ def test_a_rank_that_rounding_moves_past_an_integer():
     assert math.ceil((1 - 0.7) * 10) == 4  # 3.0000000000000004
     scores = torch.arange(11.0)[None]
     assert upper_quantiles(scores, torch.ones_like(scores, dtype=torch.bool), [0.7], "higher").item() == 3.0
+
+
+# Infinite scores
+
+
+def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives():
+    scores = torch.tensor([[torch.inf], [torch.inf], [1.0], [0.5], [0.2], [-1.0]], requires_grad=True)
+    loss = losses.recall_at_quantile(scores, torch.tensor([0, 0, 1, 0, 1, 0]), quantile=0.3, temperature=0.1)
+    loss.backward()
+    assert loss.item() == 1.0  # no positive reaches the threshold
+    assert torch.equal(scores.grad, torch.zeros_like(scores))
+    at_it = losses.recall_at_quantile(scores, torch.tensor([1, 0, 1, 0, 1, 0]), quantile=0.3, temperature=0.1)
+    assert at_it.isnan()  # infinity less infinity, by the definition
+
+
+# Second derivatives
+
+
+@pytest.mark.parametrize("size", [40, 4000], ids=["pairs", "bins"])
+@pytest.mark.parametrize("name", ["smooth_ap", "pauc_pairwise", "retrieval"])
+def test_a_second_derivative_is_refused(name: str, size: int) -> None:
+    """A gradient penalty would add nothing; the first derivative is that of a run without ``create_graph``."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(size, 1, generator=generator, dtype=torch.float64)
+    targets = torch.arange(size) % 4 == 0
+
+    def loss(leaf: torch.Tensor) -> torch.Tensor:
+        if name == "smooth_ap":
+            return losses.SmoothAPLoss(1, queue_size=0, temperature=0.1)(leaf, targets)
+        if name == "pauc_pairwise":
+            return losses.PAUCAtBudgetLoss(1, beta=0.5, surrogate="pairwise", queue_size=0)(leaf, targets)
+        return losses.RetrievalSmoothAPLoss(0.1)(torch.cat([leaf, leaf**2], dim=1)[:40], targets[:40].long())
+
+    leaf = scores.clone().requires_grad_()
+    value = loss(leaf)
+    (expected,) = torch.autograd.grad(value, leaf, retain_graph=True)
+    (found,) = torch.autograd.grad(value, leaf, create_graph=True)
+    assert torch.equal(found, expected)
+    assert found.requires_grad
+    with pytest.raises(RuntimeError, match="a ranking loss: expected a first derivative, got a second one"):
+        found.square().sum().backward()

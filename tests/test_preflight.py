@@ -58,6 +58,7 @@ def test_on_one_process(tmp_path):
     ("fault", "check", "text"),
     [
         ("gradient of one loss", "gradient of SmoothAPLoss", "off by "),
+        ("value of one loss", "gradient of SmoothAPLoss", "off by inf"),
         ("rows on one rank", "gather, equal rows", "rank 1: rows differ"),
         ("silence on bad input", "agreement", "a rank did not raise"),
     ],
@@ -78,3 +79,9 @@ def test_a_failure_is_the_exit_status(monkeypatch, capsys):
     assert command.main("1.2.3", ["--device", "cpu"]) == 1
     lines = LINE.findall(capsys.readouterr().out)
     assert lines == [("sums", "FAILED", "rank 0: off by one"), ("rest", "passed", "fine")]
+
+
+def test_a_folder_that_is_not_there_is_named_before_the_checks(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main("1.2.3", ["--json", str(tmp_path / "missing" / "found.json")])
+    assert "is not a folder" in capsys.readouterr().err

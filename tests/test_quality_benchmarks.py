@@ -101,11 +101,12 @@ def test_quality_goes_on_from_its_cache(quality, scripts, tmp_path):
 
 
 def test_queue_scale_writes_every_capacity(quality, scripts, tmp_path):
-    _main(scripts("queue_scale"), "--quality", quality / "quality.json", "--out", tmp_path)
+    losses = list(scripts("quality_methods").RANKING)
+    _main(scripts("queue_scale"), "--losses", *losses, "--quality", quality / "quality.json", "--out", tmp_path)
     rows = json.loads((tmp_path / "queue_scale.json").read_text())["queue_scale"]
-    found = [(row["loss"], row["capacity"], row["keep"]) for row in rows]
-    kinds = [(0, "none"), (1_000, "all"), (1_000, "negatives")]
-    assert found == [(loss, *kind) for loss in scripts("quality_methods").RANKING for kind in kinds]
+    found = [(row["loss"], row["capacity"]) for row in rows]
+    assert found == [(loss, rows) for loss in losses for rows in (0, 1_000)]
+    assert all(row["recall"]["gain"] == 0 for row in rows if row["capacity"] == 0)
     assert (tmp_path / "quality_queue.png").read_bytes().startswith(PNG)
 
 
@@ -221,6 +222,25 @@ def test_scores_that_are_not_finite_rank_nothing(scripts):
     assert runs.evaluate(torch.tensor([1.0, 0.0, -1.0, 2.0]), targets, 0.5) == pytest.approx(
         {"ap": 1.0, "recall": 1.0, "pauc": 1.0}
     )
+
+
+def test_ties_win_nothing(scripts):
+    runs = scripts("quality_runs")
+    targets = (torch.arange(1_000) % 10 == 0).long()
+    constant = runs.evaluate(torch.zeros(1_000), targets, 0.05)
+    assert constant["recall"] == pytest.approx(0.05)  # 50 rows of 1,000 at random
+    # Half of the budget is the top 25 positives, the other half is drawn from 975 tied rows with 75 positives.
+    top = torch.zeros(1_000)
+    top[targets.nonzero()[:25, 0]] = 1.0
+    assert runs.evaluate(top, targets, 0.05)["recall"] == pytest.approx((25 + 25 / 975 * 75) / 100)
+    # The controls: the metric itself reviews all ties, and without them nothing is changed.
+    metric = runs.RecallAtQuantile(1, 0.05)
+    metric.update(torch.zeros(1_000, 1), targets)
+    assert metric.compute() == 1
+    scores = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
+    metric.reset()
+    metric.update(scores[:, None], targets)
+    assert runs.evaluate(scores, targets, 0.05)["recall"] == metric.compute()
 
 
 def test_runs_repeat(scripts):

@@ -412,10 +412,10 @@ MISTAKES = {
     "sync": "ValueError: .*sync",
     "scaler": "ValueError: .*scaler: False on rank 0, True on rank 1",
     "no_grad": "RuntimeError: .*rank 1: pooled_backward: expected gradients to be enabled",
-    "forward": "RuntimeError: pooled_backward failed on rank 1: this is mine",
+    "forward": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "shape": "ValueError: SmoothAPLoss failed on rank 1: logits",
-    "before": "RuntimeError: pooled_backward failed on rank 1: this is mine",
-    "after": "RuntimeError: pooled_backward failed on rank 1: this is mine",
+    "before": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
+    "after": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "targets": "ValueError: SmoothAPLoss failed on rank 1: targets",
     "detached": "ValueError: .*SmoothAPLoss|loss: expected a loss with a graph",
     "vector": "ValueError: pooled_backward failed on rank 1: loss: expected a scalar",
@@ -423,7 +423,7 @@ MISTAKES = {
 }
 IN_THE_REPLAY = {
     "replay": "RuntimeError: pooled_backward: expected the same scores in both passes.*on rank 1.*random, numpy",
-    "later": "RuntimeError: pooled_backward failed on rank 1: this is mine",
+    "later": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "frozen": "ValueError: pooled_backward failed on rank 1: forward: expected scores with a graph",
 }
 
@@ -489,12 +489,13 @@ def test_unequal_numbers_of_micro_batches(pool: WorkerPool, spread: Spread) -> N
 def test_mistake_while_an_agreed_error_is_handled(pool_of_two: WorkerPool) -> None:
     """The second error has the first one for its context, and is nevertheless of one rank alone."""
     first, second = pool_of_two(replay_cases.retry_in_a_handler)
-    assert first == second == "pooled_backward failed on rank 0: this is mine"
+    assert first == second == "pooled_backward failed on rank 0: Mistake: this is mine"
 
 
 def test_groups_in_every_form(pool_of_two: WorkerPool) -> None:
     for errors in pool_of_two(replay_cases.named_groups):
-        assert errors == dict.fromkeys(("mesh", "world", "new"), "pooled_backward failed on rank 0: this is mine")
+        text = "pooled_backward failed on rank 0: Mistake: this is mine"
+        assert errors == dict.fromkeys(("mesh", "world", "new"), text)
 
 
 def one_call(**options: Any) -> nn.Module:
