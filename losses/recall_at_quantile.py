@@ -100,8 +100,12 @@ def recall_per_class(pool: Pool, quantile: float, temperature: float, interpolat
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
     threshold = torch.where(valid[:, None], threshold, torch.zeros_like(threshold))
-    # Positives alone: at an infinite threshold an infinite negative would be NaN, and stay so when multiplied by 0.
-    scores = pool.scores.masked_fill(~pool.positive, 0.0)
+    # Positives alone: they are few, and an infinite negative at an infinite threshold would be NaN, even times 0.
+    if pool.scores.shape[0] == 1 and not torch.compiler.is_compiling():
+        rows = pool.positive[0].nonzero()[:, 0]
+        scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
+    else:
+        scores = pool.scores.masked_fill(~pool.positive, 0.0)
     below = sigmoid_sums(scores, threshold, torch.ones_like(threshold)[:, :, None], temperature)[:, :, 0]
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
