@@ -3,23 +3,16 @@
 from importlib import import_module
 from types import ModuleType
 
-from .distributed import (
-    DeferredMean,
-    accumulate,
-    all_gather_no_grad,
-    all_gather_with_grad,
+from .accumulation import DeferredMean, accumulate, count_valid_tokens, pooled_backward, windows
+from .distributed import all_gather_no_grad, all_gather_with_grad, gather_rows, global_mean
+from .gradients import (
     all_reduce_grads_,
     clip_grad_norm_,
-    count_valid_tokens,
     discard_gradients_,
-    gather_rows,
-    global_mean,
     maybe_no_sync,
-    pooled_backward,
     sequence_sync_group,
     sum_gradients_,
     total_grad_norm,
-    windows,
 )
 from .losses import (
     LossWarmupWrapper,

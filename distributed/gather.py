@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import attempt, expected
 from .collectives import reduce_scatter
-from .errors import attempt, expected
 from .group import Group, check_gradient_reduction, gradient_scale, resolve_group
 from .header import agree, backend_by_device, refuse_in_backward
 from .payload import gather_payload

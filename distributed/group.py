@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import expected, warn
+from ..errors import expected, warn
 from .torch_private import flatten_mesh
 
 Group = ProcessGroup | DeviceMesh | None

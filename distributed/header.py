@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import Words, attempt, expected
 from .collectives import all_gather, lost
-from .errors import Words, attempt, expected
 from .group import group_ranks
 from .torch_private import backward_is_running
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ..distributed.errors import Words, expected
+from ..errors import Words, expected
 from .schedules import find_schedules
 
 

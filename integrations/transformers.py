@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import pooled_backward
-from ..distributed.errors import Words, expected
+from ..accumulation import pooled_backward
+from ..errors import Words, expected
 from ..losses import causal_lm_loss
 from .schedules import find_schedules
 

@@ -1,5 +1,6 @@
 """The losses as modules, their formulas as pure functions, and the sums of sigmoids under them."""
 
+from ..kernels.sigmoid_sums import sigmoid_sums
 from .causal_lm import causal_lm_loss
 from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
@@ -9,7 +10,6 @@ from .ranking import RankingLoss
 from .recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
 from .retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
 from .sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
-from .sigmoid_sums import sigmoid_sums
 from .smooth_ap import SmoothAPLoss, smooth_ap
 from .softmax_focal import SoftmaxFocalLoss, softmax_focal
 from .warmup import LossWarmupWrapper

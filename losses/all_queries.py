@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.registration import first_order_only
+from ..kernels.sigmoid_sums import exact
+from ..kernels.soft_ranks import smooth_ap_sums
 from .batch import compute_dtype
-from .first_order import first_order_only
-from .sigmoid_sums import exact
-from .soft_ranks import smooth_ap_sums
 
 # Similarities that are held at a time. On the CPU a quarter and four times as many take longer.
 _CPU_SIMILARITIES = 2**20

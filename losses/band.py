@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_number, expected
+from ..errors import check_choice, check_number, expected
+from ..kernels.quantiles import INTERPOLATIONS, upper_quantiles
 from .pool import Pool
-from .quantiles import INTERPOLATIONS, upper_quantiles
 
 Surrogate = Literal["trapezoid", "pairwise"]
 TauScale = Literal["iqr", "band"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.errors import Words, check_tensor, expected, warn
+from ..errors import Words, check_tensor, expected, warn
 from ..queues.memory_queue import multi_hot_dtype
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributed.errors import Words, check_int, check_number, check_tensor, expected
-from ..distributed.normalize import local_mean
+from ..distributed.global_mean import local_mean
+from ..errors import Words, check_int, check_number, check_tensor, expected
 from .batch import compute_dtype
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.errors import Words, check_number, check_tensor, expected
+from ..distributed.global_mean import Fraction, local_mean, mean_agreed
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
-from ..distributed.normalize import Fraction, local_mean, mean_agreed
+from ..errors import Words, check_number, check_tensor, expected
 from .distributed_loss import DistributedLoss
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.group import Group
+from ..kernels.sigmoid_sums import sigmoid_sums
 from ..queues.memory_queue import Keep
 from .band import (
     SMALLEST_SCALE,
@@ -32,7 +33,6 @@ from .pool import (
     with_classes,
 )
 from .ranking import RankingLoss, Reduction
-from .sigmoid_sums import sigmoid_sums
 
 
 class PAUCResult(NamedTuple):

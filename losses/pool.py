@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_int, check_positive
+from ..errors import check_choice, check_int, check_positive
 from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold
 
 REDUCTIONS = ("mean", "sum", "none")

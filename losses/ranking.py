@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_count, check_int, check_positive, expected, warn
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
+from ..errors import check_choice, check_count, check_int, check_positive, expected, warn
 from ..queues.load_check import check_saved_queues
 from ..queues.memory_queue import Keep, MemoryQueue
 from .batch import Batch, TargetRule, check_batch, compute_dtype

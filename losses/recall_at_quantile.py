@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_number, expected
 from ..distributed.group import Group
+from ..errors import check_choice, check_number, expected
+from ..kernels.quantiles import INTERPOLATIONS, upper_quantiles
+from ..kernels.sigmoid_sums import sigmoid_sums
 from ..queues.memory_queue import Keep
 from .pool import (
     LossWithClasses,
@@ -18,9 +20,7 @@ from .pool import (
     spread_nan,
     with_classes,
 )
-from .quantiles import INTERPOLATIONS, upper_quantiles
 from .ranking import RankingLoss, Reduction
-from .sigmoid_sums import sigmoid_sums
 
 
 def recall_at_quantile(

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_int, check_positive, check_tensor, expected
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import refuse_in_backward
 from ..distributed.torch_private import not_compiled
+from ..errors import check_choice, check_int, check_positive, check_tensor, expected
 from .all_queries import ap_of_all_queries, directions
 from .batch import check_device, is_integer
 from .distributed_loss import DistributedLoss

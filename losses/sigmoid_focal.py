@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_number, check_tensor, expected
 from ..distributed.group import Group
+from ..errors import check_choice, check_number, check_tensor, expected
 from .batch import check_weight, compute_dtype
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
 

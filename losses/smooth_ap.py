@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..distributed.torch_private import not_compiled
+from ..kernels.soft_ranks import smooth_ap_sums
 from .pool import LossWithClasses, PerClass, Pool, local_pool, reduce_classes, with_classes
 from .queries import group_rows
 from .ranking import RankingLoss, Reduction
-from .soft_ranks import smooth_ap_sums
 
 
 def smooth_ap(

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..distributed.errors import check_count, check_number, check_positive, expected, warn
 from ..distributed.group import check_gather_distributed
+from ..errors import check_count, check_number, check_positive, expected, warn
 from ..queues.load_check import check_saved_queues
 from .distributed_loss import DistributedLoss
 

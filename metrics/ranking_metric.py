@@ -15,10 +15,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from ..distributed.errors import check_count, check_int, expected
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group, resolve_group
 from ..distributed.header import agree
+from ..errors import check_count, check_int, expected
 from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
 from ..losses.pool import PerClass, Pool, one_vs_rest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..distributed.errors import check_choice
+from ..errors import check_choice
+from ..kernels.quantiles import INTERPOLATIONS, upper_quantiles
 from ..losses.pool import PerClass, Pool
-from ..losses.quantiles import INTERPOLATIONS, upper_quantiles
 from ..losses.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..distributed.errors import check_choice, check_count, check_int, expected
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import agree
+from ..errors import check_choice, check_count, check_int, expected
 
 Keep = Literal["all", "negatives"]
 

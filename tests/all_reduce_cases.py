@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fullrank import all_reduce_grads_
-from fullrank.distributed import grad_buckets
+from fullrank.gradients import grad_buckets
 
 SHAPES = [(3, 4), (), (5,), (0, 2), (2, 1, 3)]
 

@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullrank
-from fullrank.distributed import norm_entries, norm_measure, norm_plan, norm_reduce
+from fullrank.gradients import norm_measure, norm_plan, norm_reduce
+from fullrank.gradients import parameters as norm_entries
 
 MOST = 0.5  # max_norm: below the norm of every case
 

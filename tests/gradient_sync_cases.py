@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
-from fullrank.distributed.gradient_sync import find_sync
+from fullrank.gradients.wrappers import find_sync
 
 
 def no_sync(rank: int, kind: str, dtype: str) -> dict[str, Any]:

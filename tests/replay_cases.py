@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
-from fullrank.distributed.gradient_sync import sum_gradients_
+from fullrank.gradients.wrappers import sum_gradients_
 
 NUM_STEPS = 3
 LOSSES = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
@@ -438,7 +438,7 @@ def _everyone() -> Any:
 
 def switches_afterwards(rank: int, wrapper: str) -> tuple[Any, Any]:
     """Return how the wrapper reduces before and after a window that fails in its second pass."""
-    from fullrank.distributed.gradient_sync import find_sync
+    from fullrank.gradients.wrappers import find_sync
 
     model = wrap(make_model(Case("smooth_ap")), wrapper)
     sync = find_sync(model)

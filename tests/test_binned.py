@@ -13,10 +13,10 @@ from torch import Tensor
 from workers import WorkerPool
 
 import fullrank
+from fullrank.kernels.bins import cover, cover_bulk, locate, most_bins
+from fullrank.kernels.soft_ranks import smooth_ap_sums
 from fullrank.losses import bins as binning
 from fullrank.losses import node_tables, sigmoid_sums, soft_ranks
-from fullrank.losses.bins import cover, cover_bulk, locate, most_bins
-from fullrank.losses.soft_ranks import smooth_ap_sums
 
 ROWS = 4000
 
@@ -96,8 +96,8 @@ def test_the_order_for_many_rows(name: str, temperature: float, monkeypatch: pyt
 
 def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 limit does catch the order that is enough for float32."""
+    from fullrank.kernels.node_tables import Order
     from fullrank.losses import soft_ranks_binned
-    from fullrank.losses.node_tables import Order
 
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
     everyone = torch.ones_like(positive)
@@ -276,7 +276,7 @@ def forced(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Run one case of the promise with bins for every pool."""
     from fullrank.losses import sigmoid_sums as module_function  # noqa: F401
 
-    kernels = [soft_ranks, __import__("sys").modules["fullrank.losses.sigmoid_sums"]]
+    kernels = [soft_ranks, __import__("sys").modules["fullrank.kernels.sigmoid_sums"]]
     saved = [kernel.PAIR for kernel in kernels]
     for kernel in kernels:
         kernel.PAIR = 1e9  # a pair costs so much that "auto" never sums them

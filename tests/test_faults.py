@@ -53,7 +53,7 @@ def test_control_a_step_that_did_happen_shows_in_the_next(pool_of_two: WorkerPoo
 def test_every_loss_and_gather_is_in_the_registry() -> None:
     names = {call.public for call in CALLS.values()}
     public = {name: getattr(fullrank, name) for name in fullrank.__all__}
-    modules = {"fullrank.distributed.gather", "fullrank.distributed.normalize"}
+    modules = {"fullrank.distributed.gather", "fullrank.distributed.global_mean"}
     gathers = {name for name, value in public.items() if getattr(value, "__module__", "") in modules}
     losses = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, DistributedLoss)}
     assert {"gather_rows", "global_mean"} <= gathers

@@ -17,7 +17,7 @@ from grad_norm_cases import Blindfold
 from torch import Tensor, nn
 
 import fullrank
-from fullrank.distributed import norm_measure
+from fullrank.gradients import norm_measure
 
 POWERS = [0.5, 1.0, 2.0, 3.0, math.inf]
 # One row, two rows and parts of rows, more than is converted at a time.

@@ -8,7 +8,7 @@ import torch
 from workers import WorkerPool, get_pool
 
 import fullrank
-from fullrank.distributed.gradient_sync import find_sync
+from fullrank.gradients.wrappers import find_sync
 
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
 each_dtype = pytest.mark.parametrize("dtype", LIMITS)

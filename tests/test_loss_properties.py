@@ -12,8 +12,8 @@ from reference import Rows
 from torch.testing import assert_close
 
 from fullrank import losses
+from fullrank.kernels.quantiles import INTERPOLATIONS, upper_quantiles
 from fullrank.losses.batch import Batch, TargetRule
-from fullrank.losses.quantiles import INTERPOLATIONS, upper_quantiles
 from fullrank.losses.sampling import draw_rows
 
 # float64 sums of some tens of terms, in another order; gradients divide by temperatures of 0.03 at the least.

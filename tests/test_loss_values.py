@@ -241,7 +241,7 @@ def test_sigmoid_sums(sizes, leading, method):
 
 def test_sigmoid_sums_in_chunks(monkeypatch):
     # The function hides its module of the same name.
-    module = sys.modules["fullrank.losses.sigmoid_sums"]
+    module = sys.modules["fullrank.kernels.sigmoid_sums"]
     generator = torch.Generator().manual_seed(0)
     shapes = (3, 11), (3, 13), (3, 13, 2)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]

@@ -13,7 +13,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
 from workers import get_pool
 
-from fullrank.losses.quantiles import INTERPOLATIONS
+from fullrank.kernels.quantiles import INTERPOLATIONS
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 TOLERANCE = {"rtol": 0, "atol": 1e-9}  # sums of float64 quotients, in another order than the reference's

@@ -18,9 +18,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from workers import WorkerPool, get_pool
 
 import fullrank
-from fullrank.distributed import replay_passes
-from fullrank.distributed.replay_checks import largest_difference, largest_score, tolerance
-from fullrank.distributed.rng_state import RngState, accelerators_in_use, save_rng
+from fullrank.accumulation import replay_passes
+from fullrank.accumulation.replay_checks import largest_difference, largest_score, tolerance
+from fullrank.accumulation.rng_state import RngState, accelerators_in_use, save_rng
 
 # float64: rounding of sums in another order. float32: the model's own products, summed in parts.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}

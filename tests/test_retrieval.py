@@ -102,7 +102,7 @@ def test_queries_in_float32(weighted: bool) -> None:
 
 def _force_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     # A pair costs so much that pairs are never summed one by one.
-    monkeypatch.setattr(sys.modules["fullrank.losses.soft_ranks"], "PAIR", 1e9)
+    monkeypatch.setattr(sys.modules["fullrank.kernels.soft_ranks"], "PAIR", 1e9)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

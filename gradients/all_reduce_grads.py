@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import all_gather
-from .errors import Words, attempt, check_choice, expected
+from ..distributed.collectives import all_gather
+from ..distributed.group import Group, group_ranks, resolve_group
+from ..distributed.header import agree, digest, disagreement, header_device
+from ..distributed.torch_private import fsdp_groups, not_compiled
+from ..errors import Words, attempt, check_choice, expected
 from .grad_buckets import add_over_ranks_
-from .group import Group, group_ranks, resolve_group
-from .header import agree, digest, disagreement, header_device
-from .norm_entries import Entry, _check_gradient, held_gradient, is_dtensor, list_entries
-from .torch_private import fsdp_groups, not_compiled
+from .parameters import Entry, _check_gradient, held_gradient, is_dtensor, list_entries
 
 CALL = "all_reduce_grads_"
 

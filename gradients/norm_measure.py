@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .torch_private import norms_of_each
+from ..distributed.torch_private import norms_of_each
 
 # Sums in float32 stay short. By rows of 4096 the norm of 5e7 elements is off by 1e-8, in one sum for each tensor by
 # 3e-5 (benchmarks/grad_norm.py).

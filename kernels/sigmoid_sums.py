@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ..distributed.errors import check_choice, check_positive, expected
+from ..errors import check_choice, check_positive, expected
 from .bins import Bins
-from .first_order import first_order_only
+from .registration import first_order_only
 from .sigmoid_sums_binned import binned_gradients, binned_sums, find_bins
 
 T = TypeVar("T")

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
+from ..distributed.header import refuse_in_backward
+from ..distributed.torch_private import fsdp_modules, not_compiled
+from ..errors import Words, attempt, expected
+from ..gradients.wrappers import find_sync
 from .buffers import buffers_broadcast_once
-from .errors import Words, attempt, expected
-from .gradient_sync import find_sync
-from .group import Group, group_ranks, is_initialized, resolve_group
-from .header import refuse_in_backward
 from .replay_checks import check_micro_batches
 from .replay_passes import CALL, Window, agree_or_raise, evaluate, replay, score
 from .rng_state import accelerators_in_use
-from .torch_private import fsdp_modules, not_compiled
 
 
 @not_compiled

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import Words, expected
+from ..errors import Words, expected
 
 
 def check_micro_batches(micro_batches: Any) -> list[Any]:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from .errors import Words, expected
-from .header import disagreement, failure, public_class, reason_of
-from .norm_entries import Entry, held_gradient
+from ..distributed.header import disagreement, failure, public_class, reason_of
+from ..errors import Words, expected
 from .norm_plan import Plan
 from .norm_reduce import exchange
+from .parameters import Entry, held_gradient
 
 _MOST_NAMES = 10  # of parameters, in one message
 

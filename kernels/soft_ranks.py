@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import bins as binning
 from .bins import Bins
-from .first_order import first_order_only
 from .node_tables import order_for
+from .registration import first_order_only
 from .sigmoid_sums import BIN, FIXED, PAIR, ROW, exact
 from .soft_ranks_binned import Rows, smooth_ap_binned
 from .soft_ranks_direct import smooth_ap_direct

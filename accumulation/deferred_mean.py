@@ -19,8 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed.group import Group
+from ..distributed.torch_private import not_compiled
+from ..errors import Words, attempt, expected
+from ..gradients.all_reduce_grads import distinct_entries
+from ..gradients.wrappers import GradientSync, discard_gradients_, find_sync
 from .accumulation_step import _check_loss
-from .all_reduce_grads import distinct_entries
 from .deferred_header import Sums, Told, exchange
 from .deferred_sync import (
     SyncEntry,
@@ -31,11 +35,7 @@ from .deferred_sync import (
     plan_sync,
     read_sync_groups,
 )
-from .errors import Words, attempt, expected
-from .gradient_sync import GradientSync, discard_gradients_, find_sync
-from .group import Group
-from .torch_private import not_compiled
-from .window_counts import check_scalar
+from .window import check_scalar
 
 # Who divides the gradients of a model; weak on both sides.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeferredMean]] = weakref.WeakKeyDictionary()

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import Words, attempt, expected
-from .group import Group, group_ranks, resolve_group
-from .norm_entries import Entry, is_dtensor, is_elsewhere
+from ..distributed.group import Group, group_ranks, resolve_group
+from ..errors import Words, attempt, expected
+from .parameters import Entry, is_dtensor, is_elsewhere
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -61,7 +61,7 @@ def make_plan(
 
     Args:
         entries: the parameters, in the same order on every rank: groups are met in the order of their first parameter.
-        shard_groups: see :func:`~fullrank.distributed.grad_norm.total_grad_norm`.
+        shard_groups: see :func:`~fullrank.gradients.grad_norm.total_grad_norm`.
         across: likewise.
         problems: receives exceptions. A rank with a problem joins the collectives nevertheless and tells it there.
         include_copies: also meet over mesh dimensions along which parameters are only replicated.

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import Words, attempt, check_count, check_int, expected
-from .group import Group, is_initialized, resolve_group
-from .header import agree
+from ..distributed.group import Group, is_initialized, resolve_group
+from ..distributed.header import agree
+from ..errors import Words, attempt, check_count, check_int, expected
 
 B = TypeVar("B")
 

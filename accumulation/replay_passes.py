@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..distributed.group import group_ranks
+from ..distributed.header import Agreement, agree
+from ..errors import attempt
+from ..gradients.wrappers import GradientSync, discard_gradients_
 from .buffers import buffers_kept, hold_broadcasts
-from .errors import attempt
-from .gradient_sync import GradientSync, discard_gradients_
-from .group import group_ranks
-from .header import Agreement, agree
 from .replay_checks import (
     check_differences,
     check_loss,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import Words, expected
-from .group import group_ranks
-from .header import agree, failure
+from ..distributed.group import group_ranks
+from ..distributed.header import agree, failure
+from ..errors import Words, expected
 
 
 class Told(NamedTuple):

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import all_gather
-from .group import is_initialized
-from .header import backend_by_device
+from ..distributed.collectives import all_gather
+from ..distributed.group import is_initialized
+from ..distributed.header import backend_by_device
 from .norm_measure import join_norms
 from .norm_plan import Layout, Plan
 

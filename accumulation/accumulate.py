@@ -39,12 +39,12 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..distributed.group import Group, group_ranks
+from ..distributed.header import agree
+from ..errors import Words, attempt, check_positive, expected
+from ..gradients.wrappers import GradientSync, find_sync
 from .accumulation_step import Step, Window
-from .errors import Words, attempt, check_positive, expected
-from .gradient_sync import GradientSync, find_sync
-from .group import Group, group_ranks
-from .header import agree
-from .window_counts import add_counts, as_numbers, check_amount, check_scalar, check_window, token_rule
+from .window import add_counts, as_numbers, check_amount, check_scalar, check_window, token_rule
 
 B = TypeVar("B")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .errors import Words, attempt, expected
-from .gradient_sync import GradientSync, discard_gradients_
-from .header import agree
-from .window_counts import as_numbers, check_amount, check_scalar
+from ..distributed.header import agree
+from ..errors import Words, attempt, expected
+from ..gradients.wrappers import GradientSync, discard_gradients_
+from .window import as_numbers, check_amount, check_scalar
 from .zero_loss import zero_loss
 
 B = TypeVar("B")

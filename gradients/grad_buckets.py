@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import lost
-from .payload import _is_staged
-from .torch_private import copy_each_
+from ..distributed.collectives import lost
+from ..distributed.payload import _is_staged
+from ..distributed.torch_private import copy_each_
 
 BUCKET_BYTES = 25 * 2**20  # of what travels; large enough for the bandwidth, small beside the gradients
 

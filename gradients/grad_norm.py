@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from .errors import Words, attempt, expected, warn
-from .norm_entries import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries
+from ..distributed.torch_private import not_compiled
+from ..errors import Words, attempt, expected, warn
 from .norm_errors import Options, check_options, raise_nonfinite, raise_together
 from .norm_measure import local_norm
 from .norm_plan import Groups, Layout, Plan, make_plan
 from .norm_reduce import meeting_device, reduce_columns
-from .torch_private import not_compiled
+from .parameters import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .torch_private import broadcast_ddp_buffers, buffer_slots
+from ..distributed.torch_private import broadcast_ddp_buffers, buffer_slots
 
 
 class _Kept(NamedTuple):

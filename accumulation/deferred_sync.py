@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .all_reduce_grads import Summand, add_, distinct_entries, plan_sum
-from .errors import Words, attempt, expected
-from .gradient_sync import GradientSync
-from .group import group_ranks, resolve_group
-from .norm_entries import Entry, held_gradient
-from .torch_private import divide_each_
+from ..distributed.group import group_ranks, resolve_group
+from ..distributed.torch_private import divide_each_
+from ..errors import Words, attempt, expected
+from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
+from ..gradients.parameters import Entry, held_gradient
+from ..gradients.wrappers import GradientSync
 
 
 class SyncEntry(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import attempt, expected
+from ..errors import attempt, expected
 from .group import Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
 from .header import agree, refuse_in_backward
 from .torch_private import not_compiled

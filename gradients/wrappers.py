@@ -22,9 +22,16 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import Words, check_choice, check_count, expected
-from .group import Group, group_ranks, is_initialized, resolve_group
-from .torch_private import FsdpGroup, awaits_first_reduction, forget_forward, fsdp_groups, fsdp_modules, has_fsdp1
+from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
+from ..distributed.torch_private import (
+    FsdpGroup,
+    awaits_first_reduction,
+    forget_forward,
+    fsdp_groups,
+    fsdp_modules,
+    has_fsdp1,
+)
+from ..errors import Words, check_choice, check_count, expected
 
 SYNCS = ("last", "each", "shard")
 

@@ -1,0 +1,15 @@
+"""What remains to be done to gradients: when and over which ranks they are reduced, and how large they may be."""
+
+from .all_reduce_grads import all_reduce_grads_, sequence_sync_group
+from .grad_norm import clip_grad_norm_, total_grad_norm
+from .wrappers import discard_gradients_, maybe_no_sync, sum_gradients_
+
+__all__ = [
+    "all_reduce_grads_",
+    "clip_grad_norm_",
+    "discard_gradients_",
+    "maybe_no_sync",
+    "sequence_sync_group",
+    "sum_gradients_",
+    "total_grad_norm",
+]

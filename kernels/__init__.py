@@ -1,0 +1,1 @@
+"""The numerics: pure functions of tensors that know no targets, ranks or modules."""
