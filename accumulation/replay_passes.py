@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +69,13 @@ def agree_or_raise(
     facts: Mapping[str, object] | None = None,
     rows: int = 0,
     totals: Sequence[Tensor | float] = (),
-) -> Agreement:
+) -> Agreement[None]:
     """Agree over ``ranks``; alone, raise ``error`` or return what was brought."""
     if ranks is not None:
         return agree(CALL, ranks, error=error, facts=facts, rows=rows, totals=totals)
     if error is not None:
         raise error
-    return Agreement((rows,), torch.tensor([[float(total) for total in totals]], dtype=torch.float64))
+    return Agreement(None, (rows,), torch.tensor([[float(total) for total in totals]], dtype=torch.float64))
 
 
 def score(window: Window, ranks: ProcessGroup | None) -> Scored:
@@ -123,28 +121,10 @@ def evaluate(
         check_loss(value, leaf, window.model)
         return value
 
-    handled = sys.exc_info()[1]
     value, error = attempt(compute)
-    if error is not None and ranks is not None and _is_agreed(error, ranks, handled):
-        raise error
     agree_or_raise(ranks, error)
     assert value is not None
     return value
-
-
-def _is_agreed(error: BaseException, ranks: ProcessGroup, handled: BaseException | None) -> bool:
-    """Whether ``error``, or what it was raised from, came out of an agreement of ``ranks``: then all of them have it.
-
-    The loss gathers, and its header raises on every rank. There may be no header left to meet: a rank that failed in
-    front of the loss has joined this one. ``handled`` is what the caller was handling already, and no part of this.
-    """
-    link: BaseException | None = error
-    while link is not None and link is not handled:
-        for frame, _ in walk_tb(link.__traceback__):
-            if frame.f_code is agree.__code__ and frame.f_locals["group"] is ranks:
-                return True
-        link = link.__cause__ or link.__context__
-    return False
 
 
 def replay(

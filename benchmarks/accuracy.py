@@ -24,9 +24,9 @@ import torch
 from report import RESULTS, machine, print_machine, print_records, write_json
 from torch import Tensor
 
+from fullrank.kernels import bins as binning
+from fullrank.kernels import soft_ranks
 from fullrank.kernels.node_tables import MANY_ROWS, order_for
-from fullrank.losses import bins as binning
-from fullrank.losses import soft_ranks
 
 SCALES, TEMPERATURES = (1.0, 10.0, 100.0, 1000.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 ROWS, SHARE = (4_000, 8_000), 0.02

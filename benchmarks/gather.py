@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from report import RESULTS, bar_cells, machine, make_rows, print_machine, print_table, write_json
 
 import fullrank
-from fullrank.distributed.header import agree
+from fullrank.distributed.header import Offer, agree_on
 from fullrank.distributed.torch_private import all_gather_flat
 
 WORLD_SIZE = 2
@@ -67,7 +67,7 @@ def calls(rank: int, case: Case) -> dict[str, Callable[[], object]]:
             imbalanced_losses.all_gather_no_grad(targets),
         ),
         "ours": lambda: fullrank.gather_rows(logits, targets),
-        "header": lambda: agree("benchmark", group, facts={"rows": "as they are"}),
+        "header": lambda: agree_on("benchmark", group, lambda: Offer(None, {"rows": "as they are"})),
         "bare": bare,
     }
 

@@ -20,8 +20,8 @@ from accuracy import choose_positives, normal, relative_error, run
 from report import RESULTS, machine, print_machine, print_records, write_json
 from torch import Tensor
 
+from fullrank.kernels import node_tables, soft_ranks, soft_ranks_binned
 from fullrank.kernels.node_tables import Order, order_for
-from fullrank.losses import node_tables, soft_ranks, soft_ranks_binned
 
 SHARE = 0.02
 FEW = 200  # positives, where there are many rows

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import attempt, expected
+from ..errors import expected
 from .collectives import reduce_scatter
-from .group import Group, check_gradient_reduction, gradient_scale, resolve_group
-from .header import agree, backend_by_device, refuse_in_backward
+from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, resolve_group
+from .header import Checksum, Offer, State, agree_on, backend_by_device, refuse_in_backward
 from .payload import gather_payload
 from .torch_private import not_compiled
 
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     facts: Mapping[str, object] = {}
-    checksum: Tensor | None = None
+    checksum: Checksum | None = None
 
 
 class Gathered(NamedTuple):
@@ -146,30 +146,31 @@ def gather_agreed(
         gradient_reduction: see :func:`all_gather_with_grad`.
         backward: see :func:`all_gather_with_grad`.
     """
-    brought, error = attempt(lambda: _checked(prepare, group))
-    if brought is None:
-        agree(call, group, error=error)
-        raise AssertionError("unreachable: agree raises when a rank failed")
-    (tensors, facts, checksum), count = brought
-    facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
-    rows = agree(call, group, facts=facts, rows=count, checksum=checksum).rows
+
+    def bring() -> Offer[tuple[Tensor | None, ...]]:
+        tensors, facts, checksum = prepare()
+        count = check_rows(tensors)
+        _check_devices(tensors, group)
+        facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
+        return Offer(tensors, facts, count, checksum=checksum)
+
+    agreed = agree_on(call, group, bring)
+    tensors, rows = agreed.value, agreed.rows
     present = [tensor for tensor in tensors if tensor is not None]
     plan = _Plan(call, group, rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
     outputs = iter(_GatherRows.apply(plan, *present) if present else ())
     return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows)
 
 
-def _checked(prepare: Callable[[], Rows], group: ProcessGroup) -> tuple[Rows, int]:
-    brought = prepare()
-    count = check_rows(brought.tensors)
+def _check_devices(tensors: tuple[Tensor | None, ...], group: ProcessGroup) -> None:
+    """Raise ValueError unless all tensors are on one device that ``group`` serves."""
     usable = backend_by_device(group)
-    devices = {tensor.device.type for tensor in brought.tensors if tensor is not None}
+    devices = {tensor.device.type for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
     if not devices <= set(usable):
         fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
         raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
-    return brought, count
 
 
 def gather_rows(
@@ -267,7 +268,7 @@ def _gather(
         check_gradient_reduction(gradient_reduction)
         if backward not in ("local", "reduce_scatter"):
             raise ValueError(expected("backward", "'local' or 'reduce_scatter'", backward))
-        return Rows(tensors, {"backward": backward, "gradient_reduction": gradient_reduction})
+        return Rows(tensors, {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)})
 
     resolved = resolve_group(group)
     if resolved.size() == 1:

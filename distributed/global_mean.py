@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import attempt, expected
-from .group import Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
-from .header import agree, refuse_in_backward
+from ..errors import expected
+from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
+from .header import Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
 
 
@@ -59,13 +59,14 @@ def mean_agreed(
         prepare: checks this rank's arguments and returns its :class:`Fraction`; what it raises is raised on all ranks.
         gradient_reduction: how the wrapper combines gradients, see :func:`global_mean`.
     """
-    fraction, error = attempt(prepare)
-    if fraction is None:
-        agree(call, group, error=error)
-        raise AssertionError("unreachable: agree raises when a rank failed")
-    total, count, facts = fraction
-    facts = {**facts, "gradient": total.requires_grad and torch.is_grad_enabled()}
-    totals = agree(call, group, facts=facts, totals=(total, count)).totals  # [W, 4]
+
+    def bring() -> Offer[Tensor]:
+        total, count, facts = prepare()
+        needs_grad = total.requires_grad and torch.is_grad_enabled()
+        return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count))
+
+    agreed = agree_on(call, group, bring)
+    total, totals = agreed.value, agreed.totals  # (), [W, 4]
     summed = torch.zeros_like(totals[0])
     for part in totals:  # in rank order, so that every rank gets the same bits
         summed = summed + part
@@ -112,7 +113,8 @@ def global_mean(
 
     def prepare() -> Fraction:
         check_gradient_reduction(gradient_reduction)
-        facts = {"gradient_reduction": gradient_reduction, "dtype": _check_total(total).dtype}
+        reduction = State(gradient_reduction, SAME_REDUCTION)
+        facts = {"gradient_reduction": reduction, "dtype": _check_total(total).dtype}
         return Fraction(total, _check_count(count), facts)
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None

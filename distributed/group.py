@@ -82,6 +82,9 @@ def gradient_scale(gradient_reduction: str | int, group: ProcessGroup) -> int:
     return 1 if gradient_reduction == "sum" else int(gradient_reduction)
 
 
+SAME_REDUCTION = "Set the same gradient_reduction on every rank."
+
+
 def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
     """Return ``gradient_reduction`` unchanged, or raise ValueError when it is none of "mean", "sum", int >= 1."""
     is_count = isinstance(gradient_reduction, int) and not isinstance(gradient_reduction, bool)

@@ -1,26 +1,28 @@
-"""The agreement that opens every communicating call: one small all-gather, always of the same size.
+"""Agreement: the one small all-gather, always of the same size, that opens every communicating call.
 
-gloo aborts or hangs when ranks enter different collectives, or the same one with different sizes. So whatever a rank
-is about to do, and even when it has failed its checks, it first gathers one header of eight words::
+gloo aborts or hangs when ranks enter different collectives, or the same collective with different sizes. So before a
+call communicates, and even when it has failed its checks, each rank gathers one header of eight words::
 
     | failed | digest | rows | checksum | total 0 | total 1 | total 2 | total 3 |
 
     failed    1 when this rank has an exception to raise
-    digest    64-bit hash of the facts that all ranks must share: which call, dtypes, shapes, flags, temperature ...
-    rows      number of rows this rank brings (may differ: the payload is padded to the largest)
-    checksum  hash of device state that all ranks must share: what the memory queue holds
-    totals    float64 numbers that differ by rank and are added in rank order: sums and counts of the focal losses
+    digest    64-bit hash of the facts that all ranks must share: which call, dtypes, shapes, flags, state ...
+    rows      number of rows on this rank (may differ: the payload is padded to the largest)
+    checksum  hash of state on the device that all ranks must share
+    totals    float64 numbers that differ between ranks, such as sums and counts
 
-All ranks see the same headers and so take the same branch. If one has failed or the facts disagree, they exchange the
-reasons and all raise the same exception. That second exchange happens on this path only.
+All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
+exchange the reasons and all raise the same exception. That second exchange happens only on this path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,10 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import Words, attempt, expected
+from ..errors import Words, expected
 from .collectives import all_gather, lost
 from .group import group_ranks
 from .torch_private import backward_is_running
+
+T = TypeVar("T")
 
 NUM_TOTALS = 4
 _WORDS = 4 + NUM_TOTALS
@@ -40,22 +44,52 @@ _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 # The backends of a group never change, and torch keeps them as a text that would be parsed in every call.
 _BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
-# What to do about a fact that differs; facts without a line here are values and shapes of the arguments.
-_STATE_ADVICE = {
-    "call": "Every rank must make the same calls in the same order.",
-    "enqueues rows": "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone.",
-    "queue": "Load the same checkpoint, or call reset_queue(), on every rank.",
-    "draws": "Load the same checkpoint on every rank.",
-    "schedule": "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank.",
-    "gradient_reduction": "Set the same gradient_reduction on every rank.",
-    "temperature": "Set the same temperature, or advance the same schedule, on every rank.",
-    "arguments": "Construct it with the same arguments on every rank.",
-}
+_SAME_CALLS = "Every rank must make the same calls in the same order."
+_SAME_ARGUMENTS = "Pass the same kind of arguments on every rank."
 
 
-class Agreement(NamedTuple):
-    """What the ranks told each other: row counts, and float64 totals (W, NUM_TOTALS) in rank order."""
+class State(NamedTuple):
+    """A fact about state: ranks that differ raise RuntimeError with ``advice``. Other facts give ValueError."""
 
+    value: object
+    advice: str
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Checksum(NamedTuple):
+    """A hash, int64 scalar, of state that all ranks must share; its name and what to do when the ranks differ."""
+
+    value: Tensor
+    name: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Offer(Generic[T]):
+    """What one rank contributes to a call.
+
+    Attributes:
+        value: handed back to this rank by :func:`agree_on`; does not travel.
+        facts: what must be equal on every rank, compared by ``repr``; a :class:`State` brings its own advice.
+        rows: number of rows on this rank.
+        totals: at most four numbers, floats or one-element tensors.
+        checksum: state on the device that must be equal on every rank.
+    """
+
+    value: T
+    facts: Mapping[str, object] = field(default_factory=dict)
+    rows: int = 0
+    totals: Sequence[Tensor | float] = ()
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True)
+class Agreement(Generic[T]):
+    """This rank's value, and the row counts and float64 totals (W, NUM_TOTALS) of all ranks, in rank order."""
+
+    value: T
     rows: tuple[int, ...]
     totals: Tensor
 
@@ -69,66 +103,54 @@ def refuse_in_backward(call: str) -> None:
         )
 
 
-def agree(
-    call: str,
-    group: ProcessGroup,
-    *,
-    error: Exception | None = None,
-    facts: Mapping[str, object] | None = None,
-    rows: int = 0,
-    totals: Sequence[Tensor | float] = (),
-    checksum: Tensor | None = None,
-) -> Agreement:
-    """Exchange headers, and return what the ranks bring; or raise the same exception on all of them.
+def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]]) -> Agreement[T]:
+    """Run ``bring`` on this rank, exchange headers, and return what all ranks brought; or raise on all of them.
+
+    An exception in ``bring`` does not leave the other ranks waiting: this rank still joins the exchange, and every rank
+    raises. ``bring`` may itself communicate over ``ranks``. If it fails in an agreement of the same ranks, all of them
+    already have that exception, and it is raised as it is.
 
     Args:
         call: name of the call, the first of the facts and the head of every message.
-        group: the group that takes part.
-        error: the exception this rank has to raise, if it failed its checks.
-        facts: what must be equal on every rank; compared by ``repr``.
-        rows: this rank's number of rows.
-        totals: at most four numbers, floats or one-element tensors.
-        checksum: int64 scalar that must be equal on every rank.
+        ranks: the group that takes part; None when this process is alone, which just runs ``bring``.
+        bring: checks this rank's arguments and returns its :class:`Offer`.
 
     Raises:
-        The failing rank's class of exception (the first of them) if a rank failed; ValueError if arguments disagree;
-        RuntimeError if state disagrees. The text names the ranks and the reasons, and is the same on every rank.
+        The failing rank's class of exception (the first of them) if a rank failed; ValueError if arguments differ;
+        RuntimeError if state differs. The text names the ranks and the reasons, and is the same on every rank.
         RuntimeError too when the exchange fails, because a rank has died or does not call.
     """
-    assert len(totals) <= NUM_TOTALS
-    device = header_device(group)
-    # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
-    told = None
-    if error is None:
-        told, error = attempt(lambda: _tell(call, facts or {}, rows, totals, checksum, device))
-    texts, words = told or ({"call": call}, _header((1, 0, 0, 0), (), device))
-    gathered = torch.empty(group.size() * _WORDS, dtype=torch.int64, device=device)
-    all_gather(gathered, words, group, call=call, what="the all-gather of the headers")
-    gathered = gathered.view(-1, _WORDS)  # [W, 8]
-    head = gathered[:, :4].tolist()
-    first = head[0]
-    if any(row[0] or row[1] != first[1] or row[3] != first[3] for row in head):
-        _raise_together(group, error, texts, head)
-    return Agreement(tuple(row[2] for row in head), gathered[:, 4:].view(torch.float64))
+    if ranks is None:
+        offer = bring()
+        totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
+        return Agreement(offer.value, (offer.rows,), torch.tensor([totals], dtype=torch.float64, device="cpu"))
+    handled = sys.exc_info()[1]
+    device = header_device(ranks)
+    try:
+        offer = bring()
+        texts = {"call": call, **{name: repr(fact) for name, fact in offer.facts.items()}}
+        # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
+        checksum = 0 if offer.checksum is None else offer.checksum.value
+        header = _pack((0, digest(texts), offer.rows, checksum), offer.totals, device)
+    except Exception as error:
+        if _is_shared(error, ranks, handled):
+            raise
+        _gather_headers(call, _pack((1, 0, 0, 0), (), device), ranks)
+        _raise_together(ranks, {"call": call}, error=error)
+    gathered = _gather_headers(call, header, ranks)  # [W, 8]
+    heads = gathered[:, :4].tolist()
+    first = heads[0]
+    if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):
+        advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
+        _raise_together(ranks, texts, advice, offer.checksum, [head[3] for head in heads])
+    return Agreement(offer.value, tuple(head[2] for head in heads), gathered[:, 4:].view(torch.float64))
 
 
-def _tell(
-    call: str,
-    facts: Mapping[str, object],
-    rows: int,
-    totals: Sequence[Tensor | float],
-    checksum: Tensor | None,
-    device: torch.device,
-) -> tuple[dict[str, str], Tensor]:
-    """Return the facts as texts, and the header of a rank that has not failed."""
-    texts = {"call": call, **{key: repr(value) for key, value in facts.items()}}
-    return texts, _header((0, digest(texts), rows, 0 if checksum is None else checksum), totals, device)
-
-
-def _header(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], device: torch.device) -> Tensor:
+def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return four words and up to four totals as one int64 tensor (8,) on ``device``."""
+    assert len(totals) <= NUM_TOTALS
     plain: list[float] = []
-    late: dict[int, Tensor] = {}  # what lies on an accelerator is written there, without waiting for it
+    late: dict[int, Tensor] = {}  # values on an accelerator are written there, without waiting for them
     for slot, value in enumerate((*words, *totals)):
         if not isinstance(value, Tensor):
             plain.append(value)
@@ -142,6 +164,13 @@ def _header(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], dev
     for slot, value in late.items():
         header[slot : slot + 1] = value if slot < len(words) else value.to(torch.float64).view(torch.int64)
     return header
+
+
+def _gather_headers(call: str, header: Tensor, ranks: ProcessGroup) -> Tensor:
+    """Return the headers of all ranks, (W, 8) int64 on the device of ``header``."""
+    gathered = torch.empty(ranks.size() * _WORDS, dtype=torch.int64, device=header.device)
+    all_gather(gathered, header, ranks, call=call, what="the all-gather of the headers")
+    return gathered.view(-1, _WORDS)
 
 
 def digest(texts: Mapping[str, str]) -> int:
@@ -171,21 +200,56 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     return known
 
 
+def _is_shared(error: BaseException, ranks: ProcessGroup, handled: BaseException | None) -> bool:
+    """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` on all of them.
+
+    There may be no header left to join: a rank that failed earlier in ``bring`` has already joined that agreement.
+    ``handled`` is the exception that the caller was handling before the call, which is not part of this one.
+    """
+    link: BaseException | None = error
+    while link is not None and link is not handled:
+        if getattr(link, "_agreed_by", None) == id(ranks):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
 def _raise_together(
-    group: ProcessGroup, error: Exception | None, texts: Mapping[str, str], head: list[list[int]]
+    ranks: ProcessGroup,
+    texts: Mapping[str, str],
+    advice: Mapping[str, str] | None = None,
+    checksum: Checksum | None = None,
+    checksums: Sequence[int] = (),
+    error: Exception | None = None,
 ) -> NoReturn:
-    """Exchange the reasons and raise the same exception on every rank."""
-    reasons: list[Any] = [None] * group.size()
+    """Exchange the reasons and raise the same exception on every rank.
+
+    Args:
+        ranks: the group.
+        texts: the facts of this rank.
+        advice: what to do about each fact of state.
+        checksum: of this rank, if it has one.
+        checksums: those of all ranks.
+        error: what went wrong on this rank, if anything did.
+    """
+    reasons: list[Any] = [None] * ranks.size()
     reason = None if error is None else (public_class(error).__name__, reason_of(error))
     try:
-        dist.all_gather_object(reasons, (reason, dict(texts)), group=group)
+        dist.all_gather_object(reasons, (reason, dict(texts)), group=ranks)
     except RuntimeError as problem:
         raise lost(texts["call"], "the exchange of what went wrong", problem) from (error or problem)
-    ranks = group_ranks(group)
-    failed = [(rank, facts["call"], *reason) for rank, (reason, facts) in zip(ranks, reasons) if reason is not None]
+    everyone, facts = group_ranks(ranks), [held for _, held in reasons]
+    failed = [(rank, held["call"], *why) for rank, (why, held) in zip(everyone, reasons) if why is not None]
     if failed:
-        raise failure(failed) from error
-    raise disagreement(ranks, [facts for _, facts in reasons], [row[3] for row in head])
+        raised = failure(failed)
+    elif checksum is not None and all(held == facts[0] for held in facts):
+        contents = [f"contents {value & 0xFFFFFFFF:08x}" for value in checksums]
+        facts = [{"call": texts["call"], checksum.name: content} for content in contents]
+        raised = disagreement(everyone, facts, {checksum.name: checksum.advice})
+    else:
+        raised = disagreement(everyone, facts, advice)
+    raised._agreed_by = id(ranks)  # type: ignore[attr-defined]
+    raise raised from error
 
 
 def public_class(error: Exception) -> type[Exception]:
@@ -210,24 +274,23 @@ def failure(failed: list[tuple[int, str, str, str]]) -> Exception:
     return kinds[kind](f"{call} failed on {'; '.join(parts)}")
 
 
-def disagreement(ranks: list[int], facts: list[dict[str, str]], checksums: list[int]) -> Exception:
-    """Return the exception for ranks that disagree, naming each fact, who holds which value, and what to do."""
+def disagreement(ranks: list[int], facts: list[dict[str, str]], advice: Mapping[str, str] | None = None) -> Exception:
+    """Return the exception for ranks that disagree, naming each fact, who holds which value, and what to do.
+
+    Args:
+        ranks: the global ranks.
+        facts: those of each rank, ``"call"`` among them.
+        advice: what to do about each fact of state; the others are about arguments.
+    """
     call, keys = facts[0]["call"], list(dict.fromkeys(key for held in facts for key in held))
+    advice = {"call": _SAME_CALLS, **(advice or {})}
     if len({held["call"] for held in facts}) > 1:
-        call, keys = "ranks", ["call"]  # different calls have different facts: only the calls themselves tell
-    parts, advice, is_state = [], [], False
-    for key in keys:
-        values = [held.get(key, "nothing") for held in facts]
-        if len(set(values)) > 1:
-            parts.append(f"{key}: {_who_has_what(ranks, values)}")
-            is_state |= key in _STATE_ADVICE
-            advice.append(_STATE_ADVICE.get(key, "Pass the same kind of arguments on every rank."))
-    if not parts:
-        parts.append(f"queue: {_who_has_what(ranks, [f'contents {value & 0xFFFFFFFF:08x}' for value in checksums])}")
-        advice.append(_STATE_ADVICE["queue"])
-        is_state = True
-    kind = RuntimeError if is_state else ValueError
-    return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(dict.fromkeys(advice))))
+        call, keys = "ranks", ["call"]  # different calls have different facts, so only the calls can be compared
+    differing = [key for key in keys if len({held.get(key, "nothing") for held in facts}) > 1]
+    parts = [f"{key}: {_who_has_what(ranks, [held.get(key, 'nothing') for held in facts])}" for key in differing]
+    fixes = dict.fromkeys(advice.get(key, _SAME_ARGUMENTS) for key in differing)
+    kind = RuntimeError if any(key in advice for key in differing) else ValueError
+    return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 
 
 def _who_has_what(ranks: list[int], values: list[str]) -> str:
@@ -239,3 +302,22 @@ def _who_has_what(ranks: list[int], values: list[str]) -> str:
 
 def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def agree(
+    call: str,
+    group: ProcessGroup,
+    *,
+    error: Exception | None = None,
+    facts: Mapping[str, object] | None = None,
+    rows: int = 0,
+    totals: Sequence[Tensor | float] = (),
+) -> Agreement[None]:
+    """Transitional: agree_on for callers that have already attempted their checks."""
+
+    def bring() -> Offer[None]:
+        if error is not None:
+            raise error
+        return Offer(None, facts or {}, rows, totals)
+
+    return agree_on(call, group, bring)

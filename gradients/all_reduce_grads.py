@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.collectives import all_gather
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import agree, digest, disagreement, header_device
+from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.torch_private import fsdp_groups, not_compiled
-from ..errors import Words, attempt, check_choice, expected
+from ..errors import Words, check_choice, expected
 from .grad_buckets import add_over_ranks_
 from .parameters import Entry, _check_gradient, held_gradient, is_dtensor, list_entries
 
@@ -142,11 +142,12 @@ def plan_sum(parameters: Any, group: ProcessGroup) -> list[Summand]:
     Raises:
         TypeError, ValueError: see :func:`all_reduce_grads_`; on every rank of ``group``, which has two or more.
     """
-    summands, error = attempt(lambda: list_summands(parameters))
-    if summands is None:
-        agree(CALL, group, error=error)
-        raise AssertionError("unreachable: agree raises when a rank failed")
-    agree(CALL, group, facts={"number of parameters": len(summands)})
+
+    def bring() -> Offer[list[Summand]]:
+        summands = list_summands(parameters)
+        return Offer(summands, {"number of parameters": len(summands)})
+
+    summands = agree_on(CALL, group, bring).value
     if not summands:
         return []
     words = _exchange_words(summands, group)  # [W, parameters]
@@ -222,4 +223,4 @@ def _mismatch(summand: Summand, group: ProcessGroup) -> Exception:
     held: list[Any] = [None] * group.size()
     dist.all_gather_object(held, (summand.name, summand.layout), group=group)
     texts = [{"call": CALL, held[0][0]: layout} for _, layout in held]
-    return disagreement(group_ranks(group), texts, [0] * group.size())
+    return disagreement(group_ranks(group), texts)

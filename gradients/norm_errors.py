@@ -64,7 +64,7 @@ def raise_together(plan: Plan, options: Options, problems: list[Exception], *, c
     failed = [(rank, options.call, *reason) for rank, (reason, _) in known if reason is not None]
     if failed:
         raise failure(failed) from (problems[0] if problems else None)
-    raise disagreement([rank for rank, _ in known], [held for _, (_, held) in known], [0] * len(known))
+    raise disagreement([rank for rank, _ in known], [held for _, (_, held) in known])
 
 
 def raise_nonfinite(plan: Plan, options: Options, entries: Sequence[Entry], norm: float) -> NoReturn:

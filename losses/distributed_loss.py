@@ -5,7 +5,19 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..distributed.group import DataGroup, Group, check_gather_distributed, check_gradient_reduction
+from ..distributed.group import (
+    SAME_REDUCTION,
+    DataGroup,
+    Group,
+    check_gather_distributed,
+    check_gradient_reduction,
+)
+from ..distributed.header import State
+
+# What to do when ranks differ in state that several losses have.
+SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
+SAME_TEMPERATURE = "Set the same temperature, or advance the same schedule, on every rank."
+_SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
 
 class DistributedLoss(nn.Module):
@@ -58,7 +70,7 @@ class DistributedLoss(nn.Module):
     def _shared_facts(self) -> dict[str, object]:
         """Return what all ranks must agree on in every loss."""
         return {
-            "arguments": self.extra_repr(),
-            "gradient_reduction": check_gradient_reduction(self.gradient_reduction),
-            "schedule": self._schedule,
+            "arguments": State(self.extra_repr(), SAME_ARGUMENTS),
+            "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
+            "schedule": State(self._schedule, _SAME_SCHEDULE),
         }

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
-from ..distributed.header import refuse_in_backward
+from ..distributed.header import Checksum, State, refuse_in_backward
 from ..errors import check_choice, check_count, check_int, check_positive, expected, warn
 from ..queues.load_check import check_saved_queues
-from ..queues.memory_queue import Keep, MemoryQueue
+from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue
 from .batch import Batch, TargetRule, check_batch, compute_dtype
-from .distributed_loss import DistributedLoss
+from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
 from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, one_vs_rest, reduce_classes, with_classes
 from .sampling import draw_rows
 
 Reduction = Literal["mean", "sum", "none"]
+
+_SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
 
 class RankingLoss(DistributedLoss):
@@ -142,7 +144,8 @@ class RankingLoss(DistributedLoss):
 
         def prepare() -> Rows:
             facts = {**self._facts(), "with indexes": indexes is not None}
-            return Rows(check().tensors, facts, self.queue.checksum if self.queue_size else None)
+            checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
+            return Rows(check().tensors, facts, checksum)
 
         group = self._resolve_group()
         if group is None:
@@ -159,10 +162,10 @@ class RankingLoss(DistributedLoss):
         """Return what all ranks must agree on besides the tensors."""
         return {
             **self._shared_facts(),
-            "temperature": self.temperature,
-            "enqueues rows": self._enqueues,
-            "queue": self.queue.position,
-            "draws": self._num_draws,
+            "temperature": State(self.temperature, SAME_TEMPERATURE),
+            "enqueues rows": State(self._enqueues, _SAME_MODE),
+            "queue": State(self.queue.position, SAME_QUEUE),
+            "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
         }
 
     def _join(self, live: Batch) -> Pool:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
-from ..distributed.header import refuse_in_backward
+from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_int, check_positive, check_tensor, expected
 from .all_queries import ap_of_all_queries, directions
 from .batch import check_device, is_integer
-from .distributed_loss import DistributedLoss
+from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
 from .pool import REDUCTIONS, PerClass, reduce_values
 from .ranking import Reduction
 
@@ -152,7 +152,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
             return _check_rows(embeddings, labels)
 
         def prepare() -> Rows:
-            return Rows(check(), {**self._shared_facts(), "temperature": self.temperature})
+            return Rows(check(), {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)})
 
         group = self._resolve_group()
         if group is None:

@@ -17,9 +17,10 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group, resolve_group
-from ..distributed.header import agree
+from ..distributed.header import Offer, State, agree_on
 from ..errors import check_count, check_int, expected
 from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
+from ..losses.distributed_loss import SAME_ARGUMENTS
 from ..losses.pool import PerClass, Pool, one_vs_rest
 
 Average = Literal["macro"] | None
@@ -140,8 +141,8 @@ class RankingMetric(Metric):
         if dist.get_world_size(resolved) == 1:
             return self._rows()
         call = f"{type(self).__name__}.sync"
-        gathered = gather_agreed(call, resolved, lambda: Rows(self._rows(), {"arguments": self.extra_repr()}))
-        logits, targets = gathered.tensors
+        facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
+        logits, targets = gather_agreed(call, resolved, lambda: Rows(self._rows(), facts)).tensors
         assert logits is not None
         assert targets is not None
         return logits, targets
@@ -158,10 +159,10 @@ class RankingMetric(Metric):
             return
         group = resolve_group(self.process_group, name="process_group")
         if dist.get_world_size(group) > 1:
-            facts = {"arguments": self.extra_repr()}
-            cached = float(self._computed is not None)
-            agreement = agree(f"{type(self).__name__}.compute", group, facts=facts, totals=[cached])
-            if agreement.totals[:, 0].min() == 0:
+            facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
+            offer = Offer(None, facts, totals=[float(self._computed is not None)])
+            cached = agree_on(f"{type(self).__name__}.compute", group, lambda: offer).totals[:, 0]
+            if cached.min() == 0:
                 self._computed = None
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:

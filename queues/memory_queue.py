@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.group import Group, is_initialized, resolve_group
-from ..distributed.header import agree
+from ..distributed.header import Offer, State, agree_on
 from ..errors import check_choice, check_count, check_int, expected
 
 Keep = Literal["all", "negatives"]
@@ -22,6 +22,9 @@ _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 def multi_hot_dtype(ignore_index: int) -> torch.dtype:
     """Return the dtype of multi-hot targets: a byte is enough for 0, 1 and the default -100."""
     return torch.int8 if -128 <= ignore_index <= 127 else torch.int64
+
+
+SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
 
 
 class QueueRows(NamedTuple):
@@ -219,8 +222,9 @@ class MemoryQueue(nn.Module):
         for tensor in self.rows():
             if tensor is not None:
                 contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        facts = {"queue": f"{self._fill} rows with contents {contents.hexdigest()}"}
-        agree("MemoryQueue.assert_synchronized", resolved, facts=facts)
+        held = f"{self._fill} rows with contents {contents.hexdigest()}"
+        offer = Offer(None, {"queue": State(held, SAME_QUEUE)})
+        agree_on("MemoryQueue.assert_synchronized", resolved, lambda: offer)
 
     def _move(self, device: torch.device) -> None:
         for name in ("_logits", "_targets", "_iid", "_weight", "_checksum"):

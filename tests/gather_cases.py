@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullrank
 from fullrank import losses
 from fullrank.distributed import header
-from fullrank.distributed.header import agree
+from fullrank.distributed.header import Checksum, Offer, agree_on
 
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
@@ -264,8 +264,9 @@ def agree_on_totals(rank: int) -> tuple[list[int], list[list[float]]]:
     """Return the row counts and the totals that the ranks tell each other, of every kind that a caller may pass."""
     totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
     totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
-    checksum = torch.tensor(-(2**62), dtype=torch.int64)
-    agreement = agree("a call", dist.group.WORLD, rows=2**40 + rank, totals=totals, checksum=checksum)
+    checksum = Checksum(torch.tensor(-(2**62), dtype=torch.int64), "queue", "")
+    offer = Offer(None, rows=2**40 + rank, totals=totals, checksum=checksum)
+    agreement = agree_on("a call", dist.group.WORLD, lambda: offer)
     return list(agreement.rows), agreement.totals.tolist()
 
 
@@ -282,7 +283,9 @@ def agree_on_nonsense(rank: int, kind: str) -> tuple[str, str]:
         "text": {"totals": ["x"]},
         "repr": {"facts": {"fact": _Speechless()}},
     }
-    return _error_of(lambda: agree("a call", dist.group.WORLD, **nonsense[kind] if rank == 1 else {}))
+    return _error_of(
+        lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, **nonsense[kind] if rank == 1 else {}))
+    )
 
 
 CALLED = {"smooth_ap": "SmoothAPLoss", "softmax_focal": "SoftmaxFocalLoss", "gather": "all_gather_no_grad"}

@@ -13,10 +13,11 @@ from torch import Tensor
 from workers import WorkerPool
 
 import fullrank
+from fullrank.kernels import bins as binning
+from fullrank.kernels import node_tables, soft_ranks
 from fullrank.kernels.bins import cover, cover_bulk, locate, most_bins
 from fullrank.kernels.soft_ranks import smooth_ap_sums
-from fullrank.losses import bins as binning
-from fullrank.losses import node_tables, sigmoid_sums, soft_ranks
+from fullrank.losses import sigmoid_sums
 
 ROWS = 4000
 
@@ -96,8 +97,8 @@ def test_the_order_for_many_rows(name: str, temperature: float, monkeypatch: pyt
 
 def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 limit does catch the order that is enough for float32."""
+    from fullrank.kernels import soft_ranks_binned
     from fullrank.kernels.node_tables import Order
-    from fullrank.losses import soft_ranks_binned
 
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
     everyone = torch.ones_like(positive)
