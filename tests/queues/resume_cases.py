@@ -257,7 +257,7 @@ class Unpicklable:
 @functools.cache
 def import_example() -> Any:
     """Return the example as a module; its folder is no package."""
-    path = Path(__file__).resolve().parents[1] / "examples" / "resume.py"
+    path = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
     spec = importlib.util.spec_from_file_location("resume", path)
     assert spec is not None
     assert spec.loader is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_ddp.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
 LABELS = {"cross-entropy", "focal", "SmoothAP", "RecallAtQuantile", "PAUCAtBudget"}
 # label, fullrank, detached gather, no gather
 PROOF_LINE = re.compile(r"^  (\S+) +(\d\.\de[+-]\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)

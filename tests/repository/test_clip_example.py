@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "clip_mixed_mesh.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "clip_mixed_mesh.py"
 
 
 def _run(processes: int, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import accumulation_doc_cases as cases
 import pytest
 from workers import WorkerPool, get_pool
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "accumulation.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^###? ", TEXT, flags=re.MULTILINE)}
 LIMIT = 1e-12  # float64

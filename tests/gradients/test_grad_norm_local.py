@@ -282,7 +282,7 @@ def test_the_device_is_not_waited_for(device: torch.device) -> None:
 
 
 def test_the_benchmark_writes_its_results(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[1] / "benchmarks" / "grad_norm.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "grad_norm.py"
     command = [sys.executable, str(script), "--quick", "--repeats", "1", "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -18,7 +18,7 @@ import torch
 
 import fullrank
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _listed_packages():
@@ -79,7 +79,7 @@ def clone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["tests/test_smoke.py"], ["-k", "test_smoke"]], ids=["file", "bare"])
+@pytest.mark.parametrize("arguments", [["tests/repository/test_smoke.py"], ["-k", "test_smoke"]], ids=["file", "bare"])
 def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path, arguments):
     # `import fullrank` must find the clone, not the checkout that is installed.
     (tmp_path / "fullrank").symlink_to(clone, target_is_directory=True)

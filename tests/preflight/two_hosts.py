@@ -3,7 +3,7 @@
 The cable is a thread that passes Ethernet frames between two TAP devices, one in each namespace, because many kernels
 come without their network emulator. Needs root, Linux, ``ip`` and /dev/net/tun::
 
-    python tests/two_hosts.py --delay 0.005 --loss 0.005 -- -m fullrank
+    python tests/preflight/two_hosts.py --delay 0.005 --loss 0.005 -- -m fullrank
 """
 
 from __future__ import annotations

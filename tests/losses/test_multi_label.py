@@ -109,7 +109,7 @@ def test_two_ranks_give_the_macro_metric_of_all_rows(pool_of_two: WorkerPool, na
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("loss", ["recall", "pauc_pairwise"])
 def test_gradient_equals_one_process(pool_of_two: WorkerPool, loss: str, dtype: str) -> None:
-    """As tests/test_promise.py has it for the other two losses."""
+    """As tests/distributed/test_promise.py has it for the other two losses."""
     limit = {"float64": 1e-12, "float32": 2e-6}[dtype]
     case = Case(loss, dtype=dtype, num_classes=3, multi_hot=True, weighted=True)
     assert max(max(errors) for errors in pool_of_two(gradient_cases.worst_error, 2, case)) <= limit

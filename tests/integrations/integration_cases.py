@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler
 from workers import WorkerPool
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
-TEXT = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^###? ", TEXT, flags=re.MULTILINE)}
 
 

@@ -21,7 +21,7 @@ from fullrank import LossWarmupWrapper, SoftmaxFocalLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpointing.md").read_text("utf-8"), flags=re.DOTALL)
 
 

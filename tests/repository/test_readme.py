@@ -13,7 +13,7 @@ import torch
 
 import fullrank
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def test_the_ddp_recipe(tmp_path: Path) -> None:
 
 
 def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process the gather is the identity; over ranks tests/test_gather.py holds both calls."""
+    """In one process the gather is the identity; over ranks tests/distributed/test_gather.py holds both calls."""
     names: dict = {}
     exec(block_with("def pairwise_hinge"), names)
     monkeypatch.setitem(names, "gather_rows", lambda *tensors: tensors)  # there is no process group here
@@ -71,7 +71,7 @@ def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gradient of the last step is that of one batch; over ranks tests/test_accumulate.py holds it."""
+    """The gradient of the last step is that of one batch; over ranks tests/accumulation/test_accumulate.py holds it."""
     names: dict = {}
     exec(block_with("def train_epoch"), names)
     torch.manual_seed(0)
