@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from grad_norm_cases import Blindfold
+from blindfold import Blindfold
 from torch import Tensor, nn
 
 import fullrank

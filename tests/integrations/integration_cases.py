@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from workers import WorkerPool
+
+SIZE = 4  # rows of a micro-batch
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
 TEXT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
@@ -102,6 +103,13 @@ def dealt(number: int, size: int, epoch: int, world_size: int = 2) -> list[list[
     return [[row for rows in own for row in rows[step * size : (step + 1) * size]] for step in range(steps)]
 
 
+def windows_of(number: int, size: int = 2) -> list[list[int]]:
+    """Return the rows of windows of ``size`` micro-batches per rank, in rank order: Accelerate deals out batches."""
+    batches = [list(range(start, start + SIZE)) for start in range(0, number, SIZE)]
+    windows = [batches[start : start + 2 * size] for start in range(0, len(batches), 2 * size)]
+    return [[row for rank in (0, 1) for batch in window[rank::2] for row in batch] for window in windows]
+
+
 def train(
     model: nn.Module,
     loss: Callable[[int, int, list[int]], Tensor],
@@ -153,55 +161,6 @@ def make_tokens(number: int) -> list[dict[str, Tensor]]:
 def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean over the tokens: the definition."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-
-
-# Plain torch and torchmetrics.
-
-
-def sharded(rank: int, recipe: str) -> tuple[float, float, float]:
-    """Return the errors of loss, gradient norm and clipped gradient under FSDP2 and tensor parallelism."""
-    from collections import OrderedDict
-
-    from meshes import init_device_mesh
-
-    import fullrank
-
-    def make_model() -> nn.Module:
-        layers = make_encoder().double().children()
-        return nn.Sequential(OrderedDict(zip(("up", "tanh", "down"), layers)))
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    features, targets = make_rows(40)
-    own = slice(0, 25) if mesh["data"].get_local_rank() == 0 else slice(25, 40)
-    model, reference = make_model(), make_model()
-    names = {"model": model, "mesh": mesh, "features": features[own].double(), "targets": targets[own]}
-    found = run_block(recipe, names)
-    loss = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
-    value = loss(reference(features.double()), targets)
-    value.backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    gradients = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
-    expected = torch.cat([p.grad.reshape(-1) for p in reference.parameters()])
-    return error(found["loss"].detach(), value.detach()), error(found["norm"], norm), error(gradients, expected)
-
-
-def metric_rows() -> tuple[Tensor, Tensor]:
-    """Return logits (90, 3), two of them large, and targets."""
-    generator = torch.Generator().manual_seed(3)
-    targets = torch.randint(0, 3, (90,), generator=generator)
-    logits = 4 * torch.randn(90, 3, generator=generator)
-    logits[torch.arange(90), targets] += 3
-    logits[:2] += 20  # float32 makes 1 of their sigmoid
-    return logits, targets
-
-
-def metric_values(rank: int, recipe: str) -> dict[str, float]:
-    """Return the values of the collection; rank 0 has 50 of the rows in three batches, rank 1 40 in two."""
-    logits, targets = metric_rows()
-    starts = ((0, 10, 30, 50), (50, 55, 90))[rank]
-    batches = [(logits[start:end], targets[start:end]) for start, end in pairwise(starts)]
-    values = run_block(recipe, {"batches": batches})["values"]
-    return {name: float(value) for name, value in values.items()}
 
 
 def gathered(value: Any) -> list[Any]:

@@ -4,16 +4,66 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
-import integration_cases as cases
 import numpy as np
 import pytest
-from integration_cases import TEXT, blocks, metric_rows
+import torch
+from integration_cases import TEXT, blocks, error, make_encoder, make_rows, run_block
 from sklearn.metrics import average_precision_score
-from torch import Tensor
+from torch import Tensor, nn
 from workers import WorkerPool
 
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+
+# Plain torch and torchmetrics.
+
+
+def sharded(rank: int, recipe: str) -> tuple[float, float, float]:
+    """Return the errors of loss, gradient norm and clipped gradient under FSDP2 and tensor parallelism."""
+    from collections import OrderedDict
+
+    from meshes import init_device_mesh
+
+    import fullrank
+
+    def make_model() -> nn.Module:
+        layers = make_encoder().double().children()
+        return nn.Sequential(OrderedDict(zip(("up", "tanh", "down"), layers)))
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    features, targets = make_rows(40)
+    own = slice(0, 25) if mesh["data"].get_local_rank() == 0 else slice(25, 40)
+    model, reference = make_model(), make_model()
+    names = {"model": model, "mesh": mesh, "features": features[own].double(), "targets": targets[own]}
+    found = run_block(recipe, names)
+    loss = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
+    value = loss(reference(features.double()), targets)
+    value.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    gradients = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    expected = torch.cat([p.grad.reshape(-1) for p in reference.parameters()])
+    return error(found["loss"].detach(), value.detach()), error(found["norm"], norm), error(gradients, expected)
+
+
+def metric_rows() -> tuple[Tensor, Tensor]:
+    """Return logits (90, 3), two of them large, and targets."""
+    generator = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, 3, (90,), generator=generator)
+    logits = 4 * torch.randn(90, 3, generator=generator)
+    logits[torch.arange(90), targets] += 3
+    logits[:2] += 20  # float32 makes 1 of their sigmoid
+    return logits, targets
+
+
+def metric_values(rank: int, recipe: str) -> dict[str, float]:
+    """Return the values of the collection; rank 0 has 50 of the rows in three batches, rank 1 40 in two."""
+    logits, targets = metric_rows()
+    starts = ((0, 10, 30, 50), (50, 55, 90))[rank]
+    batches = [(logits[start:end], targets[start:end]) for start, end in pairwise(starts)]
+    values = run_block(recipe, {"batches": batches})["values"]
+    return {name: float(value) for name, value in values.items()}
+
 
 (SHARDED,) = blocks("FSDP2 with tensor parallelism")
 (METRICS,) = blocks("torchmetrics beside the losses")
@@ -35,7 +85,7 @@ def test_every_block_is_run() -> None:
 
 def test_fsdp2_with_tensor_parallelism(pool_of_four: WorkerPool) -> None:
     """In float64, at the limit of the promise."""
-    for errors in pool_of_four(cases.sharded, SHARDED):
+    for errors in pool_of_four(sharded, SHARDED):
         assert max(errors) <= 1e-12
 
 
@@ -43,7 +93,7 @@ def test_control_a_gather_over_all_ranks(pool_of_four: WorkerPool) -> None:
     """Every row is there twice and weighs half, which the scale of four ranks makes up for; but it has a rival more."""
     everyone = SHARDED.replace(', group=mesh["data"]', "")
     assert everyone != SHARDED
-    for _, norm, _ in pool_of_four(cases.sharded, everyone):
+    for _, norm, _ in pool_of_four(sharded, everyone):
         assert norm > 1e-3
 
 
@@ -58,7 +108,7 @@ def references(scores: Tensor, targets: Tensor) -> dict[str, float]:
 
 
 def test_metrics_beside_the_losses(pool_of_two: WorkerPool) -> None:
-    for found in pool_of_two(cases.metric_values, METRICS):
+    for found in pool_of_two(metric_values, METRICS):
         assert found == pytest.approx(references(*metric_rows()), rel=1e-6)
 
 
@@ -66,7 +116,7 @@ def test_metrics_beside_the_losses(pool_of_two: WorkerPool) -> None:
 def test_control_other_scores_rank_otherwise(pool_of_two: WorkerPool, wrong: str) -> None:
     recipe = METRICS.replace("logits.double().sigmoid()", wrong)
     assert recipe != METRICS
-    for found in pool_of_two(cases.metric_values, recipe):
+    for found in pool_of_two(metric_values, recipe):
         assert found["ap"] != pytest.approx(references(*metric_rows())["ap"], rel=1e-4)
 
 

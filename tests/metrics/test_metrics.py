@@ -1,20 +1,192 @@
 """The metrics against scikit-learn, numpy and definitions in loops; what distribution adds is in its own section."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import math
 import pickle
+import warnings
 
-import metric_workers as workers
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
 from sklearn.metrics import roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
 from workers import get_pool
 
 from fullrank.kernels.quantiles import INTERPOLATIONS
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+
+NUM_CLASSES = 3
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def make_rows(count, seed=0, num_classes=NUM_CLASSES):
+    """Rows with ties, whose scores are exact in every dtype, and some ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-12, 12, (count, num_classes), generator=generator) / 8.0
+    targets = torch.randint(0, max(num_classes, 2), (count,), generator=generator)
+    targets[torch.rand(count, generator=generator) < 0.1] = -100
+    return logits, targets
+
+
+def make_metrics(**kwargs):
+    """One of each kind, whose values differ by class."""
+    return [
+        RecallAtQuantile(NUM_CLASSES, quantile=0.1, average=None, **kwargs),
+        RecallAtQuantile(NUM_CLASSES, quantile=0.3, quantile_interpolation="linear", **kwargs),
+        PAUCAtBudget(NUM_CLASSES, alpha=0.05, beta=0.3, **kwargs),
+        PAUCAtBudget(NUM_CLASSES, beta=0.2, budget_basis="population", average=None, **kwargs),
+    ]
+
+
+def total_rows(shards):
+    """Number of rows of all ranks."""
+    return sum(map(sum, shards))
+
+
+def update_with_shard(metric, rank, shards, seed=0):
+    """Give ``metric`` this rank's rows; the dtype differs by rank and update."""
+    logits, targets = make_rows(total_rows(shards), seed)
+    start = total_rows(shards[:rank])
+    for index, size in enumerate(shards[rank]):
+        dtype = DTYPES[(rank + index) % len(DTYPES)]
+        metric.update(logits[start : start + size].to(dtype), targets[start : start + size])
+        start += size
+
+
+def _values(results):
+    return [result.reshape(-1).tolist() for result in results]
+
+
+def compute_twice(rank, shards, more_shards):
+    """Values after each of two rounds of updates, the local rows between them, and those of the second round alone."""
+    first, kept, second, alone = [], [], [], []
+    for metric in make_metrics():
+        update_with_shard(metric, rank, shards)
+        first.append(metric.compute())
+        kept.append((sum(map(len, metric.logits)), sum(map(len, metric.targets)), metric.update_count))
+        update_with_shard(metric, rank, more_shards, seed=1)
+        second.append(metric.compute())
+        metric.reset()
+        update_with_shard(metric, rank, more_shards, seed=1)
+        alone.append(metric.compute())
+    return _values(first), kept, _values(second), _values(alone)
+
+
+def mean_of_ranks(rank, shards):
+    """What averaging the values of the ranks gives: the control."""
+    results = []
+    for metric in make_metrics(sync_on_compute=False):
+        update_with_shard(metric, rank, shards)
+        value = metric.compute()
+        dist.all_reduce(value)
+        results.append(value / dist.get_world_size())
+    return _values(results)
+
+
+def compute_in_collection(rank, shards):
+    """Values through a MetricCollection, whose metrics share their state."""
+    collection = MetricCollection({str(index): metric for index, metric in enumerate(make_metrics())})
+    update_with_shard(collection, rank, shards)
+    first = collection.compute()
+    again = collection.compute()
+    update_with_shard(collection, rank, shards)
+    doubled = collection.compute()
+    return [_values(results[key] for key in sorted(results)) for results in (first, again, doubled)]
+
+
+def compute_in_subgroups(rank, shards):
+    """Values of ranks 0 and 1 together, and of the others, by the argument of Metric, by clone and by ``sync``."""
+    world_size = dist.get_world_size()
+    groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, world_size)))]
+    group = groups[0 if rank < 2 else 1]
+    results = []
+    for metric in make_metrics(process_group=group):
+        update_with_shard(metric, rank, shards)
+        twin = metric.clone()
+        assert twin.process_group is group
+        results.append((metric.compute().reshape(-1).tolist(), twin.compute().reshape(-1).tolist()))
+    by_sync = []
+    for metric in make_metrics(sync_on_compute=False):
+        update_with_shard(metric, rank, shards)
+        with metric.sync_context(process_group=group):
+            by_sync.append(metric.compute())
+    return [one for one, _ in results], [two for _, two in results], _values(by_sync)
+
+
+def compute_with_own_sync(rank, shards):
+    """Values with a user's dist_sync_fn, and how often it was called for each metric."""
+    calls = []
+
+    def gather(tensor, group=None):
+        calls.append(tensor.shape)
+        return gather_all_tensors(tensor, group)
+
+    results = []
+    for metric in make_metrics(dist_sync_fn=gather):
+        update_with_shard(metric, rank, shards)
+        results.append(metric.compute())
+    return _values(results), len(calls) / len(results)
+
+
+def count_collectives(rank, shards):
+    """Collectives of: compute, compute again, compute after the first rank has new rows, compute again."""
+    metric = make_metrics()[1]
+    update_with_shard(metric, rank, shards)
+    counts = []
+    for round_of in range(2):
+        if round_of == 1 and rank == 0:
+            update_with_shard(metric, rank, shards)
+        for _ in range(2):
+            with CollectiveCounter() as counter:
+                value = metric.compute()
+            counts.append(counter.total)
+        assert metric.compute() is value
+    return counts
+
+
+def forward_values(rank, shards, on_step):
+    """Values of forward on the last update of this rank, then those of compute."""
+    batch_values, values = [], []
+    logits, targets = make_rows(total_rows(shards))
+    own = slice(total_rows(shards[:rank]), total_rows(shards[: rank + 1]))
+    for metric in make_metrics(dist_sync_on_step=on_step):
+        batch_values.append(metric(logits[own], targets[own]))
+        values.append(metric.compute())
+    return _values(batch_values), _values(values)
+
+
+def warnings_of_compute(rank, shards):
+    """Texts of the warnings of compute, and its values."""
+    texts, results = [], []
+    for metric in make_metrics():
+        update_with_shard(metric, rank, shards)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(metric.compute())
+        texts += [str(warning.message) for warning in caught]
+        assert metric.update_called == bool(shards[rank])
+    return texts, _values(results)
+
+
+def error_of_different_arguments(rank):
+    """Class and text of the exception when the ranks hold different metrics."""
+    metric = RecallAtQuantile(1, quantile=0.1 * (rank + 1))
+    metric.update(torch.zeros(2, 1), torch.tensor([0, 1]))
+    try:
+        metric.compute()
+    except Exception as error:
+        # The local rows are still there, and the next round is a clean one.
+        metric.reset()
+        dist.barrier()
+        return type(error).__name__, str(error)
+    return None
+
 
 TOLERANCE = {"rtol": 0, "atol": 1e-9}  # sums of float64 quotients, in another order than the reference's
 
@@ -163,7 +335,7 @@ def test_half_precision_is_kept_as_float32():
 
 
 def test_multi_class_is_one_against_the_rest():
-    logits, targets = workers.make_rows(301)
+    logits, targets = make_rows(301)
     kept = (targets != -100).numpy()
     exact, classes = logits.double().numpy()[kept], targets.numpy()[kept]
     recall, pauc = RecallAtQuantile(3, 0.1, average=None), PAUCAtBudget(3, 0.05, 0.3, average=None)
@@ -176,23 +348,23 @@ def test_multi_class_is_one_against_the_rest():
 
 
 def test_several_updates_are_one():
-    logits, targets = workers.make_rows(301)
-    for whole, parts in zip(workers.make_metrics(), workers.make_metrics()):
+    logits, targets = make_rows(301)
+    for whole, parts in zip(make_metrics(), make_metrics()):
         for part in torch.arange(301).split([1, 0, 100, 200]):
             parts.update(logits[part], targets[part])
         torch.testing.assert_close(parts.compute(), _value(whole, logits, targets), rtol=0, atol=0)
 
 
 def test_permuted_rows_give_the_same_value():
-    logits, targets = workers.make_rows(301)
+    logits, targets = make_rows(301)
     order = torch.randperm(301, generator=torch.Generator().manual_seed(2))
-    for one, two in zip(workers.make_metrics(), workers.make_metrics()):
+    for one, two in zip(make_metrics(), make_metrics()):
         _close(_value(one, logits, targets), _value(two, logits[order], targets[order]))
 
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 255, 0])
 def test_ignored_rows_are_left_out_whatever_they_hold(ignore_index):
-    logits, targets = workers.make_rows(101)
+    logits, targets = make_rows(101)
     ignored = (targets == -100) | (targets == ignore_index)
     targets[ignored] = ignore_index
     poisoned = logits.masked_fill(ignored[:, None], math.nan)
@@ -210,8 +382,8 @@ def test_column_targets_and_bools():
 
 
 def test_devices(device):
-    logits, targets = (tensor.to(device) for tensor in workers.make_rows(301))
-    for metric, reference in zip(workers.make_metrics(), workers.make_metrics()):
+    logits, targets = (tensor.to(device) for tensor in make_rows(301))
+    for metric, reference in zip(make_metrics(), make_metrics()):
         value = _value(metric.to(device), logits, targets)
         assert value.device.type == device.type
         _close(value.cpu(), _value(reference, logits.cpu(), targets.cpu()))
@@ -222,7 +394,7 @@ def test_devices(device):
 
 
 def test_class_without_positives():
-    logits, targets = workers.make_rows(60)
+    logits, targets = make_rows(60)
     targets[targets == 2] = 0
     for kind in (RecallAtQuantile, PAUCAtBudget):
         per_class = _value(kind(3, average=None), logits, targets)
@@ -258,7 +430,7 @@ def test_no_averaging_keeps_the_dimension_of_one_class():
 
 
 def test_nan_score_makes_its_class_nan():
-    logits, targets = workers.make_rows(60)
+    logits, targets = make_rows(60)
     logits[targets.ne(-100).nonzero()[0], 1] = math.nan
     for kind in (RecallAtQuantile, PAUCAtBudget):
         assert _value(kind(3, average=None), logits, targets).isnan().tolist() == [False, True, False]
@@ -280,17 +452,17 @@ def test_infinite_scores_follow_the_definition():
 
 
 def test_class_attributes():
-    for metric in workers.make_metrics():
+    for metric in make_metrics():
         assert metric.full_state_update is False
         assert metric.higher_is_better is True
         assert metric.is_differentiable is False
         assert (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
-    assert "quantile=0.1, quantile_interpolation='higher', average=None" in repr(workers.make_metrics()[0])
+    assert "quantile=0.1, quantile_interpolation='higher', average=None" in repr(make_metrics()[0])
 
 
 def test_forward_returns_the_value_of_the_batch():
-    logits, targets = workers.make_rows(200)
-    for metric, part, whole in zip(*(workers.make_metrics() for _ in range(3))):
+    logits, targets = make_rows(200)
+    for metric, part, whole in zip(*(make_metrics() for _ in range(3))):
         metric(logits[:120].requires_grad_(), targets[:120])
         _close(metric(logits[120:], targets[120:]), _value(part, logits[120:], targets[120:]))
         _close(metric.compute(), _value(whole, logits, targets))
@@ -312,8 +484,8 @@ def test_cache_reset_and_compute_before_update():
 
 
 def test_copies_and_saved_state():
-    logits, targets = workers.make_rows(100)
-    for metric, fresh in zip(workers.make_metrics(), workers.make_metrics()):
+    logits, targets = make_rows(100)
+    for metric, fresh in zip(make_metrics(), make_metrics()):
         value = _value(metric, logits, targets)
         twins = [metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
         assert metric.state_dict() == {}
@@ -331,8 +503,8 @@ def test_copies_and_saved_state():
 
 
 def test_merge_state():
-    logits, targets = workers.make_rows(100)
-    for one, two, whole in zip(*(workers.make_metrics() for _ in range(3))):
+    logits, targets = make_rows(100)
+    for one, two, whole in zip(*(make_metrics() for _ in range(3))):
         one.update(logits[:30], targets[:30])
         two.update(logits[30:], targets[30:])
         one.merge_state(two)
@@ -340,7 +512,7 @@ def test_merge_state():
 
 
 def test_collection_shares_the_rows_of_metrics_that_read_targets_alike():
-    logits, targets = workers.make_rows(100, num_classes=3)
+    logits, targets = make_rows(100, num_classes=3)
     targets[targets == -100] = 0
     metrics = {"recall": RecallAtQuantile(3), "pauc": PAUCAtBudget(3), "ignoring": PAUCAtBudget(3, ignore_index=0)}
     collection = MetricCollection(metrics)
@@ -359,7 +531,7 @@ def test_plot():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     metric = RecallAtQuantile(3, 0.1, average=None)
-    metric.update(*workers.make_rows(60))
+    metric.update(*make_rows(60))
     figure, axes = metric.plot()
     assert axes.get_ylim() == pytest.approx((0, 1), abs=0.2)
     pyplot.close(figure)
@@ -453,9 +625,9 @@ SHARDS = {
 def _one_process(*rounds):
     """Values of one process with the rows of all ranks; a round is (shards, seed)."""
     results = []
-    for metric in workers.make_metrics():
+    for metric in make_metrics():
         for shards, seed in rounds:
-            metric.update(*workers.make_rows(workers.total_rows(shards), seed))
+            metric.update(*make_rows(total_rows(shards), seed))
         results.append(metric.compute().reshape(-1).tolist())
     return results
 
@@ -470,20 +642,20 @@ def _assert_close(actual, expected):
 def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
     # In the second round only the first rank has rows: the others' values of the first are out of date all the same.
     shards, more = SHARDS[case][: pool.world_size], SHARDS["never_last"][: pool.world_size]
-    outcomes = pool(workers.compute_twice, shards, more)
+    outcomes = pool(compute_twice, shards, more)
     for rank, (first, kept, second, alone) in enumerate(outcomes):
         _assert_close(first, _one_process((shards, 0)))
         _assert_close(second, _one_process((shards, 0), (more, 1)))
         _assert_close(alone, _one_process((more, 1)))
-        _, targets = workers.make_rows(workers.total_rows(shards))
-        start = workers.total_rows(shards[:rank])
+        _, targets = make_rows(total_rows(shards))
+        start = total_rows(shards[:rank])
         own = int((targets[start : start + sum(shards[rank])] != -100).sum())
         assert kept == [(own, own, len(shards[rank]))] * len(first)
 
 
 def test_the_mean_of_the_ranks_is_another_value(pool):
     shards = SHARDS["uneven"][: pool.world_size]
-    for control in pool(workers.mean_of_ranks, shards):
+    for control in pool(mean_of_ranks, shards):
         for one, two in zip(control, _one_process((shards, 0))):
             assert (torch.tensor(one) - torch.tensor(two)).abs().max() > 1e-3
 
@@ -491,7 +663,7 @@ def test_the_mean_of_the_ranks_is_another_value(pool):
 @pytest.mark.parametrize("case", SHARDS)
 def test_collection_across_ranks(pool, case):
     shards = SHARDS[case][: pool.world_size]
-    for first, again, doubled in pool(workers.compute_in_collection, shards):
+    for first, again, doubled in pool(compute_in_collection, shards):
         _assert_close(first, _one_process((shards, 0)))
         _assert_close(again, first)
         _assert_close(doubled, _one_process((shards, 0), (shards, 0)))
@@ -499,11 +671,11 @@ def test_collection_across_ranks(pool, case):
 
 def test_process_group():
     shards = [[20, 5], [], [30]]
-    outcomes = get_pool(3)(workers.compute_in_subgroups, shards)
-    logits, targets = workers.make_rows(55)
+    outcomes = get_pool(3)(compute_in_subgroups, shards)
+    logits, targets = make_rows(55)
     for rank, (by_argument, by_clone, by_sync) in enumerate(outcomes):
         own = slice(0, 25) if rank < 2 else slice(25, 55)
-        expected = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in workers.make_metrics()]
+        expected = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
         for actual in (by_argument, by_clone, by_sync):
             _assert_close(actual, expected)
 
@@ -511,43 +683,43 @@ def test_process_group():
 @pytest.mark.parametrize("case", SHARDS)
 def test_a_users_own_sync_function(pool_of_two, case):
     shards = SHARDS[case][:2]
-    for results, calls in pool_of_two(workers.compute_with_own_sync, shards):
+    for results, calls in pool_of_two(compute_with_own_sync, shards):
         _assert_close(results, _one_process((shards, 0)))
         assert calls == 2  # logits and targets
 
 
 def test_the_value_is_cached_while_no_rank_has_new_rows(pool_of_two):
     # A header per compute, and two collectives more when rows travel.
-    assert pool_of_two(workers.count_collectives, [[50], []]) == [[3, 1, 3, 1]] * 2
+    assert pool_of_two(count_collectives, [[50], []]) == [[3, 1, 3, 1]] * 2
 
 
 @pytest.mark.parametrize("on_step", [False, True])
 def test_forward_across_ranks(pool_of_two, on_step):
     shards = [[40], [61]]
     whole = _one_process((shards, 0))
-    logits, targets = workers.make_rows(101)
+    logits, targets = make_rows(101)
     for own, (batch_values, values) in zip(
-        (slice(0, 40), slice(40, 101)), pool_of_two(workers.forward_values, shards, on_step)
+        (slice(0, 40), slice(40, 101)), pool_of_two(forward_values, shards, on_step)
     ):
-        local = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in workers.make_metrics()]
+        local = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
         _assert_close(batch_values, whole if on_step else local)
         _assert_close(values, whole)
 
 
 def test_a_rank_without_rows_does_not_warn_when_another_has_some(pool_of_two):
-    for texts, _ in pool_of_two(workers.warnings_of_compute, [[50], []]):
+    for texts, _ in pool_of_two(warnings_of_compute, [[50], []]):
         assert texts == []
 
 
 def test_no_row_on_any_rank_warns_and_is_nan(pool_of_two):
-    for texts, values in pool_of_two(workers.warnings_of_compute, [[], []]):
+    for texts, values in pool_of_two(warnings_of_compute, [[], []]):
         assert len(texts) == len(values)
         assert all("found no row on any rank" in text for text in texts)
         assert all(math.isnan(value) for value in itertools.chain(*values))
 
 
 def test_ranks_with_different_arguments_all_raise(pool_of_two):
-    one, two = pool_of_two(workers.error_of_different_arguments)
+    one, two = pool_of_two(error_of_different_arguments)
     assert one == two
     assert one[0] == "RuntimeError"
     assert "quantile=0.1" in one[1]

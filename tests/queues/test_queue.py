@@ -4,15 +4,66 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
-import queue_cases
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from workers import WorkerPool, get_pool
 
 import fullrank
 from fullrank import MemoryQueue
+
+
+def make_loss(gather: bool | None = None) -> fullrank.SmoothAPLoss:
+    """Return a loss whose pool is drawn, so that queue, temperature and draws all matter."""
+    return fullrank.SmoothAPLoss(
+        num_classes=1, queue_size=40, temperature=0.4, max_pool_size=30, gather_distributed=gather
+    )
+
+
+def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) -> float:
+    """Return the loss of the same global batch of 24 rows, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(index)
+    logits = torch.randn(24, 1, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, 2, (24,), generator=generator)
+    loss.temperature = 0.4 / (index + 1)
+    rows = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
+    return loss(logits[rows], targets[rows]).item()
+
+
+def save_after(rank: int, steps: int, path: str) -> list[float]:
+    """Take steps, save on rank 0 after ``steps``, go on; return the losses after the save."""
+    loss, world_size = make_loss(), dist.get_world_size()
+    for index in range(steps):
+        step(loss, index, rank, world_size)
+    if rank == 0:
+        torch.save(loss.state_dict(), path)
+    return [step(loss, index, rank, world_size) for index in range(steps, steps + 4)]
+
+
+def resume(rank: int, steps: int, path: str) -> list[float]:
+    """Load what :func:`save_after` saved and take the steps after it."""
+    loss = make_loss()
+    loss.load_state_dict(torch.load(path, weights_only=True))
+    return [step(loss, index, rank, dist.get_world_size()) for index in range(steps, steps + 4)]
+
+
+def checkpoint_round_trip(rank: int, folder: str) -> list[Any]:
+    """Save with torch.distributed.checkpoint, load into a fresh loss; return whether it goes on alike."""
+    import torch.distributed.checkpoint as dcp
+
+    loss, world_size = make_loss(), dist.get_world_size()
+    for index in range(3):
+        step(loss, index, rank, world_size)
+    dcp.save({"loss": loss.state_dict()}, checkpoint_id=folder)
+    fresh = make_loss()
+    state = {"loss": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    fresh.load_state_dict(state["loss"])
+    return [step(loss, 3, rank, world_size), step(fresh, 3, rank, world_size), len(fresh.queue)]
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
@@ -182,35 +233,35 @@ def test_eval_leaves_the_queue_alone() -> None:
 
 
 def test_saved_state_is_a_copy_that_goes_on_bit_identically(tmp_path: Path) -> None:
-    loss = queue_cases.make_loss(gather=False)
+    loss = make_loss(gather=False)
     for index in range(4):
-        queue_cases.step(loss, index, 0, 1)
+        step(loss, index, 0, 1)
     state = loss.state_dict()
     torch.save(state, tmp_path / "loss.pt")
     twin = copy.deepcopy(loss)
-    expected = [queue_cases.step(loss, index, 0, 1) for index in range(4, 9)]
-    loaded = queue_cases.make_loss(gather=False)
+    expected = [step(loss, index, 0, 1) for index in range(4, 9)]
+    loaded = make_loss(gather=False)
     loaded.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
-    fresh = queue_cases.make_loss(gather=False)
-    assert [queue_cases.step(loaded, index, 0, 1) for index in range(4, 9)] == expected
-    assert [queue_cases.step(twin, index, 0, 1) for index in range(4, 9)] == expected
+    fresh = make_loss(gather=False)
+    assert [step(loaded, index, 0, 1) for index in range(4, 9)] == expected
+    assert [step(twin, index, 0, 1) for index in range(4, 9)] == expected
     # The control: a loss that starts afresh does not go on alike.
-    assert [queue_cases.step(fresh, index, 0, 1) for index in range(4, 9)] != expected
+    assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_any_number(tmp_path: Path) -> None:
     path = str(tmp_path / "loss.pt")
-    expected = get_pool(2)(queue_cases.save_after, 3, path)
+    expected = get_pool(2)(save_after, 3, path)
     assert expected[0] == expected[1]
-    assert get_pool(2)(queue_cases.resume, 3, path) == expected
-    assert get_pool(3)(queue_cases.resume, 3, path) == [expected[0]] * 3
-    alone = queue_cases.make_loss(gather=False)
+    assert get_pool(2)(resume, 3, path) == expected
+    assert get_pool(3)(resume, 3, path) == [expected[0]] * 3
+    alone = make_loss(gather=False)
     alone.load_state_dict(torch.load(path, weights_only=True))
-    assert [queue_cases.step(alone, index, 0, 1) for index in range(3, 7)] == expected[0]
+    assert [step(alone, index, 0, 1) for index in range(3, 7)] == expected[0]
 
 
 def test_distributed_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    for kept, loaded, length in pool_of_two(queue_cases.checkpoint_round_trip, str(tmp_path / "dcp")):
+    for kept, loaded, length in pool_of_two(checkpoint_round_trip, str(tmp_path / "dcp")):
         assert kept == loaded
         assert length == 40
 

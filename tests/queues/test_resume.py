@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,13 +15,278 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import loss_cases
 import pytest
-import resume_cases
 import torch
-from resume_cases import BLENDING, CASES, same, small_loss
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, get_pool
 
-from fullrank import LossWarmupWrapper, SoftmaxFocalLoss
+from fullrank import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, SoftmaxFocalLoss
+
+# capacity of the queue, steps of some 22 rows before the save, dtype of the logits
+FILLS = {
+    "empty": (64, 0, torch.float64),
+    "half-filled": (200, 3, torch.float32),
+    "wrapped": (40, 3, torch.float64),
+}
+BLENDING = "blending"  # a warm-up wrapper: its warm-up averages per rank first, so its bits depend on their number
+CASES = [(name, fill) for name in (*loss_cases.POOLED, BLENDING) for fill in FILLS]
+# Where the 24 rows of a step are cut: no two ranks have as many, and of three ranks one has none.
+CUTS = {1: (0, 24), 2: (0, 9, 24), 3: (0, 0, 17, 24)}
+STEPS_AFTER = 3
+
+
+def make_loss(name: str, capacity: int, **settings: Any) -> Any:
+    """Return a loss whose pool is drawn, so that the queue, the temperature and the draws all matter."""
+    if name == BLENDING:
+        main = make_loss("smooth_ap", capacity, **settings)
+        return LossWarmupWrapper(
+            SigmoidFocalLoss(alpha=-1, gamma=0), main, warmup_steps=1, blend_steps=7, temp_start=0.5, temp_end=0.1
+        )
+    loss = loss_cases.POOLED[name]
+    return loss.module(1, **{"queue_size": capacity, "max_pool_size": 50, **loss.default, **settings})
+
+
+def world() -> tuple[int, int]:
+    """Return the rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def step(loss: Any, index: int, dtype: torch.dtype) -> float:
+    """Return the loss of the same 24 rows, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(index)
+    logits = torch.randn(24, 1, dtype=dtype, generator=generator)
+    targets = torch.randint(0, 2, (24,), generator=generator)
+    iid = torch.rand(24, generator=generator) < 0.8
+    weight = torch.rand(24, dtype=dtype, generator=generator)
+    if hasattr(loss, "on_train_batch_start"):
+        loss.on_train_batch_start(index)
+    rank, world_size = world()
+    rows = slice(*CUTS[world_size][rank : rank + 2])
+    if isinstance(loss, LossWarmupWrapper):
+        return loss(logits[rows], targets[rows, None]).item()
+    targets[::12] = -100
+    return loss(logits[rows], targets[rows], iid[rows], sample_weight=weight[rows]).item()
+
+
+def train(loss: Any, fill: str) -> None:
+    """Take the steps before the save."""
+    _, steps, dtype = FILLS[fill]
+    for index in range(steps):
+        step(loss, index, dtype)
+    if not isinstance(loss, LossWarmupWrapper):
+        loss.temperature *= 0.7
+
+
+def steps_after(loss: Any, fill: str) -> list[float]:
+    """Return the losses of the steps after the save."""
+    _, steps, dtype = FILLS[fill]
+    return [step(loss, index, dtype) for index in range(steps, steps + STEPS_AFTER)]
+
+
+def path_of(folder: str, name: str, fill: str) -> Path:
+    """Return where the state of a case is saved."""
+    return Path(folder) / f"{name}-{fill}.pt"
+
+
+def save_all(rank: int, folder: str) -> list[list[float]]:
+    """For each case: train, save on rank 0, go on; return the losses after the save."""
+    results = []
+    for name, fill in CASES:
+        loss = make_loss(name, FILLS[fill][0])
+        train(loss, fill)
+        if rank == 0:
+            torch.save(loss.state_dict(), path_of(folder, name, fill))
+        results.append(steps_after(loss, fill))
+    return results
+
+
+def load(folder: str, name: str, fill: str) -> Any:
+    """Return a new loss that has loaded what :func:`save_all` saved."""
+    loss = make_loss(name, FILLS[fill][0])
+    loss.load_state_dict(torch.load(path_of(folder, name, fill), weights_only=True))
+    return loss
+
+
+def resume_all(rank: int, folder: str) -> list[list[float]]:
+    """For each case: load and go on; return the losses."""
+    return [steps_after(load(folder, name, fill), fill) for name, fill in CASES]
+
+
+def load_on_rank_zero_only(rank: int, folder: str, name: str) -> tuple[str, list[float]]:
+    """Return the error of the next step, and the losses after the other ranks have loaded too."""
+    fill = "wrapped"
+    loss = load(folder, name, fill) if rank == 0 else make_loss(name, FILLS[fill][0])
+    text = "no error"
+    try:
+        steps_after(loss, fill)
+    except RuntimeError as error:
+        text = str(error)
+    if rank != 0:
+        loss = load(folder, name, fill)
+    return text, steps_after(loss, fill)
+
+
+def temperature_on_rank_zero_only(rank: int) -> str:
+    """Return the error of a loss without a queue of which one rank has loaded a cooler one."""
+    cooled, loss = (make_loss("smooth_ap", 0, max_pool_size=None) for _ in range(2))
+    cooled.temperature *= 0.7
+    if rank == 0:
+        loss.load_state_dict(cooled.state_dict())
+    try:
+        step(loss, 0, torch.float64)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+class Job:
+    """A model in float64 under DDP or FSDP2, its optimizer, and a loss in the middle of its blend."""
+
+    def __init__(self, wrapper: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.model: Any = DistributedDataParallel(network) if wrapper == "DDP" else fully_shard(network)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.loss = make_loss(BLENDING, 64)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What the recipes are given."""
+        return self.model, self.optimizer, self.loss
+
+    def take_steps(self, first: int, last: int) -> tuple[list[float], list[float]]:
+        """Return the losses of the steps, and the weights after them."""
+        losses = []
+        for index in range(first, last):
+            generator = torch.Generator().manual_seed(1000 * dist.get_rank() + index)
+            features = torch.randn(12, 6, dtype=torch.float64, generator=generator)
+            self.loss.on_train_batch_start(index)
+            self.optimizer.zero_grad()
+            loss = self.loss(self.model(features), (features.sum(dim=1, keepdim=True) > 0).long())
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.model.parameters())
+        return losses, torch.cat([tensor.detach().flatten() for tensor in whole]).tolist()
+
+
+def run_recipe(rank: int, saver: str, loader: str, wrapper: str, path: str) -> list[Any]:
+    """Save with one block of the documentation, load with another; return how the two jobs, and a new one, go on."""
+    names: dict[str, Any] = {}
+    exec(saver, names)
+    job, fresh = Job(wrapper, 0), Job(wrapper, 1)
+    job.take_steps(0, 4)
+    saving = names["save"](path, *job.parts)
+    kept = job.take_steps(4, 7)
+    if saving is not None:
+        saving.result()
+        dist.barrier()
+    exec(loader, names)
+    names["load"](path, *fresh.parts)
+    return [kept, fresh.take_steps(4, 7), Job(wrapper, 0).take_steps(4, 7)]
+
+
+def run_submodule(rank: int, wrapper: str, path: str) -> list[int]:
+    """Save and load a model that holds its loss, by the functions of torch; return the lengths of the queues."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    jobs = [Job(wrapper, seed) for seed in (0, 1)]
+    jobs[0].take_steps(0, 4)
+    whole, fresh = (nn.ModuleDict({"network": job.model, "loss": job.loss}) for job in jobs)
+    dcp.save(get_model_state_dict(whole), checkpoint_id=path)
+    state = get_model_state_dict(fresh)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(fresh, state)
+    queues = [job.loss.main_loss.queue for job in jobs]
+    assert torch.equal(queues[0].rows().logits, queues[1].rows().logits)
+    assert torch.equal(queues[0].checksum, queues[1].checksum)
+    return [len(queue) for queue in queues]
+
+
+def run_example(rank: int, folder: str, steps: int, forget: str | None = None) -> tuple[str, str]:
+    """Run ``train`` of the example in this group, from the checkpoint on if there is one; return its digests."""
+    example = import_example()
+    options = argparse.Namespace(
+        steps=steps, batch_size=24, save_every=10, folder=Path(folder), kill_at=None, forget=forget
+    )
+    with contextlib.redirect_stdout(None):
+        model, loss = example.train(options)
+    rows = loss.main_loss.queue.rows()
+    return example.digest(model.state_dict()), example.digest({"logits": rows.logits, "targets": rows.targets})
+
+
+def first_gradient_is_the_second(rank: int, settles: bool) -> bool:
+    """Return whether DDP gives the same bits for the same batch in its first step and in its second."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh()))
+    features = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))
+    if settles:
+        import_example().settle(model, features[:1])
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(features).square().mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    return all(torch.equal(*pair) for pair in zip(*gradients))
+
+
+def tear_a_save(rank: int, folder: str) -> tuple[str, int, float]:
+    """Save, then fail in the middle of a second save; return the error, and what is loaded."""
+    example = import_example()
+    path, model = Path(folder) / "checkpoint.pt", nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 1.0)
+    example.save(path, 7, {"model": model})
+    nn.init.constant_(model.weight, 2.0)
+    text = ""
+    try:
+        example.save(path, 8, {"model": model, "torn": Unpicklable()})
+    except RuntimeError as error:
+        text = str(error)
+    dist.barrier()  # both ranks have saved
+    step_number = example.load(path, {"model": model})
+    return text, step_number, model.weight.item()
+
+
+class Unpicklable:
+    """A part of a checkpoint whose writing fails after the tensors before it are on the disk."""
+
+    def state_dict(self) -> Unpicklable:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("disk full")
+
+
+@functools.cache
+def import_example() -> Any:
+    """Return the example as a module; its folder is no package."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
+    spec = importlib.util.spec_from_file_location("resume", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True when two states are equal, bit for bit in their tensors."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def small_loss(**settings: Any) -> SmoothAPLoss:
+    """Return a loss of two classes with a queue of eight rows, or what ``settings`` make of it."""
+    return SmoothAPLoss(**{"num_classes": 2, "queue_size": 8, "temperature": 0.5, **settings})
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
@@ -62,7 +331,7 @@ def through(tmp_path_factory: pytest.TempPathFactory) -> str:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Where two ranks have left a checkpoint of step 30."""
     folder = str(tmp_path_factory.mktemp("stopped"))
-    get_pool(2)(resume_cases.run_example, folder, 33)
+    get_pool(2)(run_example, folder, 33)
     return folder
 
 
@@ -74,17 +343,17 @@ def test_a_killed_job_ends_with_the_bits_of_one_that_ran_through(through: str, t
     assert killed == "starts with step 0\n" + through.replace("step 0", "step 30")
 
 
-@pytest.mark.parametrize("part", [None, *resume_cases.import_example().PARTS, "queue"])
+@pytest.mark.parametrize("part", [None, *import_example().PARTS, "queue"])
 def test_every_part_of_the_checkpoint_counts(through: str, stopped: str, tmp_path: Path, part: str | None) -> None:
     """The control of the test above: a job that resumes without one part ends elsewhere."""
     checkpoint = torch.load(f"{stopped}/checkpoint.pt", weights_only=True)
     assert checkpoint["loss"]["main_loss.queue._extra_state"]["fill"] == 256
     if part == "queue":  # of the loss the queue alone, while the schedule goes on
-        empty = resume_cases.import_example().make_loss().state_dict()
+        empty = import_example().make_loss().state_dict()
         checkpoint["loss"]["main_loss.queue._extra_state"] = empty["main_loss.queue._extra_state"]
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     forget = None if part == "queue" else part
-    first, second = get_pool(2)(resume_cases.run_example, str(tmp_path), 36, forget)
+    first, second = get_pool(2)(run_example, str(tmp_path), 36, forget)
     assert first == second
     weights, queue = re.findall(r"(?:weights|queue) +(\w{16})", through)
     if part is None:
@@ -95,31 +364,31 @@ def test_every_part_of_the_checkpoint_counts(through: str, stopped: str, tmp_pat
 
 def test_three_ranks_go_on_too(tmp_path: Path) -> None:
     pool = get_pool(3)
-    through = pool(resume_cases.run_example, str(tmp_path / "through"), 16)
-    pool(resume_cases.run_example, str(tmp_path / "stopped"), 13)
-    assert pool(resume_cases.run_example, str(tmp_path / "stopped"), 16) == through
+    through = pool(run_example, str(tmp_path / "through"), 16)
+    pool(run_example, str(tmp_path / "stopped"), 13)
+    assert pool(run_example, str(tmp_path / "stopped"), 16) == through
 
 
 def test_three_ranks_need_settled_buckets() -> None:
-    assert get_pool(3)(resume_cases.first_gradient_is_the_second, True) == [True] * 3
+    assert get_pool(3)(first_gradient_is_the_second, True) == [True] * 3
     # The control: DDP adds up in another order from its second step on.
-    assert get_pool(3)(resume_cases.first_gradient_is_the_second, False) == [False] * 3
+    assert get_pool(3)(first_gradient_is_the_second, False) == [False] * 3
 
 
 def test_another_number_of_ranks_takes_over(stopped: str) -> None:
-    digests = get_pool(3)(resume_cases.run_example, stopped, 36)
+    digests = get_pool(3)(run_example, stopped, 36)
     assert digests[0] == digests[1] == digests[2]
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    first, second = pool_of_two(resume_cases.tear_a_save, str(tmp_path))
+    first, second = pool_of_two(tear_a_save, str(tmp_path))
     assert first == ("disk full", 7, 1.0)
     assert second == ("", 7, 1.0)
 
 
 def test_the_sampler_goes_on_where_it_was() -> None:
     """Two ranks begin an epoch of 24 rows, three ranks finish it: no row is left out, none comes twice."""
-    sampler_class = resume_cases.import_example().ResumableSampler
+    sampler_class = import_example().ResumableSampler
     before = [sampler_class(range(24), num_replicas=2, rank=rank, seed=5) for rank in range(2)]
     after = [sampler_class(range(24), num_replicas=3, rank=rank, seed=5) for rank in range(3)]
     for sampler in before:
@@ -143,14 +412,14 @@ def test_the_sampler_goes_on_where_it_was() -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
     """Where two ranks have saved each case, and the losses with which they went on."""
     folder = str(tmp_path_factory.mktemp("losses"))
-    first, second = get_pool(2)(resume_cases.save_all, folder)
+    first, second = get_pool(2)(save_all, folder)
     assert first == second
     return folder, first
 
 
 def test_two_ranks_go_on_bit_identically(saved: tuple[str, list[list[float]]]) -> None:
     folder, expected = saved
-    assert get_pool(2)(resume_cases.resume_all, folder) == [expected, expected]
+    assert get_pool(2)(resume_all, folder) == [expected, expected]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -158,11 +427,11 @@ def test_another_number_of_ranks_gives_the_same_losses(saved: tuple[str, list[li
     """The same bits, but for the warm-up loss: a sum of the sums of the ranks, rounded once more or less."""
     folder, expected = saved
     alone = world_size == 1
-    results = [resume_cases.resume_all(0, folder)] if alone else get_pool(3)(resume_cases.resume_all, folder)
+    results = [resume_all(0, folder)] if alone else get_pool(3)(resume_all, folder)
     for result in results:
         for (name, fill), losses, wanted in zip(CASES, result, expected):
             if name == BLENDING:
-                rounding = torch.finfo(resume_cases.FILLS[fill][2]).eps
+                rounding = torch.finfo(FILLS[fill][2]).eps
                 assert losses == pytest.approx(wanted, rel=8 * rounding, abs=0)
             else:
                 assert losses == wanted, (name, fill)
@@ -171,9 +440,9 @@ def test_another_number_of_ranks_gives_the_same_losses(saved: tuple[str, list[li
 def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]) -> None:
     folder, expected = saved
     for (name, fill), losses in zip(CASES, expected):
-        loss = resume_cases.load(folder, name, fill)
+        loss = load(folder, name, fill)
         queue = (loss.main_loss if name == BLENDING else loss).queue
-        capacity, steps, dtype = resume_cases.FILLS[fill]
+        capacity, steps, dtype = FILLS[fill]
         assert queue.rows().logits.dtype == (dtype if steps else torch.float32)  # a queue is float32 until it is fed
         enqueued = queue.position[2]
         is_so = {"empty": enqueued == 0, "half-filled": 0 < enqueued < capacity, "wrapped": enqueued > capacity}
@@ -181,8 +450,8 @@ def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]
         if name == BLENDING and steps:
             assert loss.in_blend
         # The control: a loss that starts anew does not go on alike.
-        fresh = resume_cases.make_loss(name, capacity)
-        assert resume_cases.steps_after(fresh, fill) != losses, (name, fill)
+        fresh = make_loss(name, capacity)
+        assert steps_after(fresh, fill) != losses, (name, fill)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +474,14 @@ def test_every_field_of_the_state_counts(
 ) -> None:
     folder, expected = saved
     fill = "wrapped"
-    state = torch.load(resume_cases.path_of(folder, name, fill), weights_only=True)
+    state = torch.load(path_of(folder, name, fill), weights_only=True)
     losses = []
     for changes in (False, True):
-        loss = resume_cases.make_loss(name, resume_cases.FILLS[fill][0])
+        loss = make_loss(name, FILLS[fill][0])
         if changes:
             state[key][field] = change(state[key][field])
         loss.load_state_dict(state)
-        losses.append(resume_cases.steps_after(loss, fill))
+        losses.append(steps_after(loss, fill))
     assert losses[0] == pytest.approx(expected[CASES.index((name, fill))], rel=1e-12, abs=0)
     assert losses[1] != pytest.approx(losses[0], rel=1e-6, abs=0)
 
@@ -220,9 +489,9 @@ def test_every_field_of_the_state_counts(
 @pytest.mark.parametrize("name", [name for name, fill in CASES if fill == "wrapped"])
 def test_a_rank_that_has_not_loaded_is_named(saved: tuple[str, list[list[float]]], name: str) -> None:
     folder, expected = saved
-    (text, losses), other = get_pool(2)(resume_cases.load_on_rank_zero_only, folder, name)
+    (text, losses), other = get_pool(2)(load_on_rank_zero_only, folder, name)
     assert (text, losses) == other
-    loss = resume_cases.make_loss(name, 40)
+    loss = make_loss(name, 40)
     call = type(loss.main_loss if name == BLENDING else loss).__name__
     assert re.match(rf"{call}: expected the same on every rank, got .*queue: .* on rank 0, .* on rank 1", text), text
     assert "Load the same checkpoint, or call reset_queue(), on every rank." in text
@@ -231,7 +500,7 @@ def test_a_rank_that_has_not_loaded_is_named(saved: tuple[str, list[list[float]]
 
 
 def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(resume_cases.temperature_on_rank_zero_only)
+    first, second = pool_of_two(temperature_on_rank_zero_only)
     assert first == second
     assert "temperature: 0.21 on rank 0, 0.3 on rank 1" in first
 
@@ -356,12 +625,12 @@ def test_the_two_lines() -> None:
 def test_a_recipe(pool_of_two: WorkerPool, tmp_path: Path, saver: str, loader: str, wrapper: str) -> None:
     """The model and the queue are float64, which a new queue is not."""
     path = str(tmp_path / "checkpoint")
-    for kept, loaded, new in pool_of_two(resume_cases.run_recipe, saver, loader, wrapper, path):
+    for kept, loaded, new in pool_of_two(run_recipe, saver, loader, wrapper, path):
         assert loaded == kept
         assert new[0] != kept[0]
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_loss_inside_the_model(pool_of_two: WorkerPool, tmp_path: Path, wrapper: str) -> None:
-    lengths = pool_of_two(resume_cases.run_submodule, wrapper, str(tmp_path / "checkpoint"))
+    lengths = pool_of_two(run_submodule, wrapper, str(tmp_path / "checkpoint"))
     assert lengths == [[64, 64], [64, 64]]
