@@ -121,3 +121,12 @@ def close_pools() -> None:
     for pool in _pools.values():
         pool.close()
     _pools.clear()
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return the class and the text of what ``call`` raises."""
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "none", ""

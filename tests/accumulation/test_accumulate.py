@@ -1,0 +1,1048 @@
+"""Accumulation of summed losses: micro-batches and ranks against one process with all the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accumulate_cases import (
+    LENGTH,
+    LIMITS,
+    VOCABULARY,
+    Batch,
+    Experts,
+    Model,
+    Result,
+    _cut,
+    all_batches,
+    assert_exact,
+    error,
+    flat,
+    make_batch,
+    make_window,
+    num_valid,
+    reduced,
+    run_window,
+    sum_loss,
+    switches,
+    whole,
+    wrap,
+)
+from collective_counter import CollectiveCounter
+from meshes import init_device_mesh
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from workers import WorkerPool, get_pool
+
+import fullrank
+from fullrank import accumulate, count_valid_tokens, discard_gradients_, sum_gradients_, windows
+
+
+def exactness(rank: int, kind: str, sync: str, dtype: str) -> dict[str, float]:
+    """Return the errors of gradients and losses, for every layout of a window that this wrapper can take."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    errors: dict[str, float] = {}
+    free = kind in ("plain", "ddp", "replicate") and sync != "each"
+    for layout in ["full", "uneven", "none"] + ["unequal"] * free:
+        model.zero_grad()
+        expected = whole(reference, all_batches(layout))
+        loss = run_window(model, make_window(layout, rank), sync=sync)
+        errors[layout] = error(reduced(model, kind), expected.gradient)
+        errors[f"{layout} loss"] = error(loss, expected.loss)
+        assert loss.dtype == kept
+        assert loss.shape == ()
+        if layout == "none":
+            assert all(p.grad is not None for p in model.parameters())
+            errors["none"] = float(flat(model).abs().max())
+    errors |= _two_windows(rank, reference, model, kind, sync)
+    return errors
+
+
+def _two_windows(rank: int, reference: nn.Module, model: nn.Module, kind: str, sync: str) -> dict[str, float]:
+    """Four micro-batches in windows of three: three and one."""
+    errors: dict[str, float] = {}
+    loader = [make_batch(rank, index) for index in range(4)]
+    for number, window in enumerate(windows(loader, 3)):
+        model.zero_grad()
+        others = range(dist.get_world_size())
+        start = 3 * number
+        batches = [make_batch(other, index) for other in others for index in range(start, start + len(window))]
+        expected = whole(reference, batches)
+        loss = run_window(model, window, sync=sync)
+        errors[f"window {number}"] = error(reduced(model, kind), expected.gradient)
+        errors[f"window {number} loss"] = error(loss, expected.loss)
+    assert len(window) == 1
+    return errors
+
+
+def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
+    """Return the errors of every form of count and of step."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    batches = make_window("uneven", rank)
+    expected = whole(reference, all_batches("uneven"))
+    total = sum(map(num_valid, all_batches("uneven")))
+    renamed = [{"tokens": b["tokens"], "target_tokens": b["labels"][:, 1:]} for b in batches]
+    rule = partial(count_valid_tokens, key=("labels", "target_tokens"), shift=False)
+
+    def losses(run: Callable[[], Tensor]) -> float:
+        model.zero_grad()
+        loss = run()
+        return max(error(reduced(model, kind), expected.gradient), error(loss, expected.loss))
+
+    def in_a_loop(count: Any, call: Callable[[Any, Batch], None], of: Sequence[Batch] = batches) -> float:
+        def run() -> Tensor:
+            for step, batch in accumulate(model, of, count):
+                call(step, batch)
+            return step.mean_loss()
+
+        return losses(run)
+
+    def mean_by_hand(step: Any, batch: Batch) -> None:
+        mask = batch["labels"][:, 1:] != -100  # 0 / 0 without a valid token, also in its backward
+        logits = model(batch["tokens"])[:, :-1]
+        terms = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
+        step.backward((terms * mask.flatten()).sum() / mask.sum(), num_items=num_valid(batch))
+
+    def torch_mean(step: Any, batch: Batch) -> None:
+        logits, labels = model(batch["tokens"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        step.backward(F.cross_entropy(logits, labels), num_items=(labels != -100).sum())
+
+    def shifted(step: Any, batch: Batch) -> None:
+        labels = F.pad(batch["target_tokens"], (1, 0), value=-100)
+        step.backward(sum_loss(model, {"tokens": batch["tokens"], "labels": labels}))
+
+    def scaled(step: Any, batch: Batch) -> None:
+        step.scale(sum_loss(model, batch)).backward()
+
+    def plain(step: Any, batch: Batch) -> None:
+        step.backward(sum_loss(model, batch))
+
+    return {
+        "function": in_a_loop(num_valid, plain),
+        "function of tensors": in_a_loop(lambda batch: (batch["labels"][:, 1:] != -100).sum(), plain),
+        "number": in_a_loop(total, plain),
+        "tensor": in_a_loop(torch.tensor([float(total)]), plain),
+        "window count": in_a_loop(count_valid_tokens(batches), plain),
+        "keys": in_a_loop(rule, shifted, renamed),
+        "mean by hand": in_a_loop(num_valid, mean_by_hand),
+        "mean": in_a_loop(count_valid_tokens, torch_mean),
+        "scale": in_a_loop(count_valid_tokens, scaled),
+    }
+
+
+def weighted(rank: int, kind: str, dtype: str) -> float:
+    """Return the error with terms of unequal weight, and a count that is their mass."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    weights = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(kept)
+
+    def loss(of: nn.Module, batch: Batch) -> Tensor:
+        logits, labels = of(batch["tokens"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        return F.cross_entropy(logits, labels, weight=weights, reduction="sum")
+
+    def mass(batch: Batch) -> Tensor:
+        labels = batch["labels"][:, 1:]
+        return weights[labels[labels != -100]].sum()
+
+    everything = all_batches("uneven")
+    (sum(loss(reference, b) for b in everything) / sum(mass(b).double() for b in everything)).backward()
+    for step, batch in accumulate(model, make_window("uneven", rank), mass):
+        step.backward(loss(model, batch))
+    return error(reduced(model, kind), flat(reference))
+
+
+def scaler_errors(rank: int, kind: str, dtype: str) -> tuple[float, float]:
+    """Return the error after a GradScaler, and the ratio of the scaled gradient to the true one."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for step, batch in accumulate(model, make_window("uneven", rank), count_valid_tokens):
+        scaler.scale(step.scale(sum_loss(model, batch))).backward()
+    expected = whole(reference, all_batches("uneven")).gradient
+    ratio = float(reduced(model, kind) @ expected / expected.norm() ** 2)
+    scaler.unscale_(optimizer)
+    return error(reduced(model, kind), expected), ratio
+
+
+def half_errors(rank: int, dtype: str) -> tuple[float, float]:
+    """Return the errors in half precision, of the accumulated gradient and of one process's, against float64."""
+    kept = getattr(torch, dtype)
+    true = whole(Model(torch.float64), all_batches("uneven")).gradient
+    model, alone = wrap(Model(kept), "ddp"), Model(kept)
+    loss = run_window(model, make_window("uneven", rank))
+    assert loss.dtype == torch.float32
+    return error(flat(model).double(), true), error(whole(alone, all_batches("uneven")).gradient.double(), true)
+
+
+def naive(rank: int, way: str, dtype: str) -> float:
+    """Return the error of what is widely done instead, under DDP."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), "ddp")
+    batches, layout = make_window("full", rank), "full"
+    expected = whole(reference, all_batches(layout)).gradient
+    if way == "unshifted count":
+        run_window(model, batches, count=partial(count_valid_tokens, shift=False))
+        return error(flat(model), expected)
+    for index, batch in enumerate(batches):
+        with fullrank.maybe_no_sync(model, index, len(batches)):
+            terms = max(num_valid(batch), 1) if way == "mean of means" else 2 * (LENGTH - 1)
+            (sum_loss(model, batch) / terms / len(batches)).backward()
+    return error(flat(model), expected)
+
+
+def summed_then_pooled(rank: int, dtype: str) -> dict[str, float]:
+    """Return errors of accumulation and of a pooled loss on one FSDP2 model, before and after ``sum_gradients_``."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), "fsdp")
+    features = torch.randint(0, VOCABULARY, (24, 4), generator=torch.Generator().manual_seed(9))
+    targets = (torch.arange(24) % 5 == 0).long()
+
+    def scores(of: nn.Module, rows: slice) -> Tensor:
+        return of(features[rows]).mean(dim=(1, 2))[:, None]
+
+    def pooled(of: nn.Module, rows: slice, **options: Any) -> Tensor:
+        of.zero_grad()
+        fullrank.SmoothAPLoss(1, temperature=0.3, queue_size=0, **options)(scores(of, rows), targets[rows]).backward()
+        return flat(of)
+
+    world_size = dist.get_world_size()
+    own = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
+    expected = whole(reference, all_batches("uneven")).gradient
+    expected_pooled = pooled(reference, slice(None), gather_distributed=False)
+    errors = {}
+    for reduction in ("mean", "sum"):
+        if reduction == "sum":
+            assert sum_gradients_(model) == 1.0
+        model.zero_grad()
+        run_window(model, make_window("uneven", rank))
+        errors[f"accumulate, {reduction}"] = error(flat(model), expected)
+        errors[f"pooled, {reduction}"] = error(pooled(model, own, gradient_reduction=reduction), expected_pooled)
+    return errors
+
+
+def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[float]:
+    """Return errors of the window after one that was left, in the middle or in front of the last backward."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    batches, errors = make_window("full", rank), []
+    expected = whole(reference, all_batches("full")).gradient
+    for last in (0, 2):
+        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, sync=sync)):
+            loss = sum_loss(model, batch)
+            if index == last == 2:
+                break
+            step.backward(loss)
+            if index == last:
+                break
+        model.zero_grad()
+        if discard:
+            discard_gradients_(model)
+        run_window(model, batches, sync=sync)
+        errors.append(error(reduced(model, kind), expected))
+        discard_gradients_(model)
+    return errors
+
+
+def aborted_in_different_places(rank: int) -> tuple[list[float], bool]:
+    """Return errors of windows of unequal length after one that all left in their first micro-batch, and a control.
+
+    For some ranks that was the last micro-batch too. DDP has a buffer, which it broadcasts in front of a forward. The
+    control is whether DDP stood as the next window wants it without the discard.
+    """
+    batches = make_window("full", rank)[: rank + 1]
+    reference = Model(torch.float64)
+    inner = Model(torch.float64)
+    inner.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+    model = wrap(inner, "ddp")
+    everything = [batch for r in range(dist.get_world_size()) for batch in make_window("full", r)[: r + 1]]
+    expected, errors = whole(reference, everything).gradient, []
+    run_window(model, batches)
+    for _ in accumulate(model, batches, count_valid_tokens):
+        sum_loss(model, next(iter(batches)))
+        break
+    stood = bool(model.require_forward_param_sync)
+    discard_gradients_(model)
+    for _ in range(2):
+        model.zero_grad()
+        run_window(model, batches)
+        errors.append(error(flat(model), expected))
+    return errors, stood
+
+
+def collectives(rank: int, kind: str, sync: str) -> list[dict[str, int]]:
+    """Return the numbers of collectives in a window, and in the micro-batches of another but the last."""
+    model = wrap(Model(torch.float32), kind)
+    for _ in range(3):  # DDP arranges its buckets in the second
+        with CollectiveCounter() as counter:
+            run_window(model, make_window("full", rank), sync=sync)
+    found = [dict(counter.counts)]
+    with CollectiveCounter() as counter:
+        loop = accumulate(model, make_window("full", rank), count_valid_tokens, sync=sync)
+        for index, (step, batch) in enumerate(loop):
+            step.backward(sum_loss(model, batch))
+            if index == 1:
+                found.append(dict(counter.counts))
+    return found
+
+
+def leaving(rank: int, kind: str, way: str) -> list[bool]:
+    """Return whether the switches are as they were: in the second micro-batch, and after the loop was left there."""
+    model = wrap(Model(torch.float32), kind)
+    batches, before = make_window("full", rank), switches(model)
+    within, loop = [], accumulate(model, batches, count_valid_tokens)
+    try:
+        for index, (step, batch) in enumerate(loop if way == "failed and kept" else accumulate(model, batches, 1.0)):
+            if index == 1:
+                within.append(switches(model) == before)
+                if way == "failed and kept":
+                    step.backward(sum_loss(model, batch).detach())  # nobody has a backward, so every rank raises
+                elif way == "raised":
+                    raise ValueError("inside")
+                break
+            step.backward(sum_loss(model, batch))
+    except ValueError:
+        pass
+    return [*within, switches(model) == before]
+
+
+def unequal_after_a_stray_forward(rank: int, dtype: str) -> float:
+    """Return the error of a window of unequal micro-batches after a forward without a backward, discarded."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), "ddp")
+    for _ in range(2):
+        sum_loss(model, make_batch(rank, 0))
+        discard_gradients_(model)
+        run_window(model, make_window("unequal", rank))
+    return error(flat(model), whole(reference, all_batches("unequal")).gradient)
+
+
+def expert_errors(rank: int, way: str, dtype: str) -> tuple[float, float] | str:
+    """Return the errors of the dense part and of this rank's expert, or the text that is raised without a sum."""
+    from torch.distributed.fsdp import fully_shard
+
+    kept, world_size = getattr(torch, dtype), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "experts"))
+    model = Experts(kept, mesh["experts"].get_group())
+    (expert,) = model.experts.values()
+    fully_shard(expert, mesh=mesh["data"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    options: dict[str, Any] = {}
+    if way == "sum":
+        sum_gradients_(model)
+    elif way == "ep_size":
+        expert.set_gradient_divide_factor(2.0)
+        expert.set_force_sum_reduction_for_comms(True)
+        options["multiplier"] = float(world_size)
+    try:
+        run_window(model, make_window("full", rank), **options)
+    except ValueError as raised:
+        return str(raised)
+    reference = Experts(kept)
+    whole(reference, all_batches("full"))
+    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
+    return error(flat(model.outer), flat(reference.outer)), error(expert.weight.grad.full_tensor(), own)
+
+
+def tensor_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
+    """Return the errors with two data ranks of two tensor-parallel ranks each, by the group the count is made over."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    kept = getattr(torch, dtype)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    reference = Model(kept)
+    data_rank = mesh["data"].get_local_rank()
+    expected = whole(reference, [b for other in range(2) for b in make_window("full", other)])
+    errors = {}
+    for name, group in (("wrapper", None), ("data mesh", mesh["data"]), ("world", dist.group.WORLD)):
+        model = Model(kept)
+        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+        loss = run_window(model, make_window("full", data_rank), group=group)
+        errors[name] = error(flat(model), expected.gradient)
+        errors[f"{name} loss"] = error(loss, expected.loss)
+    errors |= _loss_parallel_errors(kept, mesh, make_window("full", data_rank), expected)
+    return errors
+
+
+def _loss_parallel_errors(dtype: torch.dtype, mesh: Any, batches: list[Batch], expected: Result) -> dict[str, float]:
+    """Return the errors with logits sharded over the vocabulary, whose loss is a DTensor."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+    model = Model(dtype)
+    down = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    up = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], {"up": up, "down": down})
+    fully_shard(model, mesh=mesh["data"])
+    with loss_parallel():
+        for step, batch in accumulate(model, batches, count_valid_tokens):
+            logits, labels = model(batch["tokens"]), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+            step.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+    return {
+        "loss parallel": error(flat(model), expected.gradient),
+        "loss parallel loss": error(step.mean_loss(), expected.loss),
+    }
+
+
+def context_parallel_error(rank: int, dtype: str, folded: bool) -> float:
+    """Return the error with sequences cut over two ranks, inside the wrapper's mesh or added by hand afterwards."""
+    from torch.distributed.fsdp import fully_shard
+
+    kept = getattr(torch, dtype)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
+    model, reference = Model(kept), Model(kept)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded else mesh["data"])
+    rule = partial(count_valid_tokens, shift=False)
+    for step, batch in accumulate(model, _cut(make_window("full", data_rank), part), rule, group=mesh):
+        logits = model(batch["tokens"])
+        step.backward(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"))
+    if not folded:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad.to_local(), group=mesh["context"].get_group())
+    return error(flat(model), whole(reference, [b for r in range(2) for b in make_window("full", r)]).gradient)
+
+
+def pipeline_error(rank: int, schedule: str, dtype: str, loss_scale: str) -> float:
+    """Return the error of this rank's stage of two, alone or with data-parallel copies of the pipeline under FSDP2."""
+    from torch.distributed import pipelining
+    from torch.distributed.fsdp import fully_shard
+
+    kept, num_copies = getattr(torch, dtype), dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (num_copies, 2), mesh_dim_names=("data", "stages"))
+    copy, index = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank()
+    full = Model(kept)
+    part = nn.Sequential(full.embed, full.up) if index == 0 else nn.Sequential(nn.Tanh(), full.down)
+    if num_copies > 1:
+        fully_shard(part, mesh=mesh["data"])
+    batches = make_window("full", copy)
+    num_terms = count_valid_tokens(batches, group=mesh["data"])
+    multiplier = float(num_copies)
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return loss * multiplier / num_terms
+
+    stage = pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["stages"].get_group())
+    kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+    loop = kinds[schedule](stage, len(batches), loss_fn=loss_fn, scale_grads=loss_scale == "schedule")
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
+    loop.step(*[tokens] if index == 0 else [], target=labels if index == 1 else None)
+    reference = Model(kept)
+    whole(reference, [b for other in range(num_copies) for b in make_window("full", other)])
+    own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
+    return error(flat(part), flat(own))
+
+
+class Outcome(NamedTuple):
+    """What one rank saw of a window that one rank spoils, and of the one after it."""
+
+    kind: str
+    text: str
+    untouched: bool  # no gradient anywhere afterwards
+    restored: bool
+    next_error: float
+
+
+def spoil(rank: int, kind: str, case: str, bad_rank: int, dtype: str = "float64") -> Outcome:
+    """Run a window in which ``bad_rank`` (-1: every rank) does something wrong."""
+    kept = getattr(torch, dtype)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    batches = make_window("full", rank)
+    bad = rank == bad_rank or bad_rank < 0
+    before, found = switches(model), ("nothing", "")
+    try:
+        run = _spoiled_opening if case in BAD_OPENINGS else _spoiled_loop
+        run(model, batches, case, bad)
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    untouched = all(parameter.grad is None for parameter in model.parameters())
+    restored = switches(model) == before
+    run_window(model, batches)
+    return Outcome(*found, untouched, restored, error(reduced(model, kind), whole(reference, all_batches("full"))[0]))
+
+
+BAD_OPENINGS: dict[str, Callable[[list[Batch]], dict[str, Any]]] = {
+    "generator": lambda batches: {"micro_batches": iter(batches)},
+    "one mapping": lambda batches: {"micro_batches": batches[0]},
+    "no micro-batch": lambda batches: {"micro_batches": []},
+    "unequal": lambda batches: {"micro_batches": batches[:2]},
+    "unequal, each": lambda batches: {"micro_batches": batches[:2], "sync": "each"},
+    "missing key": lambda batches: {"micro_batches": [{"tokens": batch["tokens"]} for batch in batches]},
+    "float labels": lambda batches: {"micro_batches": [{"labels": batch["labels"].float()} for batch in batches]},
+    "list of labels": lambda batches: {"micro_batches": [{"labels": batch["labels"].tolist()} for batch in batches]},
+    "negative count": lambda batches: {"count": lambda batch: -1},
+    "count with several elements": lambda batches: {"count": lambda batch: batch["labels"] != -100},
+    "count that fails": lambda batches: {"count": lambda batch: batch["length"]},
+    "count of no kind": lambda batches: {"count": "tokens"},
+    "positional count": lambda batches: {"count": partial(count_valid_tokens, batches)},
+    "group of the count": lambda batches: {"count": partial(count_valid_tokens, group=None)},
+    "local count": lambda batches: {"count": 5 + dist.get_rank()},
+    "another rule": lambda batches: {"count": partial(count_valid_tokens, shift=False)},
+    "another sync": lambda batches: {"sync": "each"},
+    "unknown sync": lambda batches: {"sync": "never"},
+    "shard without FSDP": lambda batches: {"sync": "shard"},
+    "another multiplier": lambda batches: {"multiplier": 7.0},
+    "bad multiplier": lambda batches: {"multiplier": 0.0},
+}
+
+
+def _spoiled_opening(model: nn.Module, batches: list[Batch], case: str, bad: bool) -> None:
+    options: dict[str, Any] = {"micro_batches": batches, "count": count_valid_tokens}
+    if case == "unequal, each":
+        options["sync"] = "each"
+    if case == "local count":
+        options["count"] = 5 + dist.get_rank()
+    if bad:
+        options |= BAD_OPENINGS[case](batches)
+    micro_batches = options.pop("micro_batches")
+    run_window(model, micro_batches, **options)
+
+
+def _spoiled_loop(model: nn.Module, batches: list[Batch], case: str, bad: bool) -> None:
+    """``case`` is a mistake and the micro-batch that it is made in."""
+    mistake, _, place = case.rpartition(" in ")
+    num_items = mistake in ("negative items", "too many items", "items that are text")
+    for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens)):
+        loss = sum_loss(model, batch)
+        items = num_valid(batch)
+        if bad and index == int(place):
+            _MISTAKES[mistake](step, loss, items)
+        elif num_items:
+            step.backward(loss / max(items, 1), num_items=items)
+        else:
+            step.backward(loss)
+    step.mean_loss()
+
+
+def _twice(step: Any, loss: Tensor, items: int) -> None:
+    step.backward(loss, num_items=None)
+    step.backward(loss * 2)
+
+
+_MISTAKES: dict[str, Callable[[Any, Tensor, int], Any]] = {
+    "vector": lambda step, loss, items: step.backward(torch.stack([loss, loss])),
+    "scaled vector": lambda step, loss, items: step.scale(torch.stack([loss, loss])).backward(),
+    "number": lambda step, loss, items: step.backward(3.0),
+    "no graph": lambda step, loss, items: step.backward(loss.detach()),
+    "two calls": _twice,
+    "no call": lambda step, loss, items: None,
+    "scale alone": lambda step, loss, items: step.scale(loss),
+    "negative items": lambda step, loss, items: step.backward(loss, num_items=-1),
+    "negative items in a tensor": lambda step, loss, items: step.backward(loss, num_items=torch.tensor(-1)),
+    "items that are text": lambda step, loss, items: step.backward(loss, num_items="3"),
+    "too many items": lambda step, loss, items: step.backward(loss / max(items, 1), num_items=items + 1),
+}
+
+
+def counts(rank: int) -> dict[str, Any]:
+    """Return counts over all ranks and over a mesh of this rank alone, and what bad arguments on one rank raise."""
+    window, world_size = make_window("uneven", rank), dist.get_world_size()
+    own = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
+    outcome: dict[str, Any] = {
+        "found": count_valid_tokens(window),
+        "expected": sum(map(num_valid, all_batches("uneven"))),
+        "subgroup": count_valid_tokens(window, group=own),
+        "expected subgroup": sum(map(num_valid, window)),
+    }
+    is_last = rank == world_size - 1
+    try:
+        count_valid_tokens(iter(window) if is_last else window)
+    except TypeError as raised:
+        outcome["bad"] = "TypeError", int(str(raised).partition("failed on rank ")[2].partition(":")[0])
+    try:
+        count_valid_tokens(window, shift=not is_last)
+    except ValueError as raised:
+        outcome["other rule"] = "ValueError", str(raised)
+    return outcome
+
+
+SYNCS = {
+    "plain": ["last", "each"],
+    "ddp": ["last", "each"],
+    "fsdp": ["last", "each"],
+    "hsdp": ["last", "each", "shard"],
+}
+WRAPPED = [
+    (world_size, kind, sync)
+    for world_size in (2, 3, 4)
+    for kind, syncs in SYNCS.items()
+    for sync in syncs
+    if kind != "hsdp" or world_size == 4
+]
+
+each_dtype = pytest.mark.parametrize("dtype", LIMITS)
+
+
+@each_dtype
+@pytest.mark.parametrize(("world_size", "kind", "sync"), WRAPPED)
+def test_gradient_and_loss_equal_one_process(world_size: int, kind: str, sync: str, dtype: str) -> None:
+    """Uneven tokens, a rank without any, a window without any, windows of three and one, unequal numbers of them."""
+    for errors in get_pool(world_size)(exactness, kind, sync, dtype):
+        assert_exact(errors, dtype)
+        assert errors["none"] == 0.0
+        assert ("unequal" in errors) == (kind in ("plain", "ddp") and sync == "last")
+
+
+@each_dtype
+def test_replicate_may_have_unequal_numbers_of_micro_batches(pool_of_two: WorkerPool, dtype: str) -> None:
+    for errors in pool_of_two(exactness, "replicate", "last", dtype):
+        assert_exact(errors, dtype)
+        assert "unequal" in errors
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
+def test_every_form_of_count_and_step(pool: WorkerPool, kind: str, dtype: str) -> None:
+    for errors in pool(forms, kind, dtype):
+        assert_exact(errors, dtype)
+
+
+@each_dtype
+def test_weights_may_take_the_place_of_counts(pool: WorkerPool, dtype: str) -> None:
+    for kind in ("ddp", "fsdp"):
+        assert max(pool(weighted, kind, dtype)) <= LIMITS[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("way", ["mean of means", "fixed length", "unshifted count"])
+def test_what_is_widely_done_is_wrong(pool: WorkerPool, way: str, dtype: str) -> None:
+    assert min(pool(naive, way, dtype)) > 0.05
+
+
+@each_dtype
+def test_grad_scaler(pool_of_two: WorkerPool, dtype: str) -> None:
+    for kind in ("ddp", "fsdp"):
+        for scaled_error, ratio in pool_of_two(scaler_errors, kind, dtype):
+            assert scaled_error <= LIMITS[dtype]
+            assert abs(ratio / 2.0**12 - 1) <= LIMITS[dtype]  # it was scaled before
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_as_good_as_one_process(pool: WorkerPool, dtype: str) -> None:
+    """Against float64, the error may be that of one process in the same dtype, and rounding of the sums over ranks."""
+    for accumulated, alone in pool(half_errors, dtype):
+        assert accumulated <= 2 * alone + torch.finfo(getattr(torch, dtype)).eps
+
+
+@each_dtype
+def test_a_pooled_loss_on_the_same_model(pool: WorkerPool, dtype: str) -> None:
+    """Accumulation leaves the wrapper's reduction alone; after sum_gradients_ both follow the sum."""
+    for errors in pool(summed_then_pooled, dtype):
+        assert_exact(errors, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize(("kind", "sync"), [("ddp", "last"), ("fsdp", "last"), ("fsdp", "each"), ("plain", "last")])
+def test_discarded_window_leaves_nothing(pool: WorkerPool, kind: str, sync: str, dtype: str) -> None:
+    for errors in pool(aborted, kind, sync, dtype, True):
+        assert max(errors) <= LIMITS[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("sync", ["last", "shard"])
+def test_discarded_window_leaves_nothing_under_hsdp(pool_of_four: WorkerPool, sync: str, dtype: str) -> None:
+    for errors in pool_of_four(aborted, "hsdp", sync, dtype, True):
+        assert max(errors) <= LIMITS[dtype]
+    for errors in pool_of_four(aborted, "hsdp", sync, dtype, False):
+        assert min(errors) > 0.1
+
+
+def test_discarded_window_of_unequal_length_leaves_nothing(pool: WorkerPool) -> None:
+    found = pool(aborted_in_different_places)
+    for errors, _ in found:
+        assert max(errors) <= LIMITS["float64"]
+    assert [stood for _, stood in found] == [True, *[False] * (len(found) - 1)]  # the next forwards would not have met
+
+
+@each_dtype
+def test_zero_grad_does_not_discard(pool_of_two: WorkerPool, dtype: str) -> None:
+    for errors in pool_of_two(aborted, "fsdp", "last", dtype, False):
+        assert min(errors) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [("ddp", "left"), ("fsdp", "left"), ("ddp", "raised"), ("fsdp", "failed and kept")]
+)
+def test_switches_are_restored(pool_of_two: WorkerPool, kind: str, way: str) -> None:
+    assert pool_of_two(leaving, kind, way) == [[False, True]] * 2
+
+
+@each_dtype
+def test_unequal_numbers_after_a_stray_forward(pool: WorkerPool, dtype: str) -> None:
+    assert max(pool(unequal_after_a_stray_forward, dtype)) <= LIMITS[dtype]
+
+
+REDUCTIONS = {"ddp": "allreduce_.default", "fsdp": "_reduce_scatter_base_.default"}
+
+
+@pytest.mark.parametrize(("kind", "num_groups"), [("ddp", 1), ("fsdp", 2)])
+def test_gradients_are_reduced_once_per_window(pool: WorkerPool, kind: str, num_groups: int) -> None:
+    """DDP reduces one bucket here, FSDP2 two groups of parameters. Headers: two per window, none in between."""
+    name, headers = REDUCTIONS[kind], "_allgather_base_.default"
+    for total, before_last in pool(collectives, kind, "last"):
+        assert total[name] == num_groups
+        assert name not in before_last
+        if kind == "ddp":
+            assert total == {name: 1, headers: 2}
+            assert before_last == {headers: 1}
+    for total, before_last in pool(collectives, kind, "each"):
+        assert total[name] == 3 * num_groups
+        assert before_last[name] == 2 * num_groups
+
+
+@pytest.mark.parametrize(("sync", "scatters", "reductions"), [("last", 2, 2), ("shard", 6, 2), ("each", 6, 6)])
+def test_hsdp_reduces_where_it_is_told(pool_of_four: WorkerPool, sync: str, scatters: int, reductions: int) -> None:
+    for total, _ in pool_of_four(collectives, "hsdp", sync):
+        assert total["_reduce_scatter_base_.default"] == scatters
+        assert total["allreduce_.default"] == reductions
+
+
+@each_dtype
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_experts(world_size: int, dtype: str) -> None:
+    """Two experts, each on one rank of two: what a token sends there comes back to it, gradients too."""
+    pool = get_pool(world_size)
+    for errors in pool(expert_errors, "sum", dtype):
+        assert max(errors) <= LIMITS[dtype]
+    for text in pool(expert_errors, "mean", dtype):
+        assert f"got divisors [{world_size // 2}.0, {world_size}.0]. Call sum_gradients_(model) once" in text
+
+
+@each_dtype
+def test_number_of_expert_ranks_is_no_divisor(pool_of_four: WorkerPool, dtype: str) -> None:
+    for dense, expert in pool_of_four(expert_errors, "ep_size", dtype):
+        assert dense <= LIMITS[dtype]
+        assert abs(expert - 1) <= LIMITS[dtype]  # twice the gradient
+
+
+@each_dtype
+def test_tensor_parallel_copies_count_once(pool_of_four: WorkerPool, dtype: str) -> None:
+    for errors in pool_of_four(tensor_parallel_errors, dtype):
+        wrong = {name: errors.pop(name) for name in ("world", "world loss")}
+        assert_exact(errors, dtype)
+        assert abs(wrong["world"] - 0.5) <= LIMITS[dtype]  # every token was counted twice, every loss added twice
+        assert wrong["world loss"] <= LIMITS[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("folded", [True, False], ids=["folded", "added"])
+def test_context_parallel(pool_of_four: WorkerPool, folded: bool, dtype: str) -> None:
+    assert max(pool_of_four(context_parallel_error, dtype, folded)) <= LIMITS[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pipeline_schedules(schedule: str, world_size: int, dtype: str) -> None:
+    """The schedule runs the micro-batches; its loss function multiplies by m / N, and it must not divide again."""
+    pool = get_pool(world_size)
+    assert max(pool(pipeline_error, schedule, dtype, "loss")) <= LIMITS[dtype]
+    for ratio in pool(pipeline_error, schedule, dtype, "schedule"):
+        assert abs(ratio - 2 / 3) <= LIMITS[dtype]  # a third of the gradient: divided by the three micro-batches
+
+
+# What is raised when one rank of two passes this: class, and a part of the text.
+OPENINGS = {
+    "generator": (
+        "TypeError",
+        "micro-batches, with a length, got a list_iterator. A window is counted before its first",
+    ),
+    "one mapping": ("TypeError", "Pass [batch] for one batch."),
+    "no micro-batch": ("ValueError", "expected at least one micro-batch on every rank, got none."),
+    "missing key": ("ValueError", "count of micro-batch 0: micro-batch: expected one of the keys 'labels'"),
+    "float labels": ("TypeError", "labels: expected integers"),
+    "list of labels": ("TypeError", "labels: expected a plain torch.Tensor"),
+    "negative count": ("ValueError", "count of micro-batch 0: expected a finite number >= 0, got -1."),
+    "count with several elements": ("ValueError", "count of micro-batch 0: expected one element"),
+    "count that fails": ("RuntimeError", "count of micro-batch 0: KeyError: 'length'"),
+    "count of no kind": ("TypeError", "count: expected a function of a micro-batch, count_valid_tokens, or"),
+    "positional count": (
+        "TypeError",
+        "count: expected the keywords key, shift, ignore_index only, got positional ones.",
+    ),
+    "group of the count": ("TypeError", "only, got group. The ranks are given by accumulate(..., group=...)."),
+    "local count": ("ValueError", "count: 5 over all ranks on rank 0, 6 over all ranks on rank 1"),
+    "another rule": ("ValueError", "shift=True, ignore_index=-100) on rank 0, TokenRule(key='labels', shift=False"),
+    "another sync": ("ValueError", "sync: 'last' on rank 0, 'each' on rank 1"),
+    "unknown sync": ("ValueError", "sync: expected one of 'last', 'each', 'shard', got 'never'."),
+    "another multiplier": ("ValueError", "on rank 0, 7.0 on rank 1"),
+    "bad multiplier": ("ValueError", "multiplier: expected a finite number > 0, got 0.0."),
+    "unequal, each": ("ValueError", "micro_batches: expected as many on every rank, got 3 on rank 0, 2 on rank 1."),
+}
+LOOPS = {
+    "vector in 0": ("ValueError", "on rank 1: loss of micro-batch 0: expected one element"),
+    "vector in 2": ("ValueError", "on rank 1: loss of micro-batch 2: expected one element"),
+    "scaled vector in 1": ("ValueError", "on rank 1: loss of micro-batch 1: expected one element"),
+    "scaled vector in 2": ("ValueError", "on rank 1: loss of micro-batch 2: expected one element"),
+    "number in 2": ("TypeError", "on rank 1: loss of micro-batch 2: expected a floating-point tensor, got 3.0."),
+    "no graph in 2": ("ValueError", "on rank 1: loss of micro-batch 2: expected a loss with a graph"),
+    "no call in 2": ("RuntimeError", "on rank 1: micro-batch 2: expected one backward, got 0."),
+    "two calls in 0": (
+        "RuntimeError",
+        "on rank 1: step of micro-batch 0: expected one call of backward or scale, got 2.",
+    ),
+    "negative items in 1": (
+        "ValueError",
+        "on rank 1: num_items of micro-batch 1: expected a finite number >= 0, got -1.",
+    ),
+    "negative items in a tensor in 1": ("ValueError", "on rank 1: num_items: expected a finite number >= 0, got -1."),
+    "items that are text in 0": ("TypeError", "on rank 1: num_items of micro-batch 0: expected a number or a tensor"),
+    "too many items in 0": ("ValueError", "num_items: expected a sum over the window equal to its count, "),
+}
+# Without a graph there is no backward to keep step with where the wrapper communicates in every one.
+LOCAL_LOOPS = {
+    "number in 0": ("TypeError", "on rank 1: loss of micro-batch 0: expected a floating-point tensor, got 3.0."),
+    "no graph in 1": ("ValueError", "on rank 1: loss of micro-batch 1: expected a loss with a graph"),
+    "no call in 0": ("RuntimeError", "on rank 1: micro-batch 0: expected one backward, got 0."),
+    "scale alone in 1": ("RuntimeError", "on rank 1: micro-batch 1: expected one backward, got 0."),
+}
+
+
+def assert_refused(outcomes: list[Outcome], name: str, text: str) -> None:
+    """Assert the same error on every rank, nothing left behind, and that the next window is exact."""
+    for outcome in outcomes:
+        assert outcome.kind == name, outcome
+        assert text in outcome.text
+        assert outcome.text == outcomes[0].text
+        assert outcome.untouched
+        assert outcome.restored
+        assert outcome.next_error <= LIMITS["float64"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
+@pytest.mark.parametrize("case", OPENINGS)
+def test_bad_arguments_on_one_rank(pool_of_two: WorkerPool, case: str, kind: str) -> None:
+    assert_refused(pool_of_two(spoil, kind, case, 1), *OPENINGS[case])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+def test_shard_needs_fsdp(pool_of_two: WorkerPool, kind: str) -> None:
+    text = "sync: expected a model with FSDP2 modules for 'shard'"
+    assert_refused(pool_of_two(spoil, kind, "shard without FSDP", 1), "ValueError", text)
+
+
+def test_unequal_numbers_are_refused_where_they_would_hang(pool: WorkerPool) -> None:
+    text = "2 on rank 1"
+    assert_refused(pool(spoil, "fsdp", "unequal", 1), "ValueError", text)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
+@pytest.mark.parametrize("case", LOOPS)
+def test_bad_use_of_the_step_on_one_rank(pool_of_two: WorkerPool, case: str, kind: str) -> None:
+    assert_refused(pool_of_two(spoil, kind, case, 1), *LOOPS[case])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+@pytest.mark.parametrize("case", LOCAL_LOOPS)
+def test_missing_backward_on_one_rank(pool_of_two: WorkerPool, case: str, kind: str) -> None:
+    assert_refused(pool_of_two(spoil, kind, case, 1), *LOCAL_LOOPS[case])
+
+
+@pytest.mark.parametrize("case", LOCAL_LOOPS)
+def test_missing_backward_under_fsdp_raises_at_once(pool_of_two: WorkerPool, case: str) -> None:
+    """Every rank makes the mistake here: one alone leaves the others in a backward that it cannot run."""
+    name, text = LOCAL_LOOPS[case]
+    assert_refused(pool_of_two(spoil, "fsdp", case, -1), name, text.removeprefix("on rank 1: "))
+
+
+def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:
+    """Return a model and three micro-batches of uneven size."""
+    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    return model, [torch.randn(size, 2, dtype=torch.float64, generator=generator) for size in (3, 1, 5)]
+
+
+def test_one_process_needs_no_process_group() -> None:
+    model, rows = make_rows()
+    for step, batch in fullrank.accumulate(model, rows, len):
+        step.backward(model(batch).square().sum())
+    found = model.weight.grad
+    model.zero_grad()
+    loss = model(torch.cat(rows)).square().mean()
+    loss.backward()
+    torch.testing.assert_close(found, model.weight.grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(step.mean_loss(), loss.detach(), rtol=1e-12, atol=0)
+
+
+def test_one_process_raises_at_once() -> None:
+    model, rows = make_rows()
+    model.weight.grad = torch.ones_like(model.weight)
+    for step, batch in fullrank.accumulate(model, rows, len):
+        with pytest.raises(ValueError, match=r"loss of micro-batch 0: expected one element"):
+            step.backward(model(batch))
+    assert bool((model.weight.grad == 1).all())  # nothing was added before, so nothing is taken away
+    with pytest.raises(RuntimeError, match="mean_loss"):
+        step.mean_loss()
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_one_process_discards_what_it_has_added(place: int) -> None:
+    model, rows = make_rows()
+
+    def run() -> None:
+        for index, (step, batch) in enumerate(fullrank.accumulate(model, rows, len)):
+            step.backward(model(batch).sum() if index < place else model(batch).detach().sum())
+
+    with pytest.raises(ValueError, match=f"loss of micro-batch {place}: expected a loss with a graph"):
+        run()
+    assert model.weight.grad is None
+
+
+class HostReads(TorchDispatchMode):
+    """Context that counts the reads of a tensor by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_synchronization(device: torch.device, is_forbidden: bool) -> Iterator[None]:
+    """Let CUDA raise when the host waits for it."""
+    if device.type == "cuda" and is_forbidden:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("items", [None, "tensor", "number"])
+def test_no_micro_batch_but_the_last_is_waited_for(device: torch.device, items: str | None) -> None:
+    model, rows = make_rows()
+    model, rows = model.to(device), [row.to(device) for row in rows]
+    reads = HostReads()
+    loop = fullrank.accumulate(model, rows, lambda batch: torch.full((), len(batch), device=device))
+    for index, (step, batch) in enumerate(loop):
+        loss = model(batch).square().sum() / (len(batch) if items else 1)
+        number = {"tensor": torch.full((), len(batch), device=device), "number": len(batch)}.get(items)
+        with reads, no_synchronization(device, index < len(rows) - 1):
+            step.backward(loss, num_items=number)
+    assert reads.count == 0
+    with reads:
+        float(step.mean_loss())
+    assert reads.count == 1  # it does count
+
+
+def test_mean_loss_is_for_ended_windows() -> None:
+    model, rows = make_rows()
+    for step, batch in fullrank.accumulate(model, rows, len):
+        step.backward(model(batch).sum())
+        with pytest.raises(RuntimeError, match="a window that has ended, got one that has not"):
+            step.mean_loss()
+        break
+    with pytest.raises(RuntimeError, match="a window that has ended"):
+        step.mean_loss()
+    with pytest.raises(RuntimeError, match="none: the loop was left"):
+        step.backward(model(rows[0]).sum())
+
+
+def test_second_backward_through_one_scaled_loss_is_seen() -> None:
+    model, rows = make_rows()
+
+    def run() -> None:
+        for step, batch in fullrank.accumulate(model, rows, len):
+            scaled = step.scale(model(batch).sum())
+            scaled.backward(retain_graph=True)
+            scaled.backward()
+
+    with pytest.raises(RuntimeError, match="micro-batch 0: expected one backward, got 2"):
+        run()
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_mean_over_nothing_counts_as_nothing(items: object) -> None:
+    model, rows = make_rows()
+    for step, batch in fullrank.accumulate(model, [rows[0], rows[0][:0]], len):
+        loss = torch.nn.functional.mse_loss(model(batch), torch.zeros(len(batch), 1, dtype=torch.float64))
+        assert bool(loss.isnan()) == (len(batch) == 0)
+        step.backward(loss, num_items=len(batch) or items)
+    found = model.weight.grad
+    model.zero_grad()
+    model(rows[0]).square().mean().backward()
+    torch.testing.assert_close(found, model.weight.grad, rtol=1e-12, atol=0)
+    assert bool(step.mean_loss().isfinite())
+
+
+def test_nan_is_never_hidden_where_there_are_terms() -> None:
+    model, rows = make_rows()
+    for step, batch in fullrank.accumulate(model, rows, len):
+        step.backward(model(batch).sum() * float("nan"))
+    assert bool(step.mean_loss().isnan())
+    assert bool(model.weight.grad.isnan().all())
+
+
+def test_windows() -> None:
+    assert list(fullrank.windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(fullrank.windows(iter(range(4)), 2)) == [[0, 1], [2, 3]]
+    assert list(fullrank.windows([], 2)) == []
+    taken = []
+    loader = (taken.append(index) or index for index in range(9))
+    assert next(fullrank.windows(loader, 2)) == [0, 1]
+    assert taken == [0, 1]  # it never reads ahead of the window
+
+
+@pytest.mark.parametrize(
+    ("loader", "size", "kind", "text"),
+    [
+        ([1], 0, ValueError, "size: expected an int >= 1, got 0."),
+        ([1], 2.0, TypeError, "size: expected an int, got 2.0."),
+        ([1], True, TypeError, "size: expected an int, got True."),
+        (7, 1, TypeError, "loader: expected an iterable of micro-batches, got 7."),
+    ],
+)
+def test_windows_checks_at_the_call(loader: object, size: object, kind: type, text: str) -> None:
+    with pytest.raises(kind) as raised:
+        fullrank.windows(loader, size)
+    assert str(raised.value).startswith(text)
+
+
+class Holder:
+    """A micro-batch with attributes."""
+
+    labels = None
+    target_tokens = torch.tensor([[1, 2, -100], [-100, 4, 5]])
+
+
+def test_count_valid_tokens() -> None:
+    labels = torch.tensor([[1, 2, -100], [-100, 4, 5]])
+    keys = ("labels", "target_tokens")
+    assert fullrank.count_valid_tokens([{"labels": labels}]) == 3
+    assert fullrank.count_valid_tokens([{"labels": labels}], shift=False) == 4
+    assert fullrank.count_valid_tokens([{"labels": labels}, {"labels": labels[0]}], ignore_index=2) == 3 + 1
+    assert fullrank.count_valid_tokens([{"other": labels}], key="other") == 3
+    assert fullrank.count_valid_tokens([{"labels": labels, "target_tokens": labels[:1]}, Holder()], key=keys) == 6
+    assert fullrank.count_valid_tokens([{"target_tokens": labels, "labels": None}], key=keys) == 3
+    assert fullrank.count_valid_tokens([]) == 0
+    assert fullrank.count_valid_tokens([{"labels": labels[:, :0]}]) == 0
+    with pytest.raises(TypeError, match="key: expected a string or a tuple of strings, got 3"):
+        fullrank.count_valid_tokens([{"labels": labels}], key=3)
+    with pytest.raises(TypeError, match="shift: expected True or False, got 1"):
+        fullrank.count_valid_tokens([{"labels": labels}], shift=1)
+    with pytest.raises(ValueError, match="Pass shift=False for single labels"):
+        fullrank.count_valid_tokens([{"labels": labels[0, 0]}])
+
+
+def test_count_valid_tokens_over_ranks(pool: WorkerPool) -> None:
+    for outcome in pool(counts):
+        assert outcome["found"] == outcome["expected"]
+        assert outcome["subgroup"] == outcome["expected subgroup"]
+        assert outcome["bad"] == ("TypeError", pool.world_size - 1)
+        assert outcome["other rule"][0] == "ValueError"

@@ -1,0 +1,671 @@
+"""DeferredMean: sums of gradients divided once, against one process with all the rows."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from accumulate_cases import (
+    LIMITS,
+    Batch,
+    Experts,
+    Model,
+    _cut,
+    all_batches,
+    assert_exact,
+    error,
+    flat,
+    make_batch,
+    make_window,
+    num_valid,
+    sum_loss,
+    whole,
+    wrap,
+)
+from collective_counter import CollectiveCounter
+from meshes import init_device_mesh
+from torch import Tensor, nn
+from torch.nn import functional
+from workers import WorkerPool, get_pool
+
+from fullrank import (
+    DeferredMean,
+    accumulate,
+    clip_grad_norm_,
+    count_valid_tokens,
+    sequence_sync_group,
+    sum_gradients_,
+)
+
+
+def make_pair(kind: str, dtype: str) -> tuple[nn.Module, nn.Module]:
+    """Return the model of one process, and a wrapped one: plain, ddp, fsdp, hsdp, or summed (FSDP2)."""
+    kept = getattr(torch, dtype)
+    model = wrap(Model(kept), "fsdp" if kind == "summed" else kind)
+    if kind == "summed":
+        sum_gradients_(model)
+    return Model(kept), model
+
+
+def sync_groups(kind: str) -> list[Any]:
+    """Return what is left to add for a wrapper."""
+    return [dist.group.WORLD] if kind == "plain" else []
+
+
+def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch], groups: Iterable[Any] = ()) -> Any:
+    """Run one step and return its count."""
+    for batch in batches:
+        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    return deferred.finish(groups)
+
+
+def exactness(rank: int, kind: str, num_calls: int, dtype: str) -> dict[str, float]:
+    """Return the errors of gradient, loss and count, one object serving a step for every layout."""
+    reference, model = make_pair(kind, dtype)
+    deferred, errors = DeferredMean(model), {}
+    for layout in ("full", "uneven", "none"):
+        model.zero_grad()
+        everything = [b for other in range(dist.get_world_size()) for b in make_window(layout, other)[:num_calls]]
+        expected = whole(reference, everything)
+        count = run_step(deferred, model, make_window(layout, rank)[:num_calls], sync_groups(kind))
+        assert type(count) is int
+        assert deferred.mean_loss().dtype == getattr(torch, dtype)
+        errors[layout] = error(flat(model), expected.gradient)
+        errors[f"{layout} loss"] = error(deferred.mean_loss(), expected.loss)
+        errors[f"{layout} count"] = abs(count - sum(map(num_valid, everything)))
+        if layout == "none":
+            assert all(p.grad is not None for p in model.parameters())
+            errors["none"] = float(flat(model).abs().max())
+    return errors
+
+
+def nothing_but_nan(rank: int, kind: str, dtype: str) -> float:
+    """Return the largest gradient of a step without terms, whose losses are means over nothing."""
+    _, model = make_pair(kind, dtype)
+    deferred = DeferredMean(model)
+    for batch in make_window("none", rank):
+        deferred.backward(model(batch["tokens"]).sum() * torch.nan, 0)
+    assert flat(model).isnan().any()
+    assert deferred.finish(sync_groups(kind)) == 0
+    return float(flat(model).abs().max())
+
+
+def weighted(rank: int, kind: str, dtype: str) -> float:
+    """Return the error with weights for counts, given as tensors."""
+    reference, model = make_pair(kind, dtype)
+    everything, deferred = all_batches("full"), DeferredMean(model)
+    weight = 0.37 * (1 + rank)
+    losses = [
+        0.37 * (1 + r) * sum_loss(reference, b) for r in range(dist.get_world_size()) for b in make_window("full", r)
+    ]
+    masses = [0.37 * (1 + r) * num_valid(b) for r in range(dist.get_world_size()) for b in make_window("full", r)]
+    assert len(losses) == len(everything)
+    (torch.stack(losses).sum() / sum(masses)).backward()
+    for batch in make_window("full", rank):
+        deferred.backward(weight * sum_loss(model, batch), torch.tensor(weight * num_valid(batch), dtype=torch.float64))
+    count = deferred.finish(sync_groups(kind))
+    assert isinstance(count, float)
+    assert abs(count / sum(masses) - 1) < 1e-14
+    return error(flat(model), flat(reference))
+
+
+def objects(rank: int, kind: str) -> dict[str, Any]:
+    """Return whether finish keeps gradients and what DTensors say, and the error of clipping them afterwards."""
+    reference, model = make_pair(kind, "float64")
+    deferred = DeferredMean(model)
+    for batch in make_window("full", rank):
+        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    before = [p.grad for p in model.parameters()]
+    layouts = [(getattr(g, "placements", None), getattr(g, "device_mesh", None), g.stride()) for g in before]
+    deferred.finish(sync_groups(kind))
+    after = [p.grad for p in model.parameters()]
+    whole(reference, all_batches("full"))
+    largest = 0.5 * float(flat(reference).norm())
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), largest)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return {
+        "same": all(one is other for one, other in zip(before, after)),
+        "layouts": layouts
+        == [(getattr(g, "placements", None), getattr(g, "device_mesh", None), g.stride()) for g in after],
+        "norm": error(norm, expected),
+        "clipped": error(flat(model), flat(reference)),
+        "ours": error(clip_grad_norm_(model, None), flat(reference).norm()),
+    }
+
+
+def left_unsharded(rank: int, dtype: str) -> float:
+    """Return the error when FSDP2 keeps the parameters whole after the backward, so that the module shows no shards."""
+    reference, model = make_pair("fsdp", dtype)
+    model.set_reshard_after_backward(False)
+    deferred = DeferredMean(model)
+    expected = whole(reference, all_batches("full")).gradient
+    run_step(deferred, model, make_window("full", rank))
+    model.reshard()
+    model.up.reshard()
+    return error(flat(model), expected)
+
+
+def collectives(rank: int, kind: str) -> list[dict[str, int]]:
+    """Return the collectives of one call of backward, forward not included, and of finish."""
+    _, model = make_pair(kind, "float32")
+    deferred = DeferredMean(model)
+    found = []
+    for _ in range(3):  # DDP arranges its buckets in the second
+        found.clear()
+        model.zero_grad()
+        for batch in make_window("full", rank)[:2]:
+            loss = sum_loss(model, batch)
+            with CollectiveCounter() as counter:
+                deferred.backward(loss, num_valid(batch))
+            found.append(dict(counter.counts))
+        with CollectiveCounter() as counter:
+            deferred.finish(sync_groups(kind))
+        found.append(dict(counter.counts))
+    return found
+
+
+def naive(rank: int, way: str, dtype: str) -> float:
+    """Return the error of what is done instead."""
+    reference, model = make_pair("ddp" if way in ("mean of means", "count alone") else "plain", dtype)
+    expected, batches = whole(reference, all_batches("full")).gradient, make_window("full", rank)
+    world_size, total = dist.get_world_size(), sum(map(num_valid, all_batches("full")))
+    for batch in batches:
+        terms = max(num_valid(batch), 1) * len(batches) if way == "mean of means" else 1
+        (sum_loss(model, batch) / terms).backward()
+    own = float(sum(map(num_valid, batches)))
+    for p in model.parameters():
+        if way == "count alone":  # DDP has divided by the number of ranks already
+            p.grad /= total
+        elif way == "divided before the sum":
+            p.grad /= own * world_size
+            dist.all_reduce(p.grad)
+        elif way == "second sync":
+            for _ in range(2):
+                dist.all_reduce(p.grad)
+            p.grad /= total
+    return error(flat(model), expected)
+
+
+def expert_errors(rank: int, way: str, dtype: str) -> tuple[float, float]:
+    """Return the errors of the dense part and of this rank's expert, one of two; W = 4 has two copies of each."""
+    from torch.distributed.fsdp import fully_shard
+
+    kept, world_size = getattr(torch, dtype), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "experts"))
+    model = Experts(kept, mesh["experts"].get_group())
+    (expert,) = model.experts.values()
+    copies = mesh["data"].get_group() if world_size > 2 else None
+    groups: list[Any] = [(expert, copies)]
+    if way == "plain":
+        groups.append((model.outer, dist.group.WORLD))
+    elif way == "ignored by FSDP2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), ignored_params=set(expert.parameters()))
+    else:
+        fully_shard(expert, mesh=mesh["data"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        groups = []
+    if "summed" in way:
+        sum_gradients_(model)
+    run_step(DeferredMean(model), model, make_window("full", rank), groups)
+    reference = Experts(kept)
+    whole(reference, all_batches("full"))
+    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
+    return error(flat(model.outer), flat(reference.outer)), error(flat(expert), own.flatten())
+
+
+def context_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
+    """Return the errors with sequences cut over two ranks, by what is folded into FSDP's mesh; the count is of all."""
+    from torch.distributed.fsdp import fully_shard
+
+    kept, errors = getattr(torch, dtype), {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
+    reference = Model(kept)
+    expected = whole(reference, [b for other in range(2) for b in make_window("full", other)]).gradient
+    context, alone = mesh["context"].get_group(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"]
+    for mode, (ring, ulysses) in {
+        "all": (context, alone),
+        "none": (context, alone),
+        "ring_only": (alone, context),
+        "ulysses_only": (context, alone),
+    }.items():
+        model = Model(kept)
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if mode == "all" else mesh["data"])
+        group = sequence_sync_group(mode, ring=ring, ulysses=ulysses, unified=context)
+        deferred = DeferredMean(model, group=mesh)
+        for batch in _cut(make_window("full", data_rank), part):
+            logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+            deferred.backward(functional.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
+        deferred.finish([group])
+        errors[mode] = error(flat(model), expected)
+    return errors
+
+
+class Outcome(NamedTuple):
+    """What one rank saw of a step that one rank spoils, and the error of the step when it goes on all the same."""
+
+    kind: str
+    text: str
+    error: float
+
+
+BAD_CALLS: dict[str, Callable[[DeferredMean, nn.Module, Tensor], Any]] = {
+    "vector": lambda deferred, model, loss: deferred.backward(torch.stack([loss, loss]), 1),
+    "number": lambda deferred, model, loss: deferred.backward(3.0, 1),
+    "no graph": lambda deferred, model, loss: deferred.backward(loss.detach(), 1),
+    "negative count": lambda deferred, model, loss: deferred.backward(loss, -1),
+    "negative count in a tensor": lambda deferred, model, loss: deferred.backward(loss, torch.tensor(-1)),
+    "count that is NaN": lambda deferred, model, loss: deferred.backward(loss, float("nan")),
+    "count that is text": lambda deferred, model, loss: deferred.backward(loss, "3"),
+    "several counts": lambda deferred, model, loss: deferred.backward(loss, torch.tensor([1, 2])),
+    "finish instead": lambda deferred, model, loss: deferred.finish(),
+}
+
+
+def spoil_call(rank: int, kind: str, case: str, bad_rank: int) -> Outcome:
+    """Run a step whose second call goes wrong on ``bad_rank``, and which then goes on."""
+    reference, model = make_pair(kind, "float64")
+    deferred, batches = DeferredMean(model), make_window("full", rank)
+    deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
+    loss = sum_loss(model, batches[1])
+    found = "nothing", ""
+    try:
+        if rank == bad_rank:
+            BAD_CALLS[case](deferred, model, loss)
+        else:
+            deferred.backward(loss, num_valid(batches[1]))
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    run_step(deferred, model, batches[1:], sync_groups(kind))
+    return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
+
+
+def spoil_call_everywhere(rank: int, kind: str, case: str) -> Outcome:
+    """Run a step that starts wrongly on every rank, and again."""
+    reference, model = make_pair(kind, "float64")
+    deferred, batches = DeferredMean(model), make_window("full", rank)
+    optimizer = torch.optim.SGD(model.parameters())
+    found = "nothing", ""
+    try:
+        if case == "no_sync" and kind == "ddp":
+            with model.no_sync():
+                run_step(deferred, model, batches)
+        elif case == "no_sync":
+            model.set_requires_gradient_sync(False)
+            run_step(deferred, model, batches)
+        elif case == "old gradients":
+            run_step(deferred, model, batches)
+            run_step(deferred, model, batches)
+        else:
+            newer = DeferredMean(model)
+            run_step(deferred, model, batches)
+            del newer
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    if case == "no_sync" and kind == "fsdp":
+        model.set_requires_gradient_sync(True)
+    optimizer.zero_grad()
+    run_step(DeferredMean(model), model, batches)
+    return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
+
+
+def parameters_after_an_error(rank: int, way: str) -> float:
+    """Return the error of a step after one that was refused, FSDP2 having gathered the parameters of before.
+
+    ``way``: "ours", or "no reshard", the control.
+    """
+    reference, model = make_pair("fsdp", "float64")
+    deferred, batches, held = DeferredMean(model), make_window("full", rank), list(model.parameters())
+    loss = sum_loss(model, batches[0])
+    if way == "no reshard":
+        for module in (model, model.up):
+            module.reshard = lambda: None
+    with contextlib.suppress(ValueError):
+        deferred.backward(loss, -1)
+    with torch.no_grad():
+        for p in [*held, *reference.parameters()]:
+            p.mul_(1.5)
+    run_step(deferred, model, batches)
+    found = torch.cat([p.grad.full_tensor().flatten() for p in held])
+    return error(found, whole(reference, all_batches("full")).gradient)
+
+
+def window_after_an_error(rank: int) -> float:
+    """Return the error of a window of accumulate, of unequal lengths on the ranks, after a call that was refused."""
+    reference, model = make_pair("ddp", "float64")
+    loss = sum_loss(model, make_batch(rank, 0))
+    with contextlib.suppress(ValueError):
+        DeferredMean(model).backward(loss, -1)
+    for step, batch in accumulate(model, make_window("unequal", rank), count_valid_tokens):
+        step.backward(sum_loss(model, batch))
+    return error(flat(model), whole(reference, all_batches("unequal")).gradient)
+
+
+BAD_FINISHES: dict[str, Callable[[nn.Module], Any]] = {
+    "text": lambda model: "all",
+    "one group": lambda model: dist.group.WORLD,
+    "a module": lambda model: [model],
+    "another model's": lambda model: [(nn.Linear(1, 1), None)],
+    "no parameter": lambda model: [("weight", None)],
+    "used up": lambda model: [(iter([]), None)],
+    "twice": lambda model: [dist.group.WORLD, ([*model.parameters()][:1], dist.group.WORLD)],
+    "nothing": lambda model: [],
+    "others": lambda model: [([*model.parameters()][1:], dist.group.WORLD)],
+}
+
+
+def spoil_finish(rank: int, case: str, bad_rank: int) -> Outcome:
+    """Finish a plain model wrongly on ``bad_rank`` (-1: every rank), and then rightly."""
+    reference, model = make_pair("plain", "float64")
+    deferred, batches = DeferredMean(model), make_window("full", rank)
+    for batch in batches:
+        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    found = "nothing", ""
+    try:
+        deferred.finish(BAD_FINISHES[case](model) if bad_rank in (rank, -1) else [dist.group.WORLD])
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    deferred.finish([dist.group.WORLD])
+    return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
+
+
+def second_sync(rank: int, kind: str) -> Outcome:
+    """Finish twice; the gradient afterwards is that of once."""
+    reference, model = make_pair(kind, "float64")
+    deferred, found = DeferredMean(model), ("nothing", "")
+    run_step(deferred, model, make_window("full", rank), sync_groups(kind))
+    try:
+        deferred.finish(sync_groups(kind))
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
+
+
+def changed_reduction(rank: int) -> Outcome:
+    """Change how FSDP2 reduces in the middle of a step; discard it and begin again."""
+    reference, model = make_pair("fsdp", "float64")
+    deferred, batches, found = DeferredMean(model), make_window("full", rank), ("nothing", "")
+    deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
+    sum_gradients_(model)
+    try:
+        run_step(deferred, model, batches[1:])
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    deferred.discard()
+    run_step(deferred, model, batches)
+    return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
+
+
+def forgotten_parameters(rank: int) -> Outcome:
+    """Finish a model with a parameter that DDP leaves out: refused, then with a pair, which makes it exact."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    reference, inner = Model(torch.float64), Model(torch.float64)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["up.weight", "up.bias"])
+    model = DistributedDataParallel(inner)
+    deferred, found = DeferredMean(model), ("nothing", "")
+    try:
+        run_step(deferred, model, make_window("full", rank))
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    deferred.finish([(inner.up, dist.group.WORLD)])
+    return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
+
+
+def owners(rank: int) -> list[str]:
+    """Return what a second construction raises: with open gradients, after finish, after the first is gone."""
+    _, model = make_pair("ddp", "float32")
+    batches, outcomes = make_window("full", rank), []
+
+    def construct() -> DeferredMean | None:
+        try:
+            made = DeferredMean(model)
+            outcomes.append("nothing")
+            return made
+        except RuntimeError as raised:
+            outcomes.append(str(raised))
+            return None
+
+    first = construct()
+    first.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
+    construct()
+    first.finish()
+    model.zero_grad()
+    second = construct()
+    second.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
+    del second
+    gc.collect()
+    construct()
+    return outcomes
+
+
+each_dtype = pytest.mark.parametrize("dtype", LIMITS)
+KINDS = ["plain", "ddp", "fsdp", "summed"]
+
+
+@each_dtype
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_loss_and_count_equal_one_process(pool: WorkerPool, kind: str, num_calls: int, dtype: str) -> None:
+    """Uneven tokens, a rank without any, a step without any; one object for all steps."""
+    for errors in pool(exactness, kind, num_calls, dtype):
+        assert_exact(errors, dtype)
+        assert errors["none"] == 0.0
+
+
+@each_dtype
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+def test_hsdp(pool_of_four: WorkerPool, num_calls: int, dtype: str) -> None:
+    for errors in pool_of_four(exactness, "hsdp", num_calls, dtype):
+        assert_exact(errors, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_terms_has_zero_gradients_though_losses_are_nan(pool_of_two: WorkerPool, kind: str) -> None:
+    assert pool_of_two(nothing_but_nan, kind, "float32") == [0.0, 0.0]
+
+
+@each_dtype
+def test_weights_may_take_the_place_of_counts(pool: WorkerPool, dtype: str) -> None:
+    for kind in ("ddp", "plain"):
+        assert max(pool(weighted, kind, dtype)) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("plain", 2), ("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
+def test_gradients_stay_the_same_objects_and_can_be_clipped(kind: str, world_size: int) -> None:
+    for found in get_pool(world_size)(objects, kind):
+        assert found.pop("same")
+        assert found.pop("layouts")
+        assert_exact(found, "float64")
+
+
+@each_dtype
+def test_parameters_that_fsdp_left_unsharded(pool_of_two: WorkerPool, dtype: str) -> None:
+    assert max(pool_of_two(left_unsharded, dtype)) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "times"),
+    [
+        ("ddp", "allreduce_.default", 1),
+        ("fsdp", "_reduce_scatter_base_.default", 2),
+        ("plain", "allreduce_.default", 0),
+    ],
+)
+def test_gradients_are_reduced_once_per_call(pool_of_two: WorkerPool, kind: str, name: str, times: int) -> None:
+    """DDP has one bucket here, FSDP2 two groups of parameters. A plain model is reduced in finish, in one bucket."""
+    header = "_allgather_base_.default"
+    for *calls, finish in pool_of_two(collectives, kind):
+        assert [counts.get(name, 0) for counts in calls] == [times, times]
+        if kind != "fsdp":  # which gathers its parameters with the same collective
+            assert [counts[header] for counts in calls] == [1, 1]
+        # Two headers; the header and the words of the sum.
+        assert finish == ({"allreduce_.default": 1, header: 4} if kind == "plain" else {header: 1})
+
+
+@each_dtype
+@pytest.mark.parametrize("way", ["mean of means", "count alone", "divided before the sum", "second sync"])
+def test_what_is_done_instead_is_wrong(pool: WorkerPool, way: str, dtype: str) -> None:
+    assert min(pool(naive, way, dtype)) > 0.05
+
+
+@each_dtype
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("way", ["plain", "ignored by FSDP2", "ignored by FSDP2, summed", "sharded, summed"])
+def test_experts(way: str, world_size: int, dtype: str) -> None:
+    """Dense parameters over all ranks, experts over their copies; without a copy there is nothing to add."""
+    for errors in get_pool(world_size)(expert_errors, way, dtype):
+        assert max(errors) <= LIMITS[dtype]
+
+
+@each_dtype
+def test_context_parallel(pool_of_four: WorkerPool, dtype: str) -> None:
+    for errors in pool_of_four(context_parallel_errors, dtype):
+        assert_exact(errors, dtype)
+
+
+# What is raised when one rank of two passes this in the second call: class, and a part of the text.
+CALLS = {
+    "vector": ("ValueError", "DeferredMean.backward failed on rank 1: loss_sum: expected one element"),
+    "number": ("TypeError", "loss_sum: expected a floating-point tensor, got 3.0."),
+    "no graph": ("ValueError", "loss_sum: expected a loss with a graph"),
+    "negative count": ("ValueError", "failed on rank 1: n: expected a finite number >= 0, got -1.0."),
+    "negative count in a tensor": ("ValueError", "failed on rank 1: n: expected a finite number >= 0, got -1.0."),
+    "count that is NaN": ("ValueError", "failed on rank 1: n: expected a finite number >= 0, got nan."),
+    "count that is text": ("TypeError", "n: expected a number or a tensor of one element, got '3'."),
+    "several counts": ("ValueError", "n: expected one element"),
+    "finish instead": ("RuntimeError", "call: 'DeferredMean.backward' on rank 0, 'DeferredMean.finish' on rank 1."),
+}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", CALLS)
+def test_a_bad_call_raises_on_every_rank_and_the_step_goes_on(pool_of_two: WorkerPool, kind: str, case: str) -> None:
+    outcomes = pool_of_two(spoil_call, kind, case, 1)
+    assert {(outcome.kind, outcome.text) for outcome in outcomes} == {outcomes[0][:2]}
+    kind, text = CALLS[case]
+    assert outcomes[0].kind == kind
+    assert text.replace("'", "") in outcomes[0].text.replace("'", "")
+    assert max(outcome.error for outcome in outcomes) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("no_sync", "gradients that every backward reduces, got no_sync"),
+        ("old gradients", "no gradient before the first backward of a step, got gradients with"),
+        ("newer object", "expected one DeferredMean, got a newer one"),
+    ],
+)
+def test_a_step_that_cannot_begin(pool_of_two: WorkerPool, kind: str, case: str, text: str) -> None:
+    for outcome in pool_of_two(spoil_call_everywhere, kind, case):
+        assert outcome.kind == "RuntimeError"
+        assert text in outcome.text
+        assert outcome.error <= 1e-12
+
+
+def test_parameters_that_change_after_an_error_are_seen(pool_of_two: WorkerPool) -> None:
+    assert max(pool_of_two(parameters_after_an_error, "ours")) <= 1e-12
+    assert min(pool_of_two(parameters_after_an_error, "no reshard")) > 0.05
+
+
+def test_an_unequal_window_after_an_error(pool_of_two: WorkerPool) -> None:
+    """DDP has prepared a reduction for the refused call, and would make it in the first backward of the window."""
+    assert max(pool_of_two(window_after_an_error)) <= 1e-12
+
+
+FINISHES = {
+    "text": ("TypeError", "sync_groups: expected a list of groups and of (parameters, group) pairs, got 'all'."),
+    "one group": ("TypeError", "Pass [group] for one group."),
+    "a module": ("TypeError", "sync_groups[0]: expected a ProcessGroup, a DeviceMesh or None"),
+    "another model's": ("ValueError", "weight in sync_groups[0]: expected a parameter of the model"),
+    "no parameter": ("TypeError", "sync_groups[0]: parameter 0: expected a parameter"),
+    "used up": ("ValueError", "sync_groups[0]: parameters: expected parameters, got an iterator with none."),
+    "twice": (
+        "ValueError",
+        "in sync_groups[1]: expected one sum over each group, got a second sum over the same ranks",
+    ),
+    "nothing": ("ValueError", "sync_groups: 1 on rank 0, 0 on rank 1."),
+    "others": ("ValueError", "number of parameters: 5 on rank 0, 4 on rank 1."),
+}
+
+
+@pytest.mark.parametrize("case", FINISHES)
+def test_a_bad_finish_raises_on_every_rank_and_may_be_repeated(pool_of_two: WorkerPool, case: str) -> None:
+    outcomes = pool_of_two(spoil_finish, case, 1)
+    assert {(outcome.kind, outcome.text) for outcome in outcomes} == {outcomes[0][:2]}
+    kind, text = FINISHES[case]
+    assert outcomes[0].kind == kind
+    assert text in outcomes[0].text
+    assert max(outcome.error for outcome in outcomes) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_sync_raises(pool_of_two: WorkerPool, kind: str) -> None:
+    for outcome in pool_of_two(second_sync, kind):
+        assert outcome.kind == "RuntimeError"
+        assert "expected a backward since the last finish, got none. A second sync" in outcome.text
+        assert outcome.error <= 1e-12
+
+
+def test_a_reduction_that_changes_within_a_step(pool_of_two: WorkerPool) -> None:
+    for outcome in pool_of_two(changed_reduction):
+        assert outcome.kind == "RuntimeError"
+        assert "got 1 after 2. Call sum_gradients_ before the first backward" in outcome.text
+        assert outcome.error <= 1e-12
+
+
+def test_parameters_that_no_wrapper_reduces(pool_of_two: WorkerPool) -> None:
+    for outcome in pool_of_two(forgotten_parameters):
+        assert outcome.kind == "ValueError"
+        assert "module.up.weight, module.up.bias in neither. Pass (parameters, group)" in outcome.text
+        assert outcome.error <= 1e-12
+
+
+def test_one_object_for_each_model(pool_of_two: WorkerPool) -> None:
+    for first, second, after_finish, after_the_end in pool_of_two(owners):
+        assert first == after_finish == after_the_end == "nothing"
+        assert "got one with 1 calls of backward that are not finished. Call finish() or discard()" in second
+
+
+def test_one_process() -> None:
+    model, reference = Model(torch.float64), Model(torch.float64)
+    deferred, batches = DeferredMean(model), [make_batch(0, index) for index in range(3)]
+    with pytest.raises(RuntimeError, match="expected a step that is finished"):
+        deferred.mean_loss()
+    with pytest.raises(RuntimeError, match=r"^gradients: expected a backward since the last finish, got none"):
+        deferred.finish()
+    for batch in batches:
+        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    with pytest.raises(ValueError, match=r"^n: expected a finite number >= 0, got inf"):
+        deferred.backward(sum_loss(model, batches[0]), float("inf"))
+    total = sum(map(num_valid, batches))
+    assert deferred.finish([None]) == total
+    expected = torch.stack([sum_loss(reference, batch) for batch in batches]).sum() / total
+    expected.backward()
+    torch.testing.assert_close(deferred.mean_loss(), expected.detach(), rtol=1e-14, atol=0)
+    for one, other in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("model", [None, "model", torch.ones(2)])
+def test_no_model(model: object) -> None:
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):
+        DeferredMean(model)
+
+
+def test_the_loss_of_half_precision_is_reported_in_float32() -> None:
+    model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+    deferred = DeferredMean(model)
+    deferred.backward(model(torch.ones(3, 2, dtype=torch.bfloat16)).sum(), 3)
+    deferred.finish()
+    assert deferred.mean_loss().dtype == torch.float32
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]

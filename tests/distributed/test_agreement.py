@@ -1,0 +1,165 @@
+"""The agreement itself: what opens every call. What ranks do wrong in it is in test_faults.py and test_drift.py."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers import WorkerPool, error_of
+
+import fullrank
+from fullrank.distributed import header
+from fullrank.distributed.header import Checksum, Offer, agree_on
+
+# --- agreement ---------------------------------------------------------------------------------------------------
+
+
+def agree_on_totals(rank: int) -> tuple[list[int], list[list[float]]]:
+    """Return the row counts and the totals that the ranks tell each other, of every kind that a caller may pass."""
+    totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
+    totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
+    checksum = Checksum(torch.tensor(-(2**62), dtype=torch.int64), "queue", "")
+    offer = Offer(None, rows=2**40 + rank, totals=totals, checksum=checksum)
+    agreement = agree_on("a call", dist.group.WORLD, lambda: offer)
+    return list(agreement.rows), agreement.totals.tolist()
+
+
+class _Speechless:
+    def __repr__(self) -> str:
+        raise OSError("no text")
+
+
+def agree_on_nonsense(rank: int, kind: str) -> tuple[str, str]:
+    """Let rank 1 pass a total or a fact that no header can be made of; return the error."""
+    nonsense: dict[str, Any] = {
+        "meta": {"totals": [torch.ones((), device="meta")]},
+        "two elements": {"totals": [torch.ones(2)]},
+        "text": {"totals": ["x"]},
+        "repr": {"facts": {"fact": _Speechless()}},
+    }
+    return error_of(
+        lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, **nonsense[kind] if rank == 1 else {}))
+    )
+
+
+CALLED = {"smooth_ap": "SmoothAPLoss", "softmax_focal": "SoftmaxFocalLoss", "gather": "all_gather_no_grad"}
+
+
+def different_calls(rank: int, names: list[str]) -> tuple[str, str]:
+    """Let rank 1 make the second of two calls, and the others the first."""
+    logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+    calls: dict[str, Any] = {
+        "smooth_ap": lambda: fullrank.SmoothAPLoss(num_classes=2)(logits, targets),
+        "softmax_focal": lambda: fullrank.SoftmaxFocalLoss()(logits, targets),
+        "gather": lambda: fullrank.all_gather_no_grad(logits),
+    }
+    return error_of(calls[names[rank == 1]])
+
+
+def call_after_disagreement(rank: int) -> list[float]:
+    """Gather the ranks' numbers after they have disagreed."""
+    different_calls(rank, ["gather", "softmax_focal"])
+    return fullrank.all_gather_no_grad(torch.tensor([float(rank)])).tolist()
+
+
+def known_groups(rank: int) -> list[bool]:
+    """Return whether a group is not known, then known, and no longer known once it is gone."""
+    group = dist.new_group([0, 1])
+    before = len(header._BACKENDS)
+    fullrank.all_gather_no_grad(torch.ones(1), group)
+    known = [group in header._BACKENDS, len(header._BACKENDS) == before + 1]
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*known, len(header._BACKENDS) > before]
+
+
+def inside_checkpoint(rank: int, reentrant: bool, name: str) -> tuple[str, str]:
+    """Return the error of a communicating call that activation checkpointing runs again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    calls = {
+        "smooth_ap": fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5),
+        "focal": lambda x, y: fullrank.SigmoidFocalLoss()(x, y[:, None].to(x)),
+        "gather": lambda x, y: fullrank.all_gather_with_grad(x).square().sum(),
+        "global_mean": lambda x, y: fullrank.global_mean(x.square().sum(), 4),
+    }
+    logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
+    value = checkpoint(calls[name], logits, targets, use_reentrant=reentrant)
+    return error_of(value.backward)
+
+
+def synchronized(rank: int, spoil: bool) -> tuple[str, str]:
+    """Return what assert_synchronized says after gathered steps, and after one rank's queue was changed."""
+    loss = fullrank.RecallAtQuantileLoss(num_classes=1, quantile=0.3, queue_size=8, temperature=0.5)
+    loss(torch.tensor([[0.1 * rank], [0.5]]), torch.tensor([0, 1]))
+    if spoil and rank == 1:
+        loss.queue.enqueue(torch.tensor([[9.0]]), torch.tensor([0]))
+    return error_of(loss.queue.assert_synchronized)
+
+
+@pytest.mark.parametrize("call", ["smooth_ap", "focal", "gather", "global_mean"])
+def test_a_call_inside_checkpoint_is_refused(pool_of_two: WorkerPool, call: str) -> None:
+    """The non-re-entrant form runs the forward twice, once in backward; so does the re-entrant one."""
+    for reentrant in (False, True):
+        for name, text in pool_of_two(inside_checkpoint, reentrant, call):
+            assert name == "RuntimeError"
+            assert "call the loss outside checkpoint" in text
+
+
+def test_gather_distributed_is_checked_where_it_is_set() -> None:
+    """In the forward an exception of one rank would leave the others waiting."""
+    loss = fullrank.SmoothAPLoss(num_classes=1)
+    with pytest.raises(TypeError, match="gather_distributed: expected None, True or False, got 'yes'"):
+        loss.gather_distributed = "yes"  # type: ignore[assignment]
+
+
+def test_assert_synchronized(pool: WorkerPool) -> None:
+    assert all(outcome == ("none", "") for outcome in pool(synchronized, False))
+    outcomes = pool(synchronized, True)
+    assert len(set(outcomes)) == 1
+    name, text = outcomes[0]
+    assert name == "RuntimeError"
+    assert "on rank 1" in text
+    assert "reset_queue()" in text
+
+
+def test_the_header_carries_any_total_and_every_word(pool: WorkerPool) -> None:
+    """Numbers and tensors of any kind arrive as float64, in rank order; rows and checksums as they are."""
+    world_size = pool.world_size
+    for rows, totals in pool(agree_on_totals):
+        assert rows == [2**40 + rank for rank in range(world_size)]
+        assert totals == [[rank + 0.1, 3.0, 0.5, -(2.0**60)] for rank in range(world_size)]
+
+
+def test_a_header_that_cannot_be_made_is_an_error_on_every_rank(pool: WorkerPool) -> None:
+    for kind, text in (("meta", "meta"), ("two elements", "2 elements"), ("text", "not a float"), ("repr", "no text")):
+        outcomes = pool(agree_on_nonsense, kind)
+        assert len(set(outcomes)) == 1
+        error, message = outcomes[0]
+        assert error in ("RuntimeError", "TypeError", "ValueError")
+        assert message.startswith("a call failed on rank 1: ")
+        assert text in message
+
+
+def test_ranks_in_different_calls_are_told_which(pool: WorkerPool) -> None:
+    for calls in (["smooth_ap", "softmax_focal"], ["gather", "smooth_ap"], ["softmax_focal", "gather"]):
+        outcomes = pool(different_calls, calls)
+        assert len(set(outcomes)) == 1
+        error, text = outcomes[0]
+        assert error == "RuntimeError"
+        assert text.startswith("ranks: expected the same on every rank, got call: ")
+        assert "Every rank must make the same calls in the same order." in text
+        assert all(CALLED[name] in text for name in calls)
+
+
+def test_the_calls_after_a_disagreement_work(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(call_after_disagreement) == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_backends_are_kept_for_as_long_as_their_group(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(known_groups) == [[True, True, False]] * 2

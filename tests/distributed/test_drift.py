@@ -1,0 +1,301 @@
+"""State that has come apart between ranks is named in the next step, at no cost."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gradient_cases
+import pytest
+import torch
+import torch.distributed as dist
+from gradient_cases import Case
+from torch import Tensor
+from workers import WorkerPool, get_pool
+
+import fullrank
+from fullrank.losses.ranking import RankingLoss
+
+POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
+
+
+class Drift(NamedTuple):
+    """``apply(loss, is_odd, saved)`` lets one rank drift; ``text`` is a part of the message in the next step."""
+
+    apply: Callable[[RankingLoss, bool, dict[str, Any]], None]
+    text: str
+
+
+def _on_one(change: Callable[[RankingLoss], Any], text: str) -> Drift:
+    return Drift(lambda loss, is_odd, saved: change(loss) if is_odd else None, text)
+
+
+def _enqueue(loss: RankingLoss, value: float, **options: Tensor) -> None:
+    logits = torch.tensor([[value, 0.0], [0.5, 0.25]], dtype=torch.float64)
+    loss.queue.enqueue(logits, torch.tensor([0, 1]), **options)
+
+
+def _set(**attributes: Any) -> Callable[[RankingLoss], None]:
+    def change(loss: RankingLoss) -> None:
+        for name, value in attributes.items():
+            setattr(loss, name, value)
+
+    return change
+
+
+def _eval_with_updates(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
+    loss.eval()
+    loss.update_queue_in_eval = is_odd
+
+
+def _other_rows(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
+    """As many rows on every rank, but other ones."""
+    _enqueue(loss, 0.7 if is_odd else -0.7)
+
+
+def _other_rows_in_eval(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
+    _other_rows(loss, is_odd, saved)
+    loss.eval()
+
+
+def _other_order(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
+    for value in (0.7, -0.7) if is_odd else (-0.7, 0.7):
+        _enqueue(loss, value)
+
+
+def _weighted(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
+    """The same rows, on one rank with weights, which are 1."""
+    _enqueue(loss, 0.7, **{"sample_weight": torch.ones(2)} if is_odd else {})
+
+
+DRIFTS = {
+    "temperature": _on_one(_set(temperature=0.7), "temperature: "),
+    "eval mode": _on_one(lambda loss: loss.eval(), "enqueues rows: "),
+    "updates in eval mode": Drift(_eval_with_updates, "enqueues rows: "),
+    "reset": _on_one(lambda loss: loss.reset_queue(), "queue: ("),
+    "a step alone": _on_one(lambda loss: _enqueue(loss, 0.7), "queue: ("),
+    "pointer": _on_one(lambda loss: setattr(loss.queue, "_pointer", loss.queue._pointer + 1), "queue: ("),
+    "weighted rows": Drift(_weighted, "queue: ("),
+    "other rows": Drift(_other_rows, "queue: contents "),
+    "other rows, eval mode": Drift(_other_rows_in_eval, "queue: contents "),
+    "order of rows": Drift(_other_order, "queue: contents "),
+    "draws": _on_one(lambda loss: setattr(loss, "_num_draws", loss._num_draws + 1), "draws: "),
+    "a checkpoint on one rank": Drift(
+        lambda loss, is_odd, saved: loss.load_state_dict(saved) if is_odd else None, "queue: ("
+    ),
+    "reduction": _on_one(_set(reduction="sum"), "reduction='sum'"),
+    "gradient_reduction": _on_one(_set(gradient_reduction="sum"), "gradient_reduction='sum'"),
+    "max_pool_size": _on_one(_set(max_pool_size=5), "max_pool_size=5"),
+}
+
+# Constructor arguments: another value on one rank. Those left out, with the reason.
+NOT_COMPARED = {
+    "group": "a rank that names another group cannot be asked",
+    "gather_distributed": "a rank that does not gather does not call",
+    "validate_args": "whichever rank checks, all ranks raise",
+    "update_queue_in_eval": "compared by its effect: DRIFTS has it",
+    "temperature": "a state: DRIFTS has it",
+}
+OTHER_VALUES: dict[str, Any] = {
+    "num_classes": 3,
+    "queue_size": 7,
+    "reduction": "sum",
+    "ignore_index": -1,
+    "max_pool_size": 9,
+    "gradient_reduction": "sum",
+    "queue_keep": "negatives",
+    "multi_hot": True,
+    "quantile": 0.4,
+    "quantile_interpolation": "linear",
+    "alpha": 0.1,
+    "beta": 0.6,
+    "surrogate": "pairwise",
+    "n_knots": 4,
+    "tau_scale": "band",
+    "pos_numerator": "live",
+    "budget_basis": "population",
+    "gamma": 1.0,
+    "label_smoothing": 0.1,
+    "background_class": 1,
+}
+# What OTHER_VALUES has is no value for this loss, or is its default.
+OWN_VALUES: dict[tuple[str, str], Any] = {("SoftmaxFocalLoss", "alpha"): [1.0, 2.0]}
+CONSTRUCTED = (
+    fullrank.SmoothAPLoss,
+    fullrank.RecallAtQuantileLoss,
+    fullrank.PAUCAtBudgetLoss,
+    fullrank.SigmoidFocalLoss,
+    fullrank.SoftmaxFocalLoss,
+)
+
+
+def _error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def _take_step(loss: torch.nn.Module, rank: int, index: int) -> float:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    logits = torch.randn(5 + rank, 2, dtype=torch.float64, generator=generator)
+    return float(loss(logits, torch.randint(0, 2, (5 + rank,), generator=generator)))
+
+
+def drift_on_each_rank(rank: int, name: str, kind: str) -> list[tuple[str, str, bool]]:
+    """Let each rank in turn drift after two steps; return the error of the third, and whether a reload repairs it."""
+    outcomes = []
+    for odd_rank in range(dist.get_world_size()):
+        loss = gradient_cases.make_loss(Case(name, num_classes=2, max_pool_size=30), local=False)
+        _take_step(loss, rank, 0)
+        first = copy.deepcopy(loss.state_dict())
+        _take_step(loss, rank, 1)
+        second = copy.deepcopy(loss.state_dict())
+        pristine = copy.deepcopy(loss)
+        DRIFTS[kind].apply(loss, rank == odd_rank, first)
+        error, text = _error_of(lambda loss=loss: _take_step(loss, rank, 2))
+        repaired = gradient_cases.make_loss(Case(name, num_classes=2, max_pool_size=30), local=False)
+        repaired.load_state_dict(second)
+        outcomes.append((error, text, _take_step(repaired, rank, 2) == _take_step(pristine, rank, 2)))
+    return outcomes
+
+
+def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, str]]:
+    """Construct the loss with another value of ``argument`` on each rank in turn; return the errors of a step."""
+    kind = getattr(fullrank, loss_name)
+    outcomes = []
+    for odd_rank in range(dist.get_world_size()):
+        arguments: dict[str, Any] = {} if "Focal" in loss_name else {"num_classes": 2}
+        arguments |= {"beta": 0.5} if loss_name == "PAUCAtBudgetLoss" else {}
+        if rank == odd_rank:
+            arguments[argument] = OWN_VALUES.get((loss_name, argument), OTHER_VALUES[argument])
+        loss = kind(**arguments)
+        logits = torch.zeros(4, arguments.get("num_classes", 2))
+        targets = torch.tensor([0, 1, 0, 1])
+        if loss_name == "SigmoidFocalLoss" or arguments.get("multi_hot"):
+            targets = torch.nn.functional.one_hot(targets, 2)
+        outcomes.append(_error_of(lambda loss=loss, rows=(logits, targets): loss(*rows)))
+    return outcomes
+
+
+class Adapter(torch.nn.Module):
+    """Calls a loss, as an adapter between signatures does."""
+
+    def __init__(self, loss: torch.nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(logits, targets)
+
+
+def schedule_on_each_rank(rank: int, blend: int, step: int, behind: int) -> list[tuple[str, str]]:
+    """Let each rank in turn be ``behind`` steps late in a schedule of two warm-up and ``blend`` blend steps."""
+    outcomes = []
+    for odd_rank in range(dist.get_world_size()):
+        main = fullrank.SmoothAPLoss(num_classes=2, queue_size=0)
+        # Inside an adapter too: a schedule reaches the loss wherever it stands.
+        warmup = Adapter(fullrank.SoftmaxFocalLoss())
+        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, temp_decay_steps=100)
+        for index in range(step + 1 - behind * (rank == odd_rank)):
+            loss.on_train_batch_start(index)
+        outcomes.append(_error_of(lambda loss=loss: _take_step(loss, rank, 0)))
+    return outcomes
+
+
+def silent_damage(rank: int) -> tuple[str, tuple[str, str]]:
+    """Change a stored row of rank 1 behind the back of its checksum; return the errors of a step and of the check."""
+    loss = fullrank.SmoothAPLoss(num_classes=2, queue_size=40, temperature=0.5)
+    _take_step(loss, rank, 0)
+    if rank == 1:
+        loss.queue.rows().logits[0] += 1
+    step = _error_of(lambda: _take_step(loss, rank, 1))[0]
+    return step, _error_of(loss.queue.assert_synchronized)
+
+
+def synchronized_in_a_part(rank: int) -> list[tuple[str, str]]:
+    """Let rank 1 of three differ; return what the check says over all ranks, and over the two others."""
+    group = dist.new_group([0, 2])
+    queue = fullrank.MemoryQueue(4, 2)
+    queue.enqueue(torch.full((1, 2), float(rank == 1)), torch.tensor([0]))
+    whole = _error_of(queue.assert_synchronized)
+    return [whole, _error_of(lambda: queue.assert_synchronized(group)) if rank != 1 else ("none", "")]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
+
+ARGUMENTS = [
+    (kind.__name__, argument)
+    for kind in CONSTRUCTED
+    for argument in inspect.signature(kind).parameters
+    if argument not in NOT_COMPARED
+]
+
+
+def assert_named(of_workers: list, *texts: str, error: str = "RuntimeError") -> None:
+    """On every rank the same error, which says that something differs and on which rank: each of them in turn."""
+    for odd_rank, outcomes in enumerate(zip(*of_workers)):
+        assert len({outcome[:2] for outcome in outcomes}) == 1, outcomes
+        found, text = outcomes[0][:2]
+        assert found == error, text
+        assert ": expected the same on every rank, got " in text
+        assert f" on rank {odd_rank}" in text
+        assert all(part in text for part in texts), text
+
+
+@pytest.mark.parametrize("kind", DRIFTS)
+@pytest.mark.parametrize("name", POOLED)
+def test_drift_of_one_rank_is_named_in_the_next_step(pool: WorkerPool, name: str, kind: str) -> None:
+    """And the error leaves nothing behind: a loss with the state from before goes on as if there had been no drift."""
+    of_workers = pool(drift_on_each_rank, name, kind)
+    assert_named(of_workers, DRIFTS[kind].text)
+    assert all(repaired for outcomes in of_workers for _, _, repaired in outcomes)
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_another_argument_on_one_rank_is_named(pool_of_two: WorkerPool, name: str, argument: str) -> None:
+    assert_named(pool_of_two(other_argument, name, argument), argument)
+
+
+def test_every_constructor_argument_is_compared_or_excused() -> None:
+    arguments = {argument for kind in CONSTRUCTED for argument in inspect.signature(kind).parameters}
+    assert arguments == set(OTHER_VALUES) | set(NOT_COMPARED)
+
+
+@pytest.mark.parametrize(
+    ("blend", "step", "behind", "text"),
+    [
+        (0, 2, 1, "call: "),  # the others have left the warm-up
+        (4, 2, 1, "schedule: "),  # the same call, with another weight of the main loss
+        (4, 4, 1, "schedule: "),
+        (4, 9, 3, "temperature: "),
+    ],
+)
+def test_a_schedule_that_is_behind_on_one_rank(pool: WorkerPool, blend: int, step: int, behind: int, text: str) -> None:
+    assert_named(pool(schedule_on_each_rank, blend, step, behind), text)
+
+
+def test_control_equal_schedules_are_fine(pool_of_two: WorkerPool) -> None:
+    for step in (2, 4, 9):
+        assert pool_of_two(schedule_on_each_rank, 4, step, 0) == [[("none", "")] * 2] * 2
+
+
+def test_damage_that_no_checksum_sees(pool_of_two: WorkerPool) -> None:
+    """The header compares what entered the queue; assert_synchronized compares what it holds."""
+    outcomes = pool_of_two(silent_damage)
+    assert {step for step, _ in outcomes} == {"none"}
+    assert len({check for _, check in outcomes}) == 1
+    error, text = outcomes[0][1]
+    assert error == "RuntimeError"
+    assert "MemoryQueue.assert_synchronized: expected the same on every rank" in text
+    assert "on rank 1" in text
+
+
+def test_assert_synchronized_over_a_group() -> None:
+    outcomes = get_pool(3)(synchronized_in_a_part)
+    assert {whole[0] for whole, _ in outcomes} == {"RuntimeError"}
+    assert all(" on ranks 0, 2, " in whole[1] and " on rank 1." in whole[1] for whole, _ in outcomes)
+    assert [part for _, part in outcomes] == [("none", "")] * 3

@@ -1,0 +1,465 @@
+"""What one rank does wrong is raised on every rank, by name, and the next step is as if it had never happened."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gradient_cases
+import pytest
+import torch
+import torch.distributed as dist
+from fault_calls import BAD, CALLS, DIFFERENT, Arguments, Call, Spoiled
+from gradient_cases import Case
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from workers import WorkerPool
+
+import fullrank
+from fullrank.distributed import collectives
+from fullrank.losses.distributed_loss import DistributedLoss
+
+
+class Outcome(NamedTuple):
+    """What became of a step that one rank spoiled, and of the step after it."""
+
+    error: str
+    text: str
+    state_is_unchanged: bool
+    next_is_equal: bool  # to a run in which the spoiled step never happened
+
+
+def spoil_each_rank(rank: int, name: str, group: str, kind: str) -> list[Outcome]:
+    """Spoil the second of three steps, on each rank in turn; ``group`` is ``"bad"`` or ``"differ"``."""
+    call = CALLS[name]
+    change = getattr(call, group)[kind].change
+    clean = _after(call, rank, None)
+    outcomes = []
+    for odd_rank in range(dist.get_world_size()):
+        subject = call.make()
+        take_step(call, subject, rank, 0)
+        arguments = _arguments(call, rank, 1)
+        before = _state(subject)
+        error, text = _error_of(subject, arguments | change(arguments) if rank == odd_rank else arguments)
+        unchanged = _state(subject) == before
+        outcomes.append(Outcome(error, text, unchanged, take_step(call, subject, rank, 2) == clean))
+    return outcomes
+
+
+def step_in_between(rank: int, name: str) -> bool:
+    """Return whether a step that is not spoiled leaves the next one as it was."""
+    return _after(CALLS[name], rank, 1) == _after(CALLS[name], rank, None)
+
+
+class Survived(NamedTuple):
+    """A step with a value that is not finite on one rank."""
+
+    value: float  # of the objective
+    next_is_equal: bool  # to a run in which the row was ignored, or for calls without targets had never been
+    shows: bool  # the control: a finite value in its place is not without consequences
+
+
+def not_finite(rank: int, name: str, value: float) -> list[Survived]:
+    """Put ``value`` into the first row of each rank in turn, in the second of three steps."""
+    call = CALLS[name]
+    has_queue = "logits" in _arguments(call, rank, 0)
+    outcomes = []
+    for odd_rank in range(dist.get_world_size()):
+        is_odd = rank == odd_rank
+        objective, bits = _with_first_element(call, rank, value if is_odd else None)
+        _, finite = _with_first_element(call, rank, 0.5 if is_odd else None)
+        if has_queue:
+            reference = _with_first_element(call, rank, value if is_odd else None, ignore=is_odd)[1]
+        else:
+            reference = _after(call, rank, None)
+        outcomes.append(Survived(objective, bits == reference, bits != finite))
+    return outcomes
+
+
+def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool = False) -> tuple[float, list[bytes]]:
+    """Return the objective of the second step, whose first element is ``value``, and the bits of the third step."""
+    subject = call.make()
+    take_step(call, subject, rank, 0)
+    arguments = _arguments(call, rank, 1)
+    first = next(iter(arguments))
+    if value is not None:
+        spoiled = arguments[first].detach().clone()
+        spoiled.view(-1)[0] = value
+        arguments[first] = spoiled.requires_grad_(arguments[first].requires_grad)
+    if ignore:
+        arguments["targets"] = arguments["targets"].index_fill(0, torch.tensor([0]), -100)
+    objective = call.objective(subject(**arguments)).item()
+    return objective, take_step(call, subject, rank, 2)
+
+
+def run_out_of_data(rank: int, case: Case) -> float:
+    """Train ranks with 3, 1 and 2 batches to the end, as docs/agreement.md says; return the worst gradient error."""
+    world_size = dist.get_world_size()
+    lengths = [3, 1, 2][:world_size]
+    batches = []
+    for index in range(lengths[rank]):
+        step = gradient_cases.make_step(case, index)
+        batches.append(gradient_cases.shard(step, _among(lengths, index, len(step.features)), rank))
+    alone, loss = (gradient_cases.make_loss(case, local) for local in (True, False))
+    model, whole_model = (gradient_cases.Scorer(gradient_cases.num_outputs(case)) for _ in range(2))
+    wrapped = DistributedDataParallel(model)
+
+    most = torch.tensor(len(batches))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    worst = 0.0
+    for index in range(int(most)):
+        batch = batches[index] if index < len(batches) else gradient_cases.shard(batches[0], [0], 0)  # no rows
+        wrapped.zero_grad()
+        loss(wrapped(batch.features), batch.targets).backward()
+        whole_model.zero_grad()
+        step = gradient_cases.make_step(case, index)
+        alone(whole_model(step.features), step.targets).backward()
+        spread, whole = (torch.cat(gradient_cases.flat_gradients(held)) for held in (model, whole_model))
+        worst = max(worst, float((spread - whole).norm() / whole.norm()))
+    return worst
+
+
+def _among(lengths: list[int], index: int, count: int) -> list[int]:
+    """Return the rows of each rank: ``count`` of them over the ranks that have a batch of this index."""
+    counts = [count // 4 if length > index else 0 for length in lengths]
+    counts[0] += count - sum(counts)  # rank 0 has every batch
+    return counts
+
+
+def _after(call: Call, rank: int, between: int | None) -> list[bytes]:
+    subject = call.make()
+    take_step(call, subject, rank, 0)
+    if between is not None:
+        take_step(call, subject, rank, between)
+    return take_step(call, subject, rank, 2)
+
+
+def _arguments(call: Call, rank: int, index: int) -> Arguments:
+    return call.arguments(torch.Generator().manual_seed(10 * index + rank), rank)
+
+
+def take_step(call: Call, subject: Any, rank: int, index: int) -> list[bytes]:
+    """Take a step; return the bits of the objective, of the gradient and of the state."""
+    arguments = _arguments(call, rank, index)
+    value = call.objective(subject(**arguments))
+    leaf = next(iter(arguments.values()))
+    gradient = torch.autograd.grad(value, leaf)[0] if value.requires_grad else torch.zeros(())
+    return [value.detach().numpy().tobytes(), gradient.numpy().tobytes(), *_state(subject)]
+
+
+def _state(subject: Any) -> list[bytes]:
+    """Return the bits of everything in the state of a module."""
+    if not isinstance(subject, torch.nn.Module):
+        return []
+    leaves = tree_leaves(subject.state_dict())
+    return [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves]
+
+
+def _error_of(subject: Any, arguments: Arguments) -> tuple[str, str]:
+    try:
+        subject(**arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+LIMIT_S = 60  # no process may live longer; the timeouts of the groups are a fraction of it
+DOOMED = 1  # the rank that dies or falls silent
+
+
+class Fate(NamedTuple):
+    """How a process ended: its exit code, and the class and text of its error and where it was raised, if it told."""
+
+    exit_code: int | None
+    error: str = ""
+    text: str = ""
+    trace: str = ""
+
+
+def run_group(world_size: int, timeout_s: float, scenario: Callable[..., None], *arguments: Any) -> list[Fate]:
+    """Run ``scenario(rank, *arguments)`` in new processes of one gloo group; one that hangs is killed at the limit."""
+    can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
+    if can_fork:
+        # Imported once for all of the processes; the compiler, because the first gather imports it.
+        context.set_forkserver_preload(["torch._dynamo", "fullrank"])
+    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
+        common = (world_size, timeout_s, folder, scenario, arguments)
+        processes = [context.Process(target=_live, args=(rank, *common), daemon=True) for rank in range(world_size)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + LIMIT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [_fate(process.exitcode, _report(folder, rank)) for rank, process in enumerate(processes)]
+
+
+def _report(folder: str, rank: int) -> Path:
+    return Path(folder, f"error{rank}")
+
+
+def _fate(exit_code: int | None, report: Path) -> Fate:
+    return Fate(exit_code, *report.read_text().split("\0")) if report.exists() else Fate(exit_code)
+
+
+def _live(
+    rank: int, world_size: int, timeout_s: float, folder: str, scenario: Callable[..., None], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
+    )
+    try:
+        scenario(rank, *arguments)
+    except Exception as error:
+        content = "\0".join([type(error).__name__, str(error), traceback.format_exc()])
+        # Renamed into place: whoever waits for the report must not read half of it.
+        part = _report(folder, rank).with_suffix(".part")
+        part.write_text(content)
+        part.rename(_report(folder, rank))
+    if scenario in SILENT and rank == DOOMED:
+        _outlive([_report(folder, other) for other in range(world_size) if other != rank])
+    os._exit(0)  # the group is broken: nothing can be torn down in order
+
+
+def _outlive(reports: list[Path]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and not all(report.exists() for report in reports):
+        time.sleep(0.05)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_collective(name: str, number: int) -> None:
+    """Let this process die where it would enter the ``number``-th collective from now on."""
+    entered = 0
+    original = getattr(collectives, name)
+
+    def collective(*arguments: Any) -> None:
+        nonlocal entered
+        entered += 1
+        if entered == number:
+            _die()
+        original(*arguments)
+
+    setattr(collectives, name, collective)
+
+
+def killed_in_forward(rank: int, name: str, number: int) -> None:
+    """Take a step of ``name``; in the next, one rank dies in front of the ``number``-th collective."""
+    call = CALLS[name]
+    subject = call.make()
+    take_step(call, subject, rank, 0)
+    if rank == DOOMED:
+        _die_in_collective("all_gather_flat", number)
+    take_step(call, subject, rank, 1)
+
+
+def killed_in_reduce_scatter(rank: int) -> None:
+    """One rank dies in the backward of ``all_gather_with_grad(backward="reduce_scatter")``."""
+    rows = torch.ones(3, 2, requires_grad=True)
+    gathered = fullrank.all_gather_with_grad(rows, backward="reduce_scatter")
+    if rank == DOOMED:
+        _die_in_collective("reduce_scatter_flat", 1)
+    gathered.sum().backward()
+
+
+def killed_in_backward(rank: int) -> None:
+    """One rank dies in the backward of a DDP model, before its gradients are reduced."""
+    model = DistributedDataParallel(gradient_cases.Scorer(1))
+    loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(2):
+        features = torch.randn(8, gradient_cases.NUM_FEATURES, dtype=torch.float64, generator=generator)
+        logits = model(features)
+        if step == 1 and rank == DOOMED:
+            logits.register_hook(lambda gradient: _die())
+        loss(logits, torch.tensor([0, 1] * 4)).backward()
+
+
+def killed_among_reasons(rank: int) -> None:
+    """Rank 0 has bad input, and another dies before the reasons are exchanged."""
+    loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
+    if rank == DOOMED:
+        dist.all_gather_object = lambda *arguments, **options: _die()
+    loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1])[: 3 if rank == 0 else 4])
+
+
+def fewer_steps(rank: int) -> None:
+    """One rank has a step less than the others, and does nothing after it."""
+    loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
+    for _ in range(1 if rank == DOOMED else 2):
+        loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+
+
+def fewer_steps_then_gone(rank: int) -> None:
+    """One rank has a step less than the others, and ends."""
+    fewer_steps(rank)
+
+
+def validates_alone(rank: int) -> None:
+    """All ranks but one validate without ``gather_distributed=False``."""
+    loss = fullrank.RecallAtQuantileLoss(num_classes=1, temperature=0.3)
+    loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+    if rank != DOOMED:
+        loss.eval()
+        loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+
+
+SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
+
+
+def check(pool: WorkerPool, name: str, group: str, kind: str, head: str) -> None:
+    """Spoil a step on each rank in turn; the message begins with ``head``, filled in, and names that rank."""
+    spoiled: Spoiled = getattr(CALLS[name], group)[kind]
+    of_workers = pool(spoil_each_rank, name, group, kind)
+    assert all(len(outcomes) == pool.world_size for outcomes in of_workers)
+    for odd_rank, outcomes in enumerate(zip(*of_workers)):
+        assert len({(outcome.error, outcome.text) for outcome in outcomes}) == 1, outcomes
+        error, text, _, _ = outcomes[0]
+        assert error == spoiled.error, text
+        assert text.startswith(tuple(head.format(call=call, rank=odd_rank) for call in CALLS[name].heads)), text
+        assert spoiled.text in text
+        assert f"rank {odd_rank}" in text
+        assert all(outcome.state_is_unchanged for outcome in outcomes)
+        assert all(outcome.next_is_equal for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("name", "kind"), BAD)
+def test_bad_input_on_one_rank_raises_on_all(pool: WorkerPool, name: str, kind: str) -> None:
+    check(pool, name, "bad", kind, "{call} failed on rank {rank}: ")
+
+
+@pytest.mark.parametrize(("name", "kind"), DIFFERENT)
+def test_input_that_differs_on_one_rank_raises_on_all(pool: WorkerPool, name: str, kind: str) -> None:
+    check(pool, name, "differ", kind, "{call}: expected the same on every rank, got ")
+
+
+@pytest.mark.parametrize("name", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "wrapper_in_blend"])
+def test_control_a_step_that_did_happen_shows_in_the_next(pool_of_two: WorkerPool, name: str) -> None:
+    assert pool_of_two(step_in_between, name) == [False, False]
+
+
+def test_every_loss_and_gather_is_in_the_registry() -> None:
+    names = {call.public for call in CALLS.values()}
+    public = {name: getattr(fullrank, name) for name in fullrank.__all__}
+    modules = {"fullrank.distributed.gather", "fullrank.distributed.global_mean"}
+    gathers = {name for name, value in public.items() if getattr(value, "__module__", "") in modules}
+    losses = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, DistributedLoss)}
+    assert {"gather_rows", "global_mean"} <= gathers
+    assert gathers | losses | {"LossWarmupWrapper"} == names
+
+
+def test_the_number_of_combinations() -> None:
+    """A call, a kind of bad input and the rank it is on, counted once for both world sizes."""
+    assert 2 * len(BAD) >= 60
+    assert 2 * len(DIFFERENT) >= 60
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_value_that_is_not_finite_on_one_rank(pool: WorkerPool, name: str, value: float) -> None:
+    """No error. A NaN makes the loss NaN on every rank; the queue and the next step know nothing of it."""
+    has_queue = "logits" in CALLS[name].arguments(torch.Generator(), 0) and name not in ("wrapper_in_warmup", "queries")
+    for outcomes in zip(*pool(not_finite, name, value)):
+        assert len({str(outcome.value) for outcome in outcomes}) == 1
+        assert all(math.isnan(outcome.value) for outcome in outcomes if math.isnan(value))
+        assert all(outcome.next_is_equal for outcome in outcomes)
+        if has_queue:
+            assert all(outcome.shows for outcome in outcomes)
+
+
+TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
+SHORT_S = 2  # where the timeout itself is what ends the others
+
+# Each call, and its collectives in the forward.
+FORWARD = [(name, 1) for name in CALLS]
+FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoid_focal", "global_mean")]
+FORWARD.remove(("wrapper_in_warmup", 2))
+
+
+def assert_told(fates: list[Fate], *texts: str) -> None:
+    """All but the doomed rank have ended by themselves, with a RuntimeError that has these texts."""
+    for rank, fate in enumerate(fates):
+        if rank != DOOMED:
+            assert fate.exit_code == 0, fate
+            assert fate.error == "RuntimeError", fate
+            assert all(text in fate.text for text in texts), fate.text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("name", "number"), FORWARD)
+def test_a_rank_killed_in_forward(world_size: int, name: str, number: int) -> None:
+    fates = run_group(world_size, TIMEOUT_S, killed_in_forward, name, number)
+    assert fates[DOOMED].exit_code == -signal.SIGKILL
+    # In the blend the second collective is the header of the main loss: the warm-up loss has one.
+    is_header = number == 1 or name == "wrapper_in_blend"
+    assert_told(fates, f"the all-gather of the {'headers' if is_header else 'rows'}", "Another rank has probably died")
+    assert all(fate.text.startswith(CALLS[name].heads) for fate in fates if fate.error)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_killed_in_the_reduce_scatter_of_a_backward(world_size: int) -> None:
+    fates = run_group(world_size, TIMEOUT_S, killed_in_reduce_scatter)
+    assert fates[DOOMED].exit_code == -signal.SIGKILL
+    assert_told(fates, "all_gather_with_grad: the reduce-scatter of the gradients, in the backward, failed.")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_killed_in_the_backward_of_ddp(world_size: int) -> None:
+    """The collective is DDP's and so is the error, which names the peer; the traceback names the backward."""
+    fates = run_group(world_size, TIMEOUT_S, killed_in_backward)
+    assert fates[DOOMED].exit_code == -signal.SIGKILL
+    assert_told(fates, "peer")
+    assert all(".backward()" in fate.trace for fate in fates if fate.error)
+
+
+def test_a_rank_killed_while_reasons_are_exchanged() -> None:
+    fates = run_group(3, TIMEOUT_S, killed_among_reasons)
+    assert_told(fates, "SmoothAPLoss: the exchange of what went wrong failed.")
+    assert "targets: expected shape (4,)" in fates[0].trace  # its own error is the cause
+
+
+@pytest.mark.parametrize("scenario", [fewer_steps, fewer_steps_then_gone])
+def test_a_rank_with_fewer_steps(scenario: object) -> None:
+    timeout_s = SHORT_S if scenario is fewer_steps else TIMEOUT_S
+    fates = run_group(3, timeout_s, scenario)
+    assert fates[DOOMED].exit_code == 0
+    assert_told(
+        fates, "SmoothAPLoss: the all-gather of the headers failed.", "did not make this call within the timeout"
+    )
+
+
+def test_a_rank_that_validates_alone_is_told() -> None:
+    """The control of ``gather_distributed=False``: without it the others wait for the one that does not validate."""
+    fates = run_group(3, SHORT_S, validates_alone)
+    assert fates[DOOMED].exit_code == 0
+    assert_told(fates, "RecallAtQuantileLoss: the all-gather of the headers failed.")
+
+
+@pytest.mark.parametrize(
+    "loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
+)
+def test_a_rank_without_data_goes_on_with_zero_rows(pool: WorkerPool, loss: str) -> None:
+    assert max(pool(run_out_of_data, Case(loss))) <= 1e-12
+
+
+def test_control_the_wrong_scale_is_seen_without_data_too(pool_of_two: WorkerPool) -> None:
+    assert min(pool_of_two(run_out_of_data, Case("smooth_ap", gradient_reduction="sum"))) > 0.4

@@ -1,0 +1,168 @@
+"""The promise: gradients over ranks equal those of one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradient_cases
+import pytest
+import torch
+import torch.distributed as dist
+from gradient_cases import Case
+from meshes import init_device_mesh
+from workers import WorkerPool, get_pool
+
+import fullrank
+
+
+def sharded_gradients(rank: int, form: str, inside: bool) -> float:
+    """Return the gradient error of SmoothAP under FSDP2 or HSDP as they come, against one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    case = Case("smooth_ap", queue_size=32, dtype="float64")
+    world_size = dist.get_world_size()
+    if form == "fsdp2":
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(case, local=False)]
+    whole_model = gradient_cases.Scorer(1)
+    model = fully_shard(gradient_cases.Scorer(1, losses[1] if inside else None), mesh=mesh)
+    worst = 0.0
+    for index in range(3):
+        step = gradient_cases.make_step(case, index)
+        counts = gradient_cases.split(step.features.shape[0], world_size, index)
+        own = gradient_cases.shard(step, counts, rank)
+        whole_model.zero_grad()
+        model.zero_grad()
+        losses[0](whole_model(step.features), step.targets).backward()
+        value = model(own.features, own.targets) if inside else losses[1](model(own.features), own.targets)
+        value.backward()
+        whole = torch.cat(gradient_cases.flat_gradients(whole_model))
+        spread = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+        worst = max(worst, float((spread - whole).norm() / whole.norm()))
+    return worst
+
+
+def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
+    """Return training losses around a validation that only rank 0 runs."""
+    main = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, max_pool_size=6)
+    loss: Any = fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(gamma=0), main) if wrapped else main
+    generator = torch.Generator().manual_seed(rank)
+    values = []
+    for step in range(4):
+        if wrapped:
+            loss.on_train_batch_start(step)
+        logits, targets = torch.randn(6, 2, generator=generator), torch.randint(0, 2, (6,), generator=generator)
+        values.append(loss(logits, targets).item())
+        if rank == 0:
+            loss.eval()
+            loss.gather_distributed = False
+            loss(torch.randn(9, 2), torch.randint(0, 2, (9,)))
+            loss.gather_distributed = None
+            loss.train()
+    return values
+
+
+# float64: rounding of sums in another order. float32: the model's own products, summed over ranks instead of rows.
+LIMITS = {"float64": 1e-12, "float32": 2e-6}
+LOSSES = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
+POOLED = LOSSES[:4]
+
+
+def assert_exact(pool: WorkerPool, case: Case) -> None:
+    """Assert that gradients and loss values of all steps equal those of one process."""
+    for gradient, value in pool(gradient_cases.worst_error, pool.world_size, case):
+        assert gradient <= LIMITS[case.dtype], (case, gradient)
+        assert value <= LIMITS[case.dtype], (case, value)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool, dtype: str) -> None:
+    """Uneven and empty shards, ignored rows, queue filling over four optimizer steps."""
+    assert_exact(pool, Case(loss, dtype=dtype, weighted=weighted))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, loss: str) -> None:
+    for dtype in LIMITS:
+        for weighted in (False, True):
+            assert_exact(pool_of_four, Case(loss, dtype=dtype, weighted=weighted))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("smooth_ap", num_classes=4),
+        Case("recall", num_classes=4, weighted=True),
+        Case("pauc_pairwise", num_classes=3),
+        Case("smooth_ap", num_classes=3, multi_hot=True, weighted=True),
+        Case("pauc_trapezoid", num_classes=3, multi_hot=True),
+        Case("smooth_ap", queue_keep="negatives"),
+        Case("recall", num_classes=3, queue_keep="negatives"),
+        Case("smooth_ap", queue_size=20),  # smaller than a batch
+        Case("smooth_ap", queue_size=0),
+        Case("softmax_focal", reduction="mean_positive"),
+        Case("softmax_focal", reduction="sum", weighted=True),
+        Case("smooth_ap", num_classes=3, reduction="sum"),
+    ],
+    ids=str,
+)
+def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case) -> None:
+    assert_exact(pool, case)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_inside_the_wrapped_module(pool_of_two: WorkerPool, loss: str) -> None:
+    for dtype in LIMITS:
+        assert_exact(pool_of_two, Case(loss, dtype=dtype, loss_inside=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*drawn down")
+@pytest.mark.parametrize("loss", POOLED)
+def test_drawn_pool_is_the_same_on_every_rank(pool: WorkerPool, loss: str) -> None:
+    """The draw is seeded by its number, so a spread batch draws the rows that one process would."""
+    assert_exact(pool, Case(loss, num_classes=3, max_pool_size=40))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_parameter_after_the_gather(pool: WorkerPool, dtype: str) -> None:
+    for errors in pool(gradient_cases.post_gather_errors, pool.world_size, dtype, "fullrank"):
+        assert errors["encoder"] <= LIMITS[dtype]
+        assert errors["scale"] <= LIMITS[dtype]
+
+
+def test_control_detached_gather_is_off_by_the_world_size(pool: WorkerPool) -> None:
+    for errors in pool(gradient_cases.post_gather_errors, pool.world_size, "float64", "detached"):
+        assert errors["encoder"] > 0.4
+        assert errors["ratio"] == pytest.approx(1 / pool.world_size, abs=1e-12)
+        assert errors["scale"] <= 1e-12
+
+
+def test_control_scaled_loss_is_off_after_the_gather(pool: WorkerPool) -> None:
+    for errors in pool(gradient_cases.post_gather_errors, pool.world_size, "float64", "scaled"):
+        assert errors["encoder"] <= 1e-12
+        assert errors["scale_ratio"] == pytest.approx(pool.world_size, rel=1e-12)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("form", ["fsdp2", "hsdp"])
+def test_sharded_models_as_they_come(pool_of_four: WorkerPool, form: str, inside: bool) -> None:
+    assert max(pool_of_four(sharded_gradients, form, inside)) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*drawn down")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["loss", "wrapper"])
+def test_rank_zero_may_validate_alone(pool_of_two: WorkerPool, wrapped: bool) -> None:
+    first, second = pool_of_two(rank_zero_validates_alone, wrapped)
+    assert first == second
+
+
+@pytest.mark.parametrize("loss", ["smooth_ap", "softmax_focal"])
+def test_control_wrong_gradient_reduction_is_off(loss: str) -> None:
+    """Under DDP, which averages, the scale of a SUM gives 1 / W of the gradient."""
+    for gradient, value in get_pool(2)(gradient_cases.worst_error, 2, Case(loss, gradient_reduction="sum")):
+        assert gradient > 0.4
+        assert value > 1e-6  # the second step starts from other parameters

@@ -1,0 +1,375 @@
+"""Sums of gradients over ranks that no wrapper reduces over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
+from meshes import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from workers import WorkerPool
+
+from fullrank import all_reduce_grads_, sequence_sync_group
+from fullrank.gradients import grad_buckets
+
+SHAPES = [(3, 4), (), (5,), (0, 2), (2, 1, 3)]
+
+
+def part(rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the gradient of one rank, in tenths: their sums are not exact in half precision."""
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def make_parameters(
+    rank: int, dtype: torch.dtype, has: Callable[[int], bool] = lambda index: True
+) -> list[nn.Parameter]:
+    """Return parameters with the gradients of ``rank``, some of them without."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    for index, parameter in enumerate(parameters):
+        parameter.grad = part(rank, index, SHAPES[index], dtype) if has(index) else None
+    return parameters
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative difference."""
+    pairs = [(one.double(), other.double()) for one, other in zip(found, expected) if one.numel()]
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def sums(rank: int, dtype: str, bucket: int) -> dict[str, Any]:
+    """Add in buckets of ``bucket`` bytes; return the error, and whether objects and collectives are as they should."""
+    kept, world_size, before = getattr(torch, dtype), dist.get_world_size(), grad_buckets.BUCKET_BYTES
+    parameters = make_parameters(rank, kept)
+    parameters[0].grad = parameters[0].grad.t().contiguous().t()  # another order in memory
+    listed = [*parameters, parameters[0]]  # one of them twice
+    held = [(p.grad, p.grad.data_ptr(), p.grad.stride()) for p in parameters]
+    grad_buckets.BUCKET_BYTES = bucket
+    try:
+        with CollectiveCounter() as counter:
+            all_reduce_grads_(listed, dist.group.WORLD)
+    finally:
+        grad_buckets.BUCKET_BYTES = before
+    expected = [sum(part(r, i, shape, kept).double() for r in range(world_size)) for i, shape in enumerate(SHAPES)]
+    same = all(p.grad is g and g.data_ptr() == at and g.stride() == s for p, (g, at, s) in zip(parameters, held))
+    return {"error": worst([p.grad for p in parameters], expected), "same": same, "counts": dict(counter.counts)}
+
+
+def mixed(rank: int) -> float:
+    """Return the error with parameters of three dtypes in turn, passed as pairs with names."""
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64]
+    parameters = [nn.Parameter(torch.zeros(4, dtype=kind)) for kind in kinds]
+    for index, parameter in enumerate(parameters):
+        parameter.grad = torch.full((4,), float(2**index * (rank + 1)), dtype=kinds[index])
+    all_reduce_grads_([(f"p{index}", p) for index, p in enumerate(parameters)], dist.group.WORLD)
+    total = sum(range(1, dist.get_world_size() + 1))
+    return worst([p.grad for p in parameters], [torch.full((4,), 2.0**index * total) for index in range(5)])
+
+
+def half_sum(rank: int, dtype: str, way: str) -> int:
+    """Return how many of 1000 sums in half precision are not the true one, rounded once."""
+    kept, world_size = getattr(torch, dtype), dist.get_world_size()
+    parts = [part(r, 0, (1000,), kept) for r in range(world_size)]
+    if way == "ours":
+        parameter = nn.Parameter(torch.zeros(1000, dtype=kept))
+        parameter.grad = parts[rank].clone()
+        all_reduce_grads_([parameter], dist.group.WORLD)
+        found = parameter.grad
+    else:
+        found = sum(parts[1:], parts[0])
+    return int((found != sum(one.double() for one in parts).to(kept)).sum())
+
+
+def missing(rank: int, kind: str) -> dict[str, Any]:
+    """Parameter 0 has a gradient on every rank, 1 on the last only, 2 on none, 3 and 4 on all but the first."""
+    world_size = dist.get_world_size()
+    has = {0: lambda r: True, 1: lambda r: r == world_size - 1, 2: lambda r: False}
+    holds = [[has.get(index, lambda r: r > 0)(r) for r in range(world_size)] for index in range(len(SHAPES))]
+    if kind == "plain":
+        parameters = make_parameters(rank, torch.float64, lambda index: holds[index][rank])
+    else:
+        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
+        parameters = [nn.Parameter(distribute_tensor(torch.zeros(s, dtype=torch.float64), mesh)) for s in SHAPES]
+        for index, parameter in enumerate(parameters):
+            value = part(rank, index, SHAPES[index])
+            parameter.grad = distribute_tensor(value, mesh) if holds[index][rank] else None
+    all_reduce_grads_(parameters, dist.group.WORLD)
+    found = [None if p.grad is None else local(p.grad) for p in parameters]
+    expected = [
+        sum((part(r, index, SHAPES[index]) for r in range(world_size) if holds[index][r]), torch.zeros(SHAPES[index]))
+        for index in range(len(SHAPES))
+    ]
+    kinds = all(type(p.grad) is (Tensor if kind == "plain" else DTensor) for p in parameters if p.grad is not None)
+    none = [index for index, grad in enumerate(found) if grad is None]
+    known = [index for index in range(len(SHAPES)) if index not in none]
+    return {"none": none, "kinds": kinds, "error": worst([found[i] for i in known], [expected[i] for i in known])}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(rank: int) -> dict[str, Any]:
+    """Add uneven and empty shards of a 2 x 2 mesh over its other dimension; one rank lacks a gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    copy = mesh["copies"].get_local_rank()
+    parameters = []
+    for index, length in enumerate((5, 1, 4)):
+        values = part(copy, index, (length, 3))
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(values), mesh["shards"], [Shard(0)]))
+        if not (copy == 0 and index == 2):
+            parameter.grad = distribute_tensor(values, mesh["shards"], [Shard(0)])
+        parameters.append(parameter)
+    before = [p.grad for p in parameters]
+    all_reduce_grads_(parameters, mesh["copies"])
+    expected = [part(0, index, (n, 3)) * (index < 2) + part(1, index, (n, 3)) for index, n in enumerate((5, 1, 4))]
+    return {
+        "same": all(p.grad is grad for p, grad in zip(parameters, before) if grad is not None),
+        "layout": all(p.grad.placements == p.placements and p.grad.shape == p.shape for p in parameters),
+        "error": worst([p.grad.full_tensor() for p in parameters], expected),
+    }
+
+
+def left_unsharded(rank: int) -> float:
+    """Return the error for a module of which FSDP2 shows whole parameters, while the gradients are those of shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(0)
+    model, reference = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(3, 5, dtype=torch.float64)
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh["shards"])
+    held = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    model(part(rank, 0, (4, 3))).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    all_reduce_grads_(model, mesh["copies"])
+    reference(torch.cat([part(r, 0, (4, 3)) for r in range(4)])).square().sum().div(2).backward()
+    return worst([p.grad.full_tensor() for p in held], [p.grad for p in reference.parameters()])
+
+
+def strange_values(rank: int) -> list[float]:
+    """Return a sum with NaN on one rank, and with inf on one rank."""
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, torch.nan if rank == 0 else 1.0, torch.inf if rank == 1 else 1.0])
+    all_reduce_grads_(parameter, dist.group.WORLD)
+    return parameter.grad.tolist()
+
+
+def nothing_to_add(rank: int) -> list[int]:
+    """Return the numbers of collectives for no group, for a group of one, and for no parameter at all."""
+    own = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))["own"]
+    model, counts = nn.Linear(2, 2), []
+    model(torch.ones(1, 2)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    for parameters, group in ((model, None), (model, own), ([], dist.group.WORLD)):
+        with CollectiveCounter() as counter:
+            all_reduce_grads_(parameters, group)
+        counts.append(counter.total)
+    assert all(p.grad.equal(grad) for p, grad in zip(model.parameters(), before))
+    return counts
+
+
+def _with_grad(grad: Any, parameter: nn.Parameter | None = None) -> list[nn.Parameter]:
+    parameter = nn.Parameter(torch.zeros(4, 3)) if parameter is None else parameter
+    parameter.grad = grad
+    return [parameter]
+
+
+def _good() -> list[nn.Parameter]:
+    return _with_grad(torch.ones(4, 3))
+
+
+def _sparse() -> list[nn.Parameter]:
+    embedding = nn.Embedding(4, 3, sparse=True)
+    embedding(torch.tensor([1, 1])).sum().backward()
+    return [embedding.weight]
+
+
+def _frozen() -> list[nn.Parameter]:
+    (parameter,) = _good()
+    return [parameter.requires_grad_(False)]
+
+
+BAD_PARAMETERS: dict[str, Callable[[], Any]] = {
+    "sparse": _sparse,
+    "number": lambda: 3,
+    "not a parameter": lambda: [*_good(), "weight"],
+    "used up": lambda: iter([]),
+    "fewer": list,
+    "shape": lambda: _with_grad(torch.ones(3, 4), nn.Parameter(torch.zeros(3, 4))),
+    "dtype": lambda: _with_grad(torch.ones(4, 3).double(), nn.Parameter(torch.zeros(4, 3).double())),
+    "frozen": _frozen,
+}
+
+
+def spoil(rank: int, case: str) -> tuple[str, str, float]:
+    """Return what is raised when the last rank brings something wrong, and the sum of a right call afterwards."""
+    parameters = BAD_PARAMETERS[case]() if rank == dist.get_world_size() - 1 else _good()
+    found = "nothing", ""
+    try:
+        all_reduce_grads_(parameters, dist.group.WORLD)
+    except Exception as raised:
+        found = type(raised).__name__, str(raised)
+    if isinstance(parameters, list) and parameters:
+        assert parameters[0].grad.sum() in (12.0, 6.0)  # untouched
+    again = _good()
+    all_reduce_grads_(again, dist.group.WORLD)
+    return *found, float(again[0].grad.sum())
+
+
+def own_mesh(rank: int, place: str) -> tuple[str, str]:
+    """Return what is raised for a gradient over the very ranks that it is sharded over, or Partial."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = nn.Parameter(
+        distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0) if place == "shard" else Replicate()])
+    )
+    own = parameter.to_local().detach() + 1
+    parameter.grad = DTensor.from_local(own, mesh, [{"shard": Shard(0), "partial": Partial()}.get(place, Replicate())])
+    try:
+        all_reduce_grads_([parameter], dist.group.WORLD)
+    except ValueError as raised:
+        return "ValueError", str(raised)
+    return "nothing", str(float(parameter.grad.to_local()[0, 0]))
+
+
+HEADER, REDUCTION = "_allgather_base_.default", "allreduce_.default"
+# One rounding of each dtype; float32 and float64 are added in another order.
+LIMITS = {"float64": 1e-15, "float32": 5e-7, "bfloat16": 2**-8, "float16": 2**-11}
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("bucket", "num_buckets"), [(25 * 2**20, 1), (1, 4)])
+def test_sum_in_place(pool: WorkerPool, dtype: str, bucket: int, num_buckets: int) -> None:
+    """All in one bucket, and each of the four tensors with elements in one of its own."""
+    for found in pool(sums, dtype, bucket):
+        assert found["error"] <= LIMITS[dtype]
+        assert found["same"]
+        assert found["counts"] == {HEADER: 2, REDUCTION: num_buckets}
+
+
+def test_buckets_are_filled() -> None:
+    from fullrank.gradients.grad_buckets import BUCKET_BYTES, buckets
+
+    quarter = BUCKET_BYTES // 4 // 4  # elements of float32 in a quarter
+    tensors = [torch.empty(n, device="meta") for n in (quarter, 3 * quarter, 1, quarter, 5 * quarter, 0, quarter)]
+    tensors.insert(1, torch.empty(quarter, dtype=torch.bfloat16, device="meta"))  # travels as float32
+    sizes = [[(tensor.dtype, tensor.numel() / quarter) for tensor in bucket] for bucket in buckets(tensors)]
+    wide, narrow = torch.float32, torch.bfloat16
+    assert sizes == [
+        [(wide, 1), (wide, 3)],
+        [(wide, 1 / quarter), (wide, 1)],
+        [(wide, 5)],
+        [(narrow, 1)],
+        [(wide, 1)],
+    ]
+
+
+def test_dtypes_travel_apart(pool: WorkerPool) -> None:
+    assert max(pool(mixed)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_added_in_float32(pool_of_four: WorkerPool, dtype: str) -> None:
+    """A sum of four numbers of 8 or 11 bits is exact in float32, but for a few that differ much in size."""
+    assert max(pool_of_four(half_sum, dtype, "ours")) <= 1
+    assert min(pool_of_four(half_sum, dtype, "one by one")) > 100
+
+
+@pytest.mark.parametrize("kind", ["plain", "dtensor"])
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(pool: WorkerPool, kind: str) -> None:
+    for found in pool(missing, kind):
+        assert found["none"] == [2]
+        assert found["kinds"]
+        assert found["error"] <= 1e-15
+
+
+def test_uneven_and_empty_shards(pool_of_four: WorkerPool) -> None:
+    for found in pool_of_four(sharded):
+        assert found["same"]
+        assert found["layout"]
+        assert found["error"] <= 1e-15
+
+
+def test_a_module_that_fsdp_left_unsharded(pool_of_four: WorkerPool) -> None:
+    assert max(pool_of_four(left_unsharded)) <= 1e-14
+
+
+def test_nan_and_inf_come_through(pool: WorkerPool) -> None:
+    world_size = pool.world_size
+    for one, nan, infinite in pool(strange_values):
+        assert one == world_size
+        assert nan != nan
+        assert infinite == float("inf")
+
+
+def test_nothing_to_add(pool_of_two: WorkerPool) -> None:
+    """No group and a group of one cost nothing; no parameter costs the header, in which the others would object."""
+    assert pool_of_two(nothing_to_add) == [[0, 0, 1]] * 2
+
+
+BAD = {
+    "sparse": ("TypeError", "failed on rank 1: gradient of parameter 0: expected a dense tensor"),
+    "number": ("TypeError", "failed on rank 1: parameters: expected a module, a tensor"),
+    "not a parameter": ("TypeError", "failed on rank 1: parameter 1: expected a parameter"),
+    "used up": ("ValueError", "failed on rank 1: parameters: expected parameters, got an iterator with none."),
+    "fewer": ("ValueError", "number of parameters: 1 on rank 0, 0 on rank 1."),
+    "shape": ("ValueError", "parameter 0: float32 (4, 3) on cpu on rank 0, float32 (3, 4) on cpu on rank 1."),
+    "dtype": ("ValueError", "parameter 0: float32 (4, 3) on cpu on rank 0, float64 (4, 3) on cpu on rank 1."),
+    "frozen": ("ValueError", "float32 (4, 3) on cpu on rank 0, float32 (4, 3) on cpu, frozen on rank 1."),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_raises_on_every_rank(pool_of_two: WorkerPool, case: str) -> None:
+    outcomes = pool_of_two(spoil, case)
+    assert outcomes[0] == outcomes[1]
+    kind, text, total = outcomes[0]
+    assert kind == BAD[case][0]
+    assert text.startswith("all_reduce_grads_")
+    assert BAD[case][1] in text
+    assert total == 24.0
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "text"),
+    [
+        ("shard", "ValueError", "S(0) 0 of 2 on rank 0, float32 (2, 3) on cpu, S(0) 1 of 2 on rank 1."),
+        ("partial", "ValueError", "P(sum) 0 of 2 on rank 0"),
+        ("replicate", "nothing", "2.0"),
+    ],
+)
+def test_shards_are_not_added_to_each_other(pool_of_two: WorkerPool, place: str, kind: str, text: str) -> None:
+    """A replicated gradient may be a summand, as of hand-written sequence parallelism."""
+    for found, message in pool_of_two(own_mesh, place):
+        assert found == kind
+        assert text in message
+
+
+def test_one_process() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([1.0, 2.0])
+    all_reduce_grads_(torch.nn.ParameterList([weight]), None)
+    assert weight.grad.tolist() == [1.0, 2.0]
+    with pytest.raises(TypeError, match="parameters: expected a module"):
+        all_reduce_grads_(1, None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("all", None), ("ulysses_only", "ring"), ("ring_only", "ulysses"), ("none", "unified")]
+)
+def test_sequence_sync_group(mode: str, expected: str | None) -> None:
+    """What is folded into FSDP is reduced by it; what is left over is the other dimension, or both."""
+    assert sequence_sync_group(mode, ring="ring", ulysses="ulysses", unified="unified") == expected
+
+
+@pytest.mark.parametrize("mode", ["ring", "", None, "ALL"])
+def test_sequence_sync_group_of_no_mode(mode: str | None) -> None:
+    with pytest.raises(ValueError, match="mode: expected one of 'all', 'ulysses_only', 'ring_only', 'none', got"):
+        sequence_sync_group(mode, ring=1, ulysses=2, unified=3)

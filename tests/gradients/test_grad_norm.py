@@ -1,0 +1,624 @@
+"""One gradient norm over any mesh: against the full gradient in one process, bit-identical, raised by all or none."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from blindfold import Blindfold
+from collective_counter import CollectiveCounter
+from meshes import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from workers import WorkerPool
+
+import fullrank
+from fullrank.gradients import norm_measure, norm_plan, norm_reduce
+from fullrank.gradients import parameters as norm_entries
+
+MOST = 0.5  # max_norm: below the norm of every case
+
+
+@functools.cache
+def mesh_of(*names: str) -> DeviceMesh:
+    """Return the mesh of all four ranks, two by two or in one row."""
+    shape = (2, 2) if len(names) == 2 else (4,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+class Case(NamedTuple):
+    """A rank's parameters with their gradients, the gradients that one process would have, and more arguments."""
+
+    parameters: list[tuple[str, Tensor]]
+    full: dict[str, Tensor]
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """Return the same numbers on every rank; float64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def place(full: Tensor, mesh: DeviceMesh, *placements: Any) -> Tensor:
+    """Return a parameter placed like that whose gradient is ``full``, placed likewise."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(full), mesh, placements))
+    parameter.grad = distribute_tensor(full, mesh, placements)
+    return parameter
+
+
+def plain_parameter(full: Tensor) -> Tensor:
+    """Return a plain parameter with this gradient."""
+    parameter = nn.Parameter(torch.zeros_like(full))
+    parameter.grad = full.clone()
+    return parameter
+
+
+def by_hand(rank: int) -> Case:
+    """Hand-made DTensors: every placement and every mesh at once, uneven and empty shards, plain parameters between."""
+    mesh, dp, tp = mesh_of("dp", "tp"), mesh_of("dp", "tp")["dp"], mesh_of("dp", "tp")["tp"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "two_d": (7, 5),
+        "plain": (3, 2),
+        "same_dim_twice": (5, 3),
+        "one_d": (5, 2),
+        "other_d": (3, 3),
+        "replicated": (4,),
+        "half": (5, 3),
+        "empty": (1, 3),
+        "partial": (4, 3),
+        "partial_avg": (5,),
+        "partial_of_shards": (6, 3),
+        "sharded_gradient": (5,),
+        "whole_gradient": (5, 2),
+        "some_ranks": (4, 2),
+        "scalar": (),
+    }
+    full = {name: draw(seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    parameters = {
+        "two_d": place(full["two_d"], mesh, Shard(0), Shard(1)),
+        "plain": plain_parameter(full["plain"]),
+        "same_dim_twice": place(full["same_dim_twice"], mesh, Shard(0), Shard(0)),
+        "one_d": place(full["one_d"], dp, Shard(0)),
+        "other_d": place(full["other_d"], tp, Shard(1)),
+        "replicated": place(full["replicated"], mesh, Replicate(), Replicate()),
+        "half": place(full["half"], mesh, Replicate(), Shard(0)),
+        "empty": place(full["empty"], mesh, Shard(0), Shard(0)),
+        "some_ranks": place(full["some_ranks"], dp, Shard(0)),
+        "scalar": place(full["scalar"], dp, Replicate()),
+    }
+    # Two summands on the two ranks of tp whose sum (mean) is the gradient.
+    noise = draw(99, 4, 3) if tp.get_local_rank() == 0 else -draw(99, 4, 3)
+    parameters["partial"] = place(full["partial"], tp, Replicate())
+    parameters["partial"].grad = DTensor.from_local(full["partial"] / 2 + noise, tp, [Partial()])
+    parameters["partial_avg"] = place(full["partial_avg"], tp, Replicate())
+    parameters["partial_avg"].grad = DTensor.from_local(full["partial_avg"] + noise[0, 0], tp, [Partial("avg")])
+    parameters["partial_of_shards"] = place(full["partial_of_shards"], mesh, Shard(0), Replicate())
+    own = full["partial_of_shards"].chunk(2)[dp.get_local_rank()]
+    parameters["partial_of_shards"].grad = DTensor.from_local(own / 2 + noise[:3], mesh, [Shard(0), Partial()])
+    parameters["sharded_gradient"] = place(full["sharded_gradient"], tp, Replicate())
+    parameters["sharded_gradient"].grad = distribute_tensor(full["sharded_gradient"], tp, [Shard(0)])
+    parameters["whole_gradient"] = place(full["whole_gradient"], dp, Shard(0))
+    parameters["whole_gradient"].grad = distribute_tensor(full["whole_gradient"], dp, [Replicate()])
+    if dp.get_local_rank() == 1:  # its half of the rows has no gradient
+        parameters["some_ranks"].grad = None
+    full["some_ranks"][2:] = 0
+    listed = [(name, parameters[name]) for name in shapes]
+    unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    return Case([*listed, ("unused", unused), ("tied", parameters["two_d"])], full)
+
+
+class Block(nn.Module):
+    """An embedding, a norm, two linear layers, a head, and a parameter that belongs to no parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 14)
+        self.down = nn.Linear(14, 8)
+        self.head = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+        return self.head(hidden)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Spread a Block over ``mesh``, with or without sequence parallelism."""
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "up": ColwiseParallel(input_layouts=between),
+        "down": RowwiseParallel(output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+    }
+    if sequence:
+        plan["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply FSDP2 to the layers and to the rest, but not to ``scale``."""
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.scale})
+
+
+def model_of(kind: str, rank: int) -> Case:
+    """A real model, its gradients from a real backward, and those of one process with the whole batch."""
+    torch.manual_seed(0)
+    model = Block().double()
+    alone = copy.deepcopy(model)
+    tokens = torch.arange(32).reshape(8, 4) * 3 % 11
+    mesh = mesh_of("dp") if kind == "fsdp" else mesh_of("dp", "tp")
+    if kind in ("tp", "sequence", "tp_fsdp", "sequence_fsdp"):
+        tensor_parallel(model, mesh["tp"], sequence=kind.startswith("sequence"))
+    if kind in ("fsdp", "hsdp"):
+        shard(model, mesh)
+    elif kind.endswith("_fsdp"):
+        shard(model, mesh["dp"])
+    num_parts, part = {"fsdp": (4, rank), "hsdp": (4, rank)}.get(kind, (2, rank // 2) if "fsdp" in kind else (1, 0))
+    own = tokens.chunk(num_parts)[part]
+    # FSDP averages over the parts; `scale` is beside it, and the same everywhere.
+    (num_parts * model(own).square().sum() + model.scale.square().sum()).backward()
+    (alone(tokens).square().sum() + alone.scale.square().sum()).backward()
+    return Case(list(model.named_parameters()), {name: p.grad for name, p in alone.named_parameters()})
+
+
+def expert_parallel(rank: int, *, sharded: bool) -> Case:
+    """Dense parameters under FSDP2 over four ranks, one of two experts on each rank, itself under FSDP2 or copied."""
+    mesh, data = mesh_of("edp", "ep"), mesh_of("dp")
+    dense = {name: draw(seed, 5, 3) for seed, name in enumerate(("first", "second"))}
+    experts = {f"expert{index}": draw(10 + index, 7, 2) for index in range(2)}
+    own = f"expert{mesh['ep'].get_local_rank()}"
+    expert = place(experts[own], mesh["edp"], Shard(0)) if sharded else plain_parameter(experts[own])
+    parameters = [("first", place(dense["first"], data, Shard(0))), (own, expert)]
+    parameters += [("second", place(dense["second"], data, Shard(0))), ("router", plain_parameter(draw(30, 4)))]
+    full = {**dense, **experts, "router": draw(30, 4)}
+    return Case(parameters, full, {"shard_groups": lambda p: mesh["ep"].get_group() if p is expert else None})
+
+
+def pipeline(rank: int, kind: str) -> Case:
+    """Two stages of unequal size, each over tensor-parallel ranks; "pp_all_listed": every rank knows all parameters."""
+    mesh = mesh_of("pp", "tp")
+    names = ("stage0.a", "stage0.bb", "stage0.ccc", "stage1.a", "stage1.bb")
+    full = {name: draw(seed, 5, 3) for seed, name in enumerate(names)}
+    stage = mesh["pp"].get_local_rank()
+    if kind == "pp_empty_stage":
+        full = {name: value for name, value in full.items() if name.startswith("stage0")}
+    parameters = []
+    for name, value in full.items():
+        if kind == "pp_all_listed":
+            place_on = stage_meshes()[int(name[5])]
+            parameters.append((name, place(value, place_on, Replicate() if name.endswith("bb") else Shard(0))))
+        elif name.startswith(f"stage{stage}"):
+            parameters.append(
+                (name, plain_parameter(value) if name.endswith("bb") else place(value, mesh["tp"], Shard(0)))
+            )
+    across = mesh["pp"] if kind == "pp" else [mesh["pp"].get_group()]
+    return Case(parameters, full, {"across": across})
+
+
+@functools.cache
+def stage_meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the meshes of the stages, made on every rank."""
+    return DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+
+
+MODELS = ("fsdp", "hsdp", "tp", "sequence", "tp_fsdp", "sequence_fsdp")
+EXPERTS = {"ep": False, "ep_fsdp": True}
+PIPELINES = ("pp", "pp_empty_stage", "pp_all_listed")
+CASES = ("by_hand", *MODELS, *EXPERTS, *PIPELINES)
+
+
+def build(name: str, rank: int) -> Case:
+    """Return a fresh case."""
+    if name in MODELS:
+        return model_of(name, rank)
+    if name in EXPERTS:
+        return expert_parallel(rank, sharded=EXPERTS[name])
+    return pipeline(rank, name) if name in PIPELINES else by_hand(rank)
+
+
+def flat(case: Case) -> Tensor:
+    """Return the gradient that one process would have, as one vector."""
+    return torch.cat([value.flatten() for value in case.full.values()])
+
+
+def norms(rank: int, name: str, powers: Sequence[float]) -> list[tuple[float, float]]:
+    """Return ours and the norm of the full gradient for each p."""
+    case = build(name, rank)
+    reference = [torch.linalg.vector_norm(flat(case), p).item() for p in powers]
+    return [
+        (fullrank.total_grad_norm(case.parameters, p, **case.options).item(), expected)
+        for p, expected in zip(powers, reference)
+    ]
+
+
+def clipped(rank: int, name: str, norm_type: float) -> list[tuple[str, float]]:
+    """Return for each of this rank's gradients how far it is, relatively, from torch's clipping of the full ones."""
+    case = build(name, rank)
+    alone = {key: plain_parameter(value) for key, value in case.full.items()}
+    torch.nn.utils.clip_grad_norm_(alone.values(), MOST, norm_type)
+    fullrank.clip_grad_norm_(case.parameters, MOST, norm_type, **case.options)
+    distances = []
+    for key, parameter in case.parameters:
+        grad = parameter.grad
+        if key not in alone or norm_plan.is_elsewhere(parameter):
+            continue
+        expected = alone[key].grad
+        if key == "some_ranks":  # not there on every rank: no collective
+            grad, expected = (None if grad is None else grad.to_local()), expected[:2]
+        elif isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        if grad is not None:
+            distances.append((key, ((grad - expected).norm() / alone[key].grad.norm()).item()))
+    return distances
+
+
+def planned_by(rank: int, name: str, rule: str) -> tuple[float, float, float]:
+    """Return the norm by a wrong rule of what is sharded, by the right one, and that of the full gradient."""
+    case, right = build(name, rank), norm_plan.is_sharded
+    rules = {"is_shard": lambda placement: placement.is_shard(), "all dimensions": lambda placement: True}
+    norm_plan.is_sharded = rules[rule]
+    try:
+        wrong = fullrank.total_grad_norm(case.parameters, **case.options).item()
+    finally:
+        norm_plan.is_sharded = right
+    return wrong, fullrank.total_grad_norm(case.parameters, **case.options).item(), flat(case).norm().item()
+
+
+def maximum_of_nan(rank: int) -> tuple[float, float]:
+    """Return MAX, as gloo reduces it, of numbers of which rank 1 has NaN, and our norm for p = inf of the same."""
+    own = torch.tensor([math.nan if rank == 1 else float(rank)])
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = own.clone()
+    ours = fullrank.total_grad_norm([parameter], math.inf, shard_groups=lambda _: dist.group.WORLD)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return own.item(), ours.item()
+
+
+def collectives(
+    rank: int, name: str, error_if_nonfinite: bool, without_gradients: bool
+) -> tuple[dict[str, int], list[int]]:
+    """Return the collectives of one call by operator, and the bytes of each."""
+    case = build(name, rank)
+    for _, parameter in case.parameters:
+        if without_gradients:
+            parameter.grad = None
+    with CollectiveCounter() as counter:
+        norm = fullrank.total_grad_norm(case.parameters, error_if_nonfinite=error_if_nonfinite, **case.options)
+    assert not without_gradients or norm == 0
+    return dict(counter.counts), counter.sizes
+
+
+def magnitudes(rank: int, dtype: str, magnitude: float, norm_type: float) -> tuple[float, float, str, float, bool]:
+    """Return our norm of sharded and whole gradients, the float64 one, its dtype, the norm after clipping, plain?"""
+    mesh = mesh_of("dp", "tp")
+    full = {name: (draw(ord(name), 9, 5) * magnitude).to(getattr(torch, dtype)) for name in "abc"}
+    parameters = [
+        place(full["a"], mesh, Shard(0), Shard(1)),
+        plain_parameter(full["b"]),
+        place(full["c"], mesh["dp"], Shard(0)),
+    ]
+    whole = torch.cat([value.flatten().double() for value in full.values()])
+    expected = magnitude * torch.linalg.vector_norm(whole / magnitude, norm_type).item()
+    norm = fullrank.clip_grad_norm_(parameters, 100.0, norm_type)
+    left = fullrank.total_grad_norm(parameters, norm_type)
+    return norm.item(), expected, str(norm.dtype), left.item(), type(norm) is Tensor and norm.ndim == 0
+
+
+def bytes_of(case: Case) -> list[bytes]:
+    """Return the gradients of this rank, bit for bit."""
+    grads = (p.grad for _, p in case.parameters if p.grad is not None)
+    locals_ = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
+    return [local.detach().contiguous().numpy().tobytes() for local in locals_]
+
+
+def poisoned(
+    rank: int, name: str, bad_rank: int, value: float, norm_type: float
+) -> list[tuple[str, str | None, bool, float]]:
+    """Put ``value`` into each gradient of ``bad_rank`` in turn.
+
+    Return for each the name of the parameter, the text of the error (None without one), whether all gradients are as
+    before, and the norm when no error is asked for.
+    """
+    outcomes = []
+    case = build(name, rank)
+    names = [[key for key, p in case.parameters if p.grad is not None and key != "tied"]]
+    dist.broadcast_object_list(names, src=bad_rank)
+    for key in names[0]:
+        case = build(name, rank)
+        if rank == bad_rank:
+            grad = dict(case.parameters)[key].grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local.view(-1)[:1] = value  # nothing happens to an empty one
+        before = bytes_of(case)
+        try:
+            fullrank.clip_grad_norm_(case.parameters, MOST, norm_type, error_if_nonfinite=True, **case.options)
+            text = None
+        except RuntimeError as error:
+            text = str(error)
+        unchanged = bytes_of(case) == before
+        norm = fullrank.total_grad_norm(case.parameters, norm_type, **case.options).item()
+        outcomes.append((key, text, unchanged, norm))
+    return outcomes
+
+
+def outcome_of(call: Callable[[], Tensor]) -> tuple[str, str]:
+    """Return the class and the text of what ``call`` raises, or "" and the norm."""
+    try:
+        return "", str(call().item())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def bad_input(rank: int, kind: str, bad_rank: int) -> tuple[str, str, bool, float]:
+    """Give one rank a bad argument; return the error, whether gradients are unchanged, and the next norm's error."""
+    case = by_hand(rank)
+    parameters: Any = case.parameters
+    strangers = dist.new_group([other for other in range(4) if other != bad_rank])
+    options: dict[str, Any] = {"max_norm": MOST, "norm_type": 2.0}
+    before = bytes_of(case)
+    if rank == bad_rank:
+        elsewhere = nn.Parameter(torch.zeros(2, device="meta"))
+        elsewhere.grad = torch.zeros(2, device="meta")
+        dense = nn.Parameter(DTensor.from_local(draw(1, 4), mesh_of("dp", "tp")["tp"], [Replicate()]))
+        dense.grad = draw(1, 4)
+        changes: dict[str, Any] = {
+            "norm_type": {"norm_type": 0},
+            "norm_type nan": {"norm_type": math.nan},
+            "norm_type text": {"norm_type": "two"},
+            "max_norm": {"max_norm": -1.0},
+            "max_norm nan": {"max_norm": math.nan},
+            "max_norm tensor": {"max_norm": torch.ones(2)},
+            "foreign group": {"shard_groups": lambda p: strangers if p is parameters[0][1] else None},
+            "foreign across": {"across": strangers},
+            "across is no group": {"across": "pp"},
+            "across holds copies": {"across": mesh_of("dp", "tp")["tp"]},
+            "shard_groups raises": {"shard_groups": lambda p: {}[p]},
+            "groups that overlap": {"shard_groups": lambda p: dist.group.WORLD if p is parameters[0][1] else None},
+        }
+        options.update(changes.get(kind, {}))
+        added = {"devices": elsewhere, "plain gradient": dense, "no tensor": 3.0, "key of a dict": "weight"}
+        parameters = [*parameters, added[kind]] if kind in added else parameters
+    name, text = outcome_of(lambda: fullrank.clip_grad_norm_(parameters, **options))
+    unchanged = bytes_of(case) == before
+    return name, text, unchanged, abs(fullrank.total_grad_norm(case.parameters).item() / flat(case).norm().item() - 1)
+
+
+def disagreement(rank: int, kind: str) -> tuple[str, str, bool]:
+    """Let rank 3 call with other arguments than the others; return the error and whether gradients are unchanged."""
+    case, odd = by_hand(rank), rank == 3
+    before = bytes_of(case)
+    listed = [place(draw(5, 7, 5), mesh_of("dp", "tp"), Shard(0), Shard(1))]
+    calls: dict[str, Callable[[], Tensor]] = {
+        "norm_type": lambda: fullrank.clip_grad_norm_(case.parameters, MOST, 3.0 if odd else 2.0),
+        "max_norm": lambda: fullrank.clip_grad_norm_(case.parameters, 2 * MOST if odd else MOST),
+        "call": lambda: (
+            fullrank.total_grad_norm(case.parameters) if odd else fullrank.clip_grad_norm_(case.parameters, MOST)
+        ),
+        "layouts": lambda: fullrank.clip_grad_norm_([*listed, *(p for _, p in case.parameters[3:4] if odd)], MOST),
+    }
+    name, text = outcome_of(calls[kind])
+    return name, text, bytes_of(case) == before
+
+
+def stages_of_two_dtypes(rank: int) -> tuple[str, float, float]:
+    """Return dtype, norm and reference of a pipeline whose first stage is float32 and whose second is float64."""
+    mesh = mesh_of("pp", "tp")
+    full = [draw(seed, 30).to(dtype) for seed, dtype in enumerate((torch.float32, torch.float64))]
+    norm = fullrank.clip_grad_norm_(plain_parameter(full[mesh["pp"].get_local_rank()]), MOST, across=mesh["pp"])
+    return str(norm.dtype), norm.item(), torch.cat(full).norm().item()
+
+
+def reduced_blindly(rank: int) -> tuple[float, float]:
+    """Return the norm of the reduction alone, made with a check that no value is read, and the reference."""
+    case = by_hand(rank)
+    entries = norm_entries.list_entries(case.parameters, [])
+    plan = norm_plan.make_plan(entries, None, None, [], include_copies=True)
+    held: dict[tuple[int, ...], list[Tensor]] = {(): []}
+    for entry, layout in zip(entries, plan.layouts):
+        grad = norm_entries.counted_gradient(entry)
+        held.setdefault(layout, []).extend([] if grad is None else [grad.detach()])
+    columns = {layout: norm_measure.local_norm(grads, 2.0) for layout, grads in held.items()}
+    with Blindfold():
+        reduced = norm_reduce.reduce_columns(columns, plan, 2.0, {"call": "test"}, failed=False, narrow=False)
+    return reduced.norm.item(), flat(case).norm().item()
+
+
+def replicas(rank: int) -> float:
+    """Return the norm of gradients that should be copies and are off by a rounding on three of the ranks."""
+    mesh = mesh_of("dp", "tp")
+    parameters = [place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), plain_parameter(draw(2, 5) * (1 + rank * 2.0**-52))]
+    return fullrank.total_grad_norm(parameters).item()
+
+
+POWERS = [1.0, 2.0, 3.0, 0.5, math.inf]
+INF_NAN = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_norm_is_that_of_the_full_gradient(pool_of_four: WorkerPool, case: str) -> None:
+    results = pool_of_four(norms, case, POWERS)
+    assert all(ours == results[0] for ours in results)  # bit for bit
+    for ours, expected in results[0]:
+        assert ours == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("case", CASES)
+def test_clipped_gradients_are_those_of_one_process(pool_of_four: WorkerPool, case: str, norm_type: float) -> None:
+    for distances in pool_of_four(clipped, case, norm_type):
+        # The gradients of a model are rounded otherwise where they are added over ranks.
+        limit = 1e-13 if case in MODELS else 4e-15
+        assert {name for name, distance in distances if not distance <= limit} == set()
+        assert distances or case == "pp_empty_stage"
+
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        ("tp_fsdp", "is_shard"),
+        ("sequence_fsdp", "is_shard"),
+        ("tp_fsdp", "all dimensions"),
+        ("by_hand", "all dimensions"),
+        ("hsdp", "all dimensions"),
+    ],
+)
+def test_other_rules_of_what_is_sharded_are_wrong(pool_of_four: WorkerPool, case: str, rule: str) -> None:
+    for wrong, right, expected in pool_of_four(planned_by, case, rule):
+        assert right == pytest.approx(expected, rel=1e-14)
+        assert abs(wrong / expected - 1) > 1e-2
+
+
+def test_a_plain_maximum_loses_nan(pool_of_four: WorkerPool) -> None:
+    plain, ours = zip(*pool_of_four(maximum_of_nan))
+    assert all(map(math.isfinite, plain))
+    assert all(map(math.isnan, ours))
+
+
+# Distinct groups, without and with error_if_nonfinite, where replicas meet too to raise together.
+NUM_COLLECTIVES = {
+    "by_hand": (2, 2),
+    "fsdp": (1, 1),
+    "hsdp": (1, 2),
+    "tp": (1, 1),
+    "tp_fsdp": (2, 2),
+    "ep": (2, 2),
+    "ep_fsdp": (3, 3),
+    "pp": (2, 2),
+    "pp_all_listed": (2, 2),
+}
+
+
+@pytest.mark.parametrize("without_gradients", [False, True])
+@pytest.mark.parametrize("case", NUM_COLLECTIVES)
+def test_one_collective_per_group(pool_of_four: WorkerPool, case: str, without_gradients: bool) -> None:
+    for error_if_nonfinite, expected in zip((False, True), NUM_COLLECTIVES[case]):
+        for counts, sizes in pool_of_four(collectives, case, error_if_nonfinite, without_gradients):
+            assert counts == {"_allgather_base_.default": expected}
+            assert set(sizes) == {128}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"),
+    [("float16", 1.2e4), ("bfloat16", 1e25), ("bfloat16", 1e-30), ("float32", 1e30), ("float64", 1e200)],
+)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 50.0, math.inf])
+def test_the_range_of_the_dtype_is_no_limit(
+    pool_of_four: WorkerPool, dtype: str, magnitude: float, norm_type: float
+) -> None:
+    results = pool_of_four(magnitudes, dtype, magnitude, norm_type)
+    assert len(set(results)) == 1
+    norm, expected, returned, left, is_plain = results[0]
+    assert norm == pytest.approx(expected, rel=1e-6 if dtype != "float64" else 1e-13)
+    assert returned == ("torch.float64" if dtype == "float64" else "torch.float32")
+    assert is_plain
+    # bfloat16 has three digits; float16 cannot hold the smaller of the clipped elements.
+    assert left == pytest.approx(min(100.0, expected), rel=1e-2)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("case", ["by_hand", "hsdp", "tp_fsdp", "ep_fsdp", "pp"])
+def test_what_is_not_finite_on_one_rank_raises_on_all(pool_of_four: WorkerPool, case: str, norm_type: float) -> None:
+    for bad_rank in (0, 3) if case == "hsdp" or norm_type == 2.0 else (2,):
+        value = INF_NAN[(bad_rank + int(2 * min(norm_type, 9.0))) % 3]
+        results = pool_of_four(poisoned, case, bad_rank, value, norm_type)
+        for key, text, unchanged, norm in (outcome for outcomes in results for outcome in outcomes):
+            if text is None:  # the rank has no element of it
+                assert math.isfinite(norm)
+                continue
+            assert unchanged
+            found = "nan" if math.isnan(value) else "inf"
+            assert f"expected gradients with a finite norm, got {found}: {key} on rank" in text
+            assert f"rank {bad_rank}" in text
+            if case != "hsdp":  # there, copies that differ are seen only where all copies meet
+                assert str(norm) == found
+        outcomes = [[(key, text) for key, text, _, _ in outcomes] for outcomes in results]
+        assert all(texts == outcomes[0] for texts in outcomes)
+        assert sum(text is not None for _, text in outcomes[0]) >= 2
+
+
+BAD = {
+    "norm_type": ("ValueError", "norm_type: expected a number > 0, or inf, got 0."),
+    "norm_type nan": ("ValueError", "norm_type: expected a number > 0, or inf, got nan."),
+    "norm_type text": ("TypeError", "norm_type: expected a number > 0, or inf, got 'two'."),
+    "max_norm": ("ValueError", "max_norm: expected a number >= 0, or None to measure only, got -1.0."),
+    "max_norm nan": ("ValueError", "max_norm: expected a number >= 0"),
+    "max_norm tensor": ("TypeError", "max_norm: expected a number >= 0"),
+    "foreign group": ("ValueError", "shard_groups(two_d): expected a group with this rank in it"),
+    "foreign across": ("ValueError", "across: expected a group with this rank in it"),
+    "across is no group": ("TypeError", "across: expected a ProcessGroup, a DeviceMesh or None, got 'p'."),
+    "across holds copies": ("ValueError", "across: expected groups whose ranks hold different parameters, got"),
+    "shard_groups raises": ("RuntimeError", ""),
+    "groups that overlap": ("ValueError", "shard_groups(two_d): expected groups that share one rank, got ranks"),
+    "devices": ("ValueError", "gradients: expected all on one device, got cpu, meta."),
+    "plain gradient": ("TypeError", "gradient of parameter 17: expected a DTensor, as the parameter is, got Tensor."),
+    "no tensor": ("TypeError", "parameter 17: expected a parameter or a (name, parameter) pair, got 3.0."),
+    "key of a dict": ("TypeError", "parameter 17: expected a parameter or a (name, parameter) pair, got 'weight'."),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_on_one_rank_raises_on_all(pool_of_four: WorkerPool, kind: str) -> None:
+    name, fragment = BAD[kind]
+    for bad_rank in (0, 3):
+        outcomes = pool_of_four(bad_input, kind, bad_rank)
+        assert len({outcome[:2] for outcome in outcomes}) == 1, outcomes
+        assert outcomes[0][0] == name
+        assert f"clip_grad_norm_ failed on rank {bad_rank}: {fragment}" in outcomes[0][1]
+        for _, _, unchanged, distance in outcomes:
+            assert unchanged
+            assert distance <= 1e-14  # the next call works
+
+
+DISAGREEMENTS = {
+    "norm_type": ("ValueError", "norm_type: 2.0 on ranks 0, 1, 2, 3.0 on rank 3"),
+    "max_norm": ("ValueError", "max_norm: 0.5 on ranks 0, 1, 2, 1.0 on rank 3"),
+    "call": ("RuntimeError", "clip_grad_norm_ on ranks 0, 1, 2, total_grad_norm on rank 3"),
+    "layouts": ("ValueError", "layouts: [(0, 1)] of groups of [2, 2] ranks on ranks 0, 1, 2, [(0,), (0, 1)] of groups"),
+}
+
+
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_ranks_that_disagree_are_named(pool_of_four: WorkerPool, kind: str) -> None:
+    outcomes = pool_of_four(disagreement, kind)
+    assert len(set(outcomes)) == 1, outcomes
+    name, text, unchanged = outcomes[0]
+    assert name == DISAGREEMENTS[kind][0]
+    assert DISAGREEMENTS[kind][1] in text
+    assert unchanged
+
+
+def test_a_number_that_stages_of_two_dtypes_can_hold(pool_of_four: WorkerPool) -> None:
+    results = pool_of_four(stages_of_two_dtypes)
+    assert [dtype for dtype, _, _ in results] == ["torch.float32"] * 2 + ["torch.float64"] * 2
+    assert len({norm for _, norm, _ in results}) == 1
+    assert results[0][1] == pytest.approx(results[0][2], rel=1e-7)
+
+
+def test_the_reduction_reads_no_value(pool_of_four: WorkerPool) -> None:
+    for norm, expected in pool_of_four(reduced_blindly):
+        assert norm == pytest.approx(expected, rel=1e-14)
+
+
+def test_copies_that_differ_by_a_rounding_give_one_number(pool_of_four: WorkerPool) -> None:
+    assert len(set(pool_of_four(replicas))) == 1

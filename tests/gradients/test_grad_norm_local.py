@@ -1,0 +1,292 @@
+"""The gradient norm in one process: torch's own function at the same arguments, wider in range, closer to float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blindfold import Blindfold
+from torch import Tensor, nn
+
+import fullrank
+from fullrank.gradients import norm_measure
+
+POWERS = [0.5, 1.0, 2.0, 3.0, math.inf]
+# One row, two rows and parts of rows, more than is converted at a time.
+SIZES = [(0,), (), (5, 7), (4096,), (4097,), (3, 4099), (2**20 + 4103,)]
+
+
+def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Return a model with gradients; one of its parameters has none."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(2, 3, 2), nn.BatchNorm1d(4)).to(dtype)
+    for parameter in list(layers.parameters())[:-1]:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return layers
+
+
+def with_gradient(grad: Tensor) -> nn.Parameter:
+    """Return a parameter with this gradient."""
+    parameter = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device))
+    parameter.grad = grad
+    return parameter
+
+
+def of(*grads: Tensor, norm_type: Any = 2.0) -> Tensor:
+    """Return the norm of parameters with these gradients."""
+    return fullrank.total_grad_norm([with_gradient(grad) for grad in grads], norm_type)
+
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "generator": lambda layers: layers.parameters(),
+    "list": lambda layers: list(layers.parameters()),
+    "tensor": lambda layers: layers[0].weight,
+    "module": lambda layers: layers,
+    "named_parameters": lambda layers: layers.named_parameters(),
+    "items": lambda layers: dict(layers.named_parameters()).items(),
+    "tied": lambda layers: [*layers.parameters(), layers[0].weight],
+}
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_same_as_torch(form: str, foreach: bool | None) -> None:
+    for arguments in ((0.5,), (0.5, 3.0), (0.5, "inf", True), (1e6, 1), (torch.tensor(0.5), 2), (0.0,)):
+        ours, theirs = model(), model()
+        norm = fullrank.clip_grad_norm_(FORMS[form](ours), *arguments, foreach=foreach)
+        listed = theirs[0].weight if form == "tensor" else theirs.parameters()
+        expected = torch.nn.utils.clip_grad_norm_(listed, *arguments, foreach=foreach)
+        torch.testing.assert_close(norm, expected, rtol=1e-15, atol=0)
+        for own, other in zip(ours.parameters(), theirs.parameters()):
+            if other.grad is not None:
+                torch.testing.assert_close(own.grad, other.grad, rtol=1e-15, atol=0)
+            assert (own.grad is None) == (other.grad is None)
+
+
+def test_a_parameter_listed_twice_counts_and_shrinks_once() -> None:
+    parameter = with_gradient(torch.tensor([3.0, 4.0]))
+    assert fullrank.clip_grad_norm_([parameter, parameter], 1.0) == 5.0
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    # The control: torch counts it twice, and scales it twice.
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert torch.nn.utils.clip_grad_norm_([parameter, parameter], 1.0) > 7.0
+
+
+@pytest.mark.parametrize("max_norm", [None, math.inf])
+def test_without_a_maximum_it_only_measures(max_norm: float | None) -> None:
+    layers = model()
+    before = [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
+    norm = fullrank.clip_grad_norm_(layers, max_norm)
+    assert norm == fullrank.total_grad_norm(layers)
+    assert norm > 1
+    after = [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("norm_type", POWERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_every_dtype_and_size(dtype: str, norm_type: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    kind = getattr(torch, dtype)
+    grads = [torch.randn(size, generator=generator, dtype=torch.float32).to(kind) for size in SIZES]
+    grads[2] = grads[2].t() * (1j if kind.is_complex else 1)
+    wide = torch.complex128 if kind.is_complex else torch.float64
+    whole = torch.cat([grad.flatten() for grad in grads]).to(wide)
+    norm = of(*grads, norm_type=norm_type)
+    # By rows of 64: a single sum of a million terms is itself not exact.
+    rows = torch.nn.functional.pad(whole, (0, -len(whole) % 64)).view(-1, 64)
+    expected = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, norm_type, dim=1), norm_type)
+    is_wide = kind in (torch.float64, torch.complex128)
+    # In float32, sums of numbers with few digits are all rounded the same way.
+    limit = 1e-14 if is_wide else 2e-7 if kind in (torch.float32, torch.complex64) else 1e-5
+    torch.testing.assert_close(norm.double(), expected, rtol=limit, atol=0)
+    assert norm.dtype == (torch.float64 if is_wide else torch.float32)
+    torch.testing.assert_close(
+        norm_without_looking(grads, norm_type), expected, rtol=1e-14 if is_wide else 2e-7, atol=0
+    )
+
+
+def norm_without_looking(grads: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm as it is taken on an accelerator, with a check that no value is read."""
+    grads = [grad for grad in grads if grad.numel() > 0]
+    with Blindfold():
+        if norm_type == math.inf:
+            return norm_measure.local_norm(grads, norm_type)
+        return norm_measure._norm_without_looking(grads, norm_type)
+
+
+def test_the_blindfold_sees_a_look() -> None:
+    with Blindfold(), pytest.raises(AssertionError, match="a value was read"):
+        norm_measure._norm_on_host([torch.ones(2)], 2.0)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, 6.0, 20.0, 100.0, math.inf])
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"),
+    [
+        ("float16", 6e4),
+        ("float16", 1e-7),
+        ("bfloat16", 1e38),
+        ("bfloat16", 1e-37),
+        ("float32", 1e38),
+        ("float32", 1e-40),  # a denormal number
+        ("float64", 1e300),
+        ("float64", 1e-300),
+    ],
+)
+def test_no_power_leaves_the_range(dtype: str, magnitude: float, norm_type: float) -> None:
+    """Eight equal elements and many zeros: the norm is 8^(1/p) times one of them, which the result can hold."""
+    count = 1 if norm_type == 0.5 else 2 if magnitude > 1e30 else 8
+    grad = torch.zeros(5000, dtype=getattr(torch, dtype))
+    grad[:count] = magnitude
+    expected = grad[0].double() * count ** (1 / norm_type)
+    tolerance = {"rtol": 1e-14 if dtype == "float64" else 1e-6, "atol": 0.0}
+    if dtype == "float32" and magnitude < 1e-38:
+        tolerance["rtol"] = 1e-4  # a denormal result has few digits
+    torch.testing.assert_close(of(grad, norm_type=norm_type).double(), expected, **tolerance)
+    torch.testing.assert_close(norm_without_looking([grad], norm_type), expected, **tolerance)
+
+
+def test_small_elements_beside_large_ones_count() -> None:
+    """What a fixed divisor or float32 squares would lose: 1e-19 beside 1e-17, each a thousandfold."""
+    grad = torch.full((8192,), 1e-17)
+    grad[::2] = 2e-19
+    expected = grad.double().square().sum().sqrt()
+    torch.testing.assert_close(of(grad).double(), expected, rtol=1e-7, atol=0)
+
+
+def test_millions_of_float32_keep_their_digits() -> None:
+    grad = torch.randn(8_000_000, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.vector_norm(grad.double().view(-1, 4000), dim=1).norm().item()
+    assert of(grad).item() == pytest.approx(expected, rel=1e-7)
+    # The control: torch's one sum in float32.
+    assert torch.nn.utils.get_total_norm([grad]).item() != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", POWERS)
+def test_nan_and_inf_come_through(norm_type: float, value: float) -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        grad = torch.zeros(9000, dtype=dtype)
+        grad[8999] = value
+        expected = torch.tensor(abs(value))
+        norms = of(grad, torch.ones(3), norm_type=norm_type), norm_without_looking([grad], norm_type)
+        for norm in norms:
+            torch.testing.assert_close(norm.float(), expected, equal_nan=True)
+    both = of(torch.tensor([math.inf]), torch.tensor([math.nan]), norm_type=norm_type)
+    assert both.isnan()
+
+
+def test_sparse_gradients_are_added_before_their_norm() -> None:
+    embedding = nn.Embedding(6, 2, sparse=True)
+    (embedding(torch.tensor([1, 1, 2])) * torch.tensor([1.0, 2.0])).sum().backward()
+    dense = embedding.weight.grad.to_dense()
+    assert fullrank.clip_grad_norm_(embedding, 1.0) == pytest.approx(dense.norm().item())
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), dense / (dense.norm() + 1e-6))
+    assert embedding.weight.grad.is_sparse
+    # The control: index 1 is there twice.
+    assert embedding.weight.grad._values().norm() < 0.9
+    assert fullrank.total_grad_norm(embedding) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_small_factor_is_not_rounded_away() -> None:
+    parameter = with_gradient(torch.full((1000,), 6e4, dtype=torch.float16))
+    assert fullrank.clip_grad_norm_([parameter], 0.01).item() == pytest.approx(6e4 * math.sqrt(1000), rel=1e-3)
+    # 5e-9 is 0 in float16, whose smallest number is 6e-8; the clipped elements are 3e-4.
+    assert parameter.grad.double().norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("parameters", [[], [nn.Parameter(torch.ones(2))], nn.ReLU(), [with_gradient(torch.zeros(0))]])
+def test_no_gradient_is_a_norm_of_zero(parameters: Any) -> None:
+    norm = fullrank.clip_grad_norm_(parameters, 1.0, math.inf, error_if_nonfinite=True)
+    assert norm == 0
+    assert norm.shape == ()
+
+
+def test_a_generator_that_is_used_up_warns() -> None:
+    parameters = model().parameters()
+    list(parameters)
+    with pytest.warns(UserWarning, match="an empty generator") as caught:
+        assert fullrank.clip_grad_norm_(parameters, 1.0) == 0
+    assert caught[0].filename == __file__
+
+
+def test_what_is_not_finite_is_named_and_nothing_scaled() -> None:
+    layers = model()
+    layers[1].bias.grad[1] = math.nan
+    before = layers[0].weight.grad.clone()
+    text = r"clip_grad_norm_: expected gradients with a finite norm, got nan: 1\.bias on rank 0\."
+    with pytest.raises(RuntimeError, match=text):
+        fullrank.clip_grad_norm_(layers, 0.1, error_if_nonfinite=True)
+    assert torch.equal(layers[0].weight.grad, before)
+    with pytest.raises(RuntimeError, match=r"total_grad_norm: .* got nan: parameter 3 on rank 0\."):
+        fullrank.total_grad_norm(layers.parameters(), error_if_nonfinite=True)
+    many = [with_gradient(torch.tensor([math.inf])) for _ in range(13)]
+    with pytest.raises(RuntimeError, match=r"parameter 9 on rank 0; 3 more\."):
+        fullrank.total_grad_norm(many, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"norm_type": 0}, ValueError, "norm_type: expected a number > 0, or inf, got 0"),
+        ({"norm_type": -1.0}, ValueError, "norm_type: expected a number > 0"),
+        ({"norm_type": None}, TypeError, "norm_type: expected a number > 0, or inf, got None"),
+        ({"max_norm": -0.5}, ValueError, "max_norm: expected a number >= 0, or None to measure only, got -0.5"),
+        ({"max_norm": math.nan}, ValueError, "max_norm: expected a number >= 0"),
+        ({"max_norm": "one"}, TypeError, "max_norm: expected a number >= 0"),
+        ({"parameters": 3}, TypeError, "parameters: expected a module, a tensor, or an iterable"),
+        ({"parameters": {"weight": torch.ones(1)}}, TypeError, r"got 'weight'\. Pass \.items\(\) of a dict"),
+        ({"parameters": [("weight", None)]}, TypeError, "weight: expected a parameter"),
+        ({"shard_groups": lambda _: "tp"}, RuntimeError, "init_process_group"),
+        ({"across": "pp"}, RuntimeError, "init_process_group"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    parameter = with_gradient(torch.ones(2))
+    with pytest.raises(error, match=text):
+        fullrank.clip_grad_norm_(**({"parameters": [parameter], "max_norm": 1.0} | arguments))
+    assert torch.equal(parameter.grad, torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_sparse_layout_that_torch_cannot_scale_is_refused() -> None:
+    parameter = nn.Parameter(torch.eye(2).to_sparse_csr())
+    parameter.grad = torch.eye(2).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"gradient of parameter 0: expected a dense or a sparse COO tensor"):
+        fullrank.total_grad_norm([parameter])
+
+
+def test_the_device_is_not_waited_for(device: torch.device) -> None:
+    layers = model(torch.float32).to(device)
+    for parameter in layers.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad.to(device)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in layers.parameters() if p.grad is not None])
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        norms = [fullrank.clip_grad_norm_(layers, 1e6, norm_type) for norm_type in (2.0, 7.0, math.inf)]
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(norms[0], expected)
+    assert norms[2] < norms[1] < norms[0]
+
+
+def test_the_benchmark_writes_its_results(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "grad_norm.py"
+    command = [sys.executable, str(script), "--quick", "--repeats", "1", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads((tmp_path / "grad_norm.json").read_text())["cases"]
+    assert [case["norm_type"] for case in cases] == ["2.0", "1.0", "3.0", "inf"]
+    assert all(case["errors"]["fullrank"] < 1e-6 for case in cases)

@@ -1,0 +1,170 @@
+"""What the worker processes run for the recipes of docs/integrations.md: each against plain torch in one process.
+
+The frameworks run in pools of their own, as they keep state of the process, and under the environment that a launcher
+would give them. The process group is that of the pool; each framework takes one that it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+from workers import WorkerPool
+
+SIZE = 4  # rows of a micro-batch
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
+TEXT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^###? ", TEXT, flags=re.MULTILINE)}
+
+
+def blocks(section: str) -> list[str]:
+    """Return the Python blocks of a section of the document."""
+    return re.findall(r"```python\n(.*?)```", SECTIONS[section], flags=re.DOTALL)
+
+
+def run_block(block: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Execute a block of the document on ``names``, which get what it defines."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        exec(block, names)
+    return names
+
+
+def own_pool(*modules: str) -> Iterator[WorkerPool]:
+    """Two processes for the tests of one file: the body of a fixture."""
+    pool = WorkerPool(2)
+    try:
+        for module in modules:
+            pool(launch, module)  # one by one: on a busy machine an import takes as long as a test may
+        yield pool
+    finally:
+        pool.close()
+
+
+def launch(rank: int, module: str) -> None:
+    """Set the environment that torchrun sets, and import a module of the framework."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({name: str(value) for name, value in ranks.items()} | OFFLINE)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
+    import_module(module)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def flat(model: nn.Module) -> Tensor:
+    """Return all parameters, one after another."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def change(model: nn.Module, before: Tensor, expected: Tensor) -> float:
+    """Return the error of what training has changed: a small step would hide in the parameters."""
+    return error(flat(model) - before, expected - before)
+
+
+# Rows with one score, for the pooled losses.
+
+
+def make_encoder(num_outputs: int = 1) -> nn.Module:
+    """Return a small network, the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, num_outputs))
+
+
+def make_rows(number: int) -> tuple[Tensor, Tensor]:
+    """Return features (N, 5) and targets (N, 1), one in five positive."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(number, 5, generator=generator)
+    noise = torch.randn(number, generator=generator)
+    return features, (features[:, 0] - features[:, 1] + noise > 1.4).long()[:, None]
+
+
+def dealt(number: int, size: int, epoch: int, world_size: int = 2) -> list[list[int]]:
+    """Return the rows of each global batch of an epoch in rank order, as torch's DistributedSampler deals them out."""
+    samplers = [DistributedSampler(range(number), world_size, rank) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    own = [list(sampler) for sampler in samplers]
+    steps = number // (size * world_size)
+    return [[row for rows in own for row in rows[step * size : (step + 1) * size]] for step in range(steps)]
+
+
+def windows_of(number: int, size: int = 2) -> list[list[int]]:
+    """Return the rows of windows of ``size`` micro-batches per rank, in rank order: Accelerate deals out batches."""
+    batches = [list(range(start, start + SIZE)) for start in range(0, number, SIZE)]
+    windows = [batches[start : start + 2 * size] for start in range(0, len(batches), 2 * size)]
+    return [[row for rank in (0, 1) for batch in window[rank::2] for row in batch] for window in windows]
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[[int, int, list[int]], Tensor],
+    epochs: list[list[list[int]]],
+    max_norm: float = float("inf"),
+) -> tuple[Tensor, list[float], list[float]]:
+    """Take a step of one process for each list of rows, and return the parameters, the losses and the gradient norms.
+
+    ``loss`` gets the epoch, the step since the first epoch began, and the rows.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses: list[float] = []
+    norms: list[float] = []
+    for epoch, steps in enumerate(epochs):
+        for rows in steps:
+            optimizer.zero_grad()
+            value = loss(epoch, len(losses), rows)
+            value.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+            optimizer.step()
+            losses.append(float(value))
+    return flat(model), losses, norms
+
+
+# Rows of tokens, for the summed losses.
+
+VOCABULARY, LENGTH = 11, 8
+
+
+def make_writer() -> nn.Module:
+    """Return a language model without attention."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(VOCABULARY, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
+
+
+def make_tokens(number: int) -> list[dict[str, Tensor]]:
+    """Return rows of very different numbers of valid tokens; the first label would count too."""
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for index in range(number):
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[2 + (5 * index) % (LENGTH - 1) if index % 4 else 2 :] = -100
+        rows.append({"tokens": tokens, "labels": labels})
+    return rows
+
+
+def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over the tokens: the definition."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what every rank has."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

@@ -1,0 +1,147 @@
+"""The recipes of docs/integrations.md for plain torch and torchmetrics, and what holds for the document as a whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from integration_cases import TEXT, blocks, error, make_encoder, make_rows, run_block
+from sklearn.metrics import average_precision_score
+from torch import Tensor, nn
+from workers import WorkerPool
+
+from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+
+# Plain torch and torchmetrics.
+
+
+def sharded(rank: int, recipe: str) -> tuple[float, float, float]:
+    """Return the errors of loss, gradient norm and clipped gradient under FSDP2 and tensor parallelism."""
+    from collections import OrderedDict
+
+    from meshes import init_device_mesh
+
+    import fullrank
+
+    def make_model() -> nn.Module:
+        layers = make_encoder().double().children()
+        return nn.Sequential(OrderedDict(zip(("up", "tanh", "down"), layers)))
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    features, targets = make_rows(40)
+    own = slice(0, 25) if mesh["data"].get_local_rank() == 0 else slice(25, 40)
+    model, reference = make_model(), make_model()
+    names = {"model": model, "mesh": mesh, "features": features[own].double(), "targets": targets[own]}
+    found = run_block(recipe, names)
+    loss = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
+    value = loss(reference(features.double()), targets)
+    value.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    gradients = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    expected = torch.cat([p.grad.reshape(-1) for p in reference.parameters()])
+    return error(found["loss"].detach(), value.detach()), error(found["norm"], norm), error(gradients, expected)
+
+
+def metric_rows() -> tuple[Tensor, Tensor]:
+    """Return logits (90, 3), two of them large, and targets."""
+    generator = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, 3, (90,), generator=generator)
+    logits = 4 * torch.randn(90, 3, generator=generator)
+    logits[torch.arange(90), targets] += 3
+    logits[:2] += 20  # float32 makes 1 of their sigmoid
+    return logits, targets
+
+
+def metric_values(rank: int, recipe: str) -> dict[str, float]:
+    """Return the values of the collection; rank 0 has 50 of the rows in three batches, rank 1 40 in two."""
+    logits, targets = metric_rows()
+    starts = ((0, 10, 30, 50), (50, 55, 90))[rank]
+    batches = [(logits[start:end], targets[start:end]) for start, end in pairwise(starts)]
+    values = run_block(recipe, {"batches": batches})["values"]
+    return {name: float(value) for name, value in values.items()}
+
+
+(SHARDED,) = blocks("FSDP2 with tensor parallelism")
+(METRICS,) = blocks("torchmetrics beside the losses")
+RUN_BY_THE_OTHERS = {
+    "Pooled": 2,
+    "Sums over micro-batches": 1,
+    "Pooled, over micro-batches": 1,
+    "Sums": 1,
+    "Pooled losses": 1,
+    "Causal models": 1,
+    "Pooled losses in the Trainer": 1,
+}
+
+
+def test_every_block_is_run() -> None:
+    assert {section: len(blocks(section)) for section in RUN_BY_THE_OTHERS} == RUN_BY_THE_OTHERS
+    assert TEXT.count("```python") == sum(RUN_BY_THE_OTHERS.values()) + 2
+
+
+def test_fsdp2_with_tensor_parallelism(pool_of_four: WorkerPool) -> None:
+    """In float64, at the limit of the promise."""
+    for errors in pool_of_four(sharded, SHARDED):
+        assert max(errors) <= 1e-12
+
+
+def test_control_a_gather_over_all_ranks(pool_of_four: WorkerPool) -> None:
+    """Every row is there twice and weighs half, which the scale of four ranks makes up for; but it has a rival more."""
+    everyone = SHARDED.replace(', group=mesh["data"]', "")
+    assert everyone != SHARDED
+    for _, norm, _ in pool_of_four(sharded, everyone):
+        assert norm > 1e-3
+
+
+def references(scores: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return scikit-learn's macro average precision, and our metrics of one process on the logits as they are."""
+    one_hot = np.eye(3)[targets.numpy()]
+    found = {"ap": average_precision_score(one_hot, scores.double().numpy(), average="macro")}
+    for name, metric in (("recall", RecallAtQuantile(3, 0.1)), ("pauc", PAUCAtBudget(3, beta=0.2))):
+        metric.update(scores, targets)
+        found[name] = float(metric.compute())
+    return found
+
+
+def test_metrics_beside_the_losses(pool_of_two: WorkerPool) -> None:
+    for found in pool_of_two(metric_values, METRICS):
+        assert found == pytest.approx(references(*metric_rows()), rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["logits", "logits.sigmoid()"], ids=["softmax", "float32"])
+def test_control_other_scores_rank_otherwise(pool_of_two: WorkerPool, wrong: str) -> None:
+    recipe = METRICS.replace("logits.double().sigmoid()", wrong)
+    assert recipe != METRICS
+    for found in pool_of_two(metric_values, recipe):
+        assert found["ap"] != pytest.approx(references(*metric_rows())["ap"], rel=1e-4)
+
+
+def run_python(*lines: str) -> int:
+    """Return the exit status of a program in a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)]).returncode
+
+
+def test_without_lightning_the_error_names_the_extra() -> None:
+    status = run_python(
+        "import importlib.util, sys",
+        "importlib.util.find_spec = lambda name, *rest: None",
+        "try:",
+        "    import fullrank.integrations.lightning",
+        "except ImportError as error:",
+        "    sys.exit(0 if 'its extra `integrations`' in str(error) else 1)",
+        "sys.exit(2)",
+    )
+    assert status == 0
+
+
+def test_the_package_imports_no_framework() -> None:
+    status = run_python(
+        "import sys, fullrank, fullrank.integrations.transformers",
+        "frameworks = {'pytorch_lightning', 'lightning', 'accelerate', 'transformers'}",
+        "sys.exit(not frameworks.isdisjoint(sys.modules))",
+    )
+    assert status == 0

@@ -1,0 +1,304 @@
+"""The Trainer of transformers: the recipes of docs/integrations.md train as one process does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integration_cases import (
+    SIZE,
+    blocks,
+    change,
+    flat,
+    make_tokens,
+    own_pool,
+    run_block,
+    token_mean,
+    train,
+    windows_of,
+)
+from torch import Tensor, nn
+from workers import WorkerPool
+
+import fullrank
+from fullrank.integrations.transformers import PooledLossMixin, causal_lm_loss_func
+
+EPOCHS = 2
+
+
+def make_model(kind: str) -> nn.Module:
+    """Return a causal model, or a BERT with one score; without dropout, which draws other masks for other batches."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if kind == "llama":
+            return LlamaForCausalLM(LlamaConfig(vocab_size=11, max_position_embeddings=8, **sizes))
+        if kind == "bert":
+            dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            return BertForSequenceClassification(BertConfig(vocab_size=11, num_labels=1, **sizes, **dropout))
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=11, **sizes, **dropout, **ends))
+
+
+def make_arguments(folder: str, **options: Any) -> Any:
+    """Return arguments that keep the order of the rows, log each step and write nothing."""
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    defaults = {
+        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": SIZE,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 1.0,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = TrainingArguments(folder, **{**defaults, **options})
+    assert arguments.world_size == 2
+    return arguments
+
+
+def log_of(trainer: Any, name: str) -> list[float]:
+    """Return what the Trainer has logged in each step."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def worst(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative error."""
+    assert len(found) == len(expected)
+    return max(abs(a / b - 1) for a, b in zip(found, expected))
+
+
+def causal(rank: int, recipe: str, folder: str, kind: str, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the errors of parameters, losses and gradient norms after windows of 2, 2 and 1 micro-batches."""
+    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in make_tokens(40)]
+    model, reference = make_model(kind), make_model(kind)
+    before = flat(model)
+    names = {"model": model, "arguments": make_arguments(folder, **options), "dataset": rows}
+    trainer = run_block(recipe, names)["trainer"]
+
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        tokens, labels = (torch.stack([rows[row][key] for row in chosen]) for key in ("input_ids", "labels"))
+        return token_mean(reference(input_ids=tokens).logits, labels)
+
+    expected, losses, norms = train(reference, loss, [windows_of(40)] * EPOCHS, max_norm=1.0)
+    logged = worst(log_of(trainer, "loss"), losses), worst(log_of(trainer, "grad_norm"), norms)
+    return change(model, before, expected), *logged
+
+
+def pooled(rank: int, recipe: str, folder: str, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the errors of parameters, losses and gradient norms for SmoothAP, windows as in ``causal``."""
+    rows = pooled_rows()
+    model, reference = make_model("bert"), make_model("bert")
+    before = flat(model)
+    names = {"model": model, "arguments": make_arguments(folder, **options), "dataset": rows}
+    trainer = run_block(recipe, names)["trainer"]
+    loss_fn = one_process(trainer.pooled_loss if hasattr(trainer, "pooled_loss") else None)
+    per_epoch = windows_of(len(rows), options.get("gradient_accumulation_steps", 2))
+
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        if isinstance(loss_fn, fullrank.LossWarmupWrapper):
+            if step % len(per_epoch) == 0:
+                loss_fn.on_train_epoch_start(epoch)
+            loss_fn.on_train_batch_start(step)
+        tokens, labels = (torch.stack([rows[row][key] for row in chosen]) for key in ("input_ids", "labels"))
+        return loss_fn(reference(input_ids=tokens).logits, labels)
+
+    expected, losses, norms = train(reference, loss, [per_epoch] * EPOCHS, max_norm=1.0)
+    logged = worst(log_of(trainer, "loss"), losses), worst(log_of(trainer, "grad_norm"), norms)
+    return change(model, before, expected), *logged
+
+
+def one_process(like: Any) -> Any:
+    """Return the loss of one process: that of the recipe, or a schedule like ``like``."""
+    if isinstance(like, fullrank.LossWarmupWrapper):
+        return make_schedule(gather_distributed=False)
+    return fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
+
+
+def make_schedule(**options: Any) -> fullrank.LossWarmupWrapper:
+    """Return a schedule that warms up for one epoch of three steps, and then cools."""
+    main = fullrank.SmoothAPLoss(1, queue_size=64)
+    warmup = fullrank.SigmoidFocalLoss(alpha=-1, gamma=0)
+    times = {"warmup_epochs": 1, "temp_start": 1.0, "temp_end": 0.2, "temp_decay_steps": 2}
+    return fullrank.LossWarmupWrapper(warmup, main, **times, **options)
+
+
+def pooled_rows() -> list[dict[str, Tensor]]:
+    """Return 40 rows of tokens; positive are those with several of the highest tokens."""
+    rows = make_tokens(40)
+    return [{"input_ids": row["tokens"], "labels": (row["tokens"] > 7).sum()[None].gt(2).long()} for row in rows]
+
+
+def evaluated(rank: int, folder: str) -> tuple[float, float, int]:
+    """Return the loss of an evaluation, that of one process, and the rows that have entered the queue."""
+    from transformers import Trainer
+
+    from fullrank.integrations.transformers import PooledLossMixin
+
+    class RankingTrainer(PooledLossMixin, Trainer):  # type: ignore[misc]
+        pass
+
+    rows, model = pooled_rows(), make_model("bert")
+    loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5)
+    arguments = make_arguments(folder, per_device_eval_batch_size=20)
+    trainer = RankingTrainer(model=model, args=arguments, pooled_loss=loss_fn)
+    found = trainer.evaluate(rows)["eval_loss"]
+    tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels"))
+    model.eval()
+    expected = one_process(None)(model(input_ids=tokens).logits, labels)
+    return found, float(expected), len(loss_fn.queue)
+
+
+if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
+    pytest.skip("needs the extra `integrations`", allow_module_level=True)
+if int(version("transformers").partition(".")[0]) < 5:
+    pytest.skip("needs transformers 5, which takes Python 3.11", allow_module_level=True)
+
+LIMIT = 1e-6  # float32, of what the training has changed
+(CAUSAL,) = blocks("Causal models")
+(POOLED,) = blocks("Pooled losses in the Trainer")
+# What the Trainer does by itself.
+OWN_LOSS = CAUSAL.replace(", compute_loss_func=causal_lm_loss_func", "")
+UNTYPED = re.sub(r"model\.loss_type = .*\n", "", CAUSAL)
+MEAN = """
+from transformers import Trainer
+
+from fullrank import causal_lm_loss
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return causal_lm_loss(outputs.logits, labels)
+
+
+trainer = Trainer(model=model, args=arguments, train_dataset=dataset, compute_loss_func=mean_loss)
+trainer.train()
+"""
+POOLED_FUNC = """
+from transformers import Trainer
+
+from fullrank import SmoothAPLoss
+
+loss_fn = SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)
+
+
+def pooled_func(outputs, labels, num_items_in_batch=None):
+    return loss_fn(outputs.logits, labels)
+
+
+trainer = Trainer(model=model, args=arguments, train_dataset=dataset, compute_loss_func=pooled_func)
+trainer.train()
+"""
+SCHEDULED = POOLED.replace(
+    "loss_fn = SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)",
+    "from integration_transformers_cases import make_schedule\n\nloss_fn = make_schedule()",
+)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[WorkerPool]:
+    yield from own_pool("accelerate", "transformers.modeling_utils", "transformers.trainer")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("recipe", [CAUSAL, OWN_LOSS], ids=["function", "of_the_model"])
+def test_causal_models_train_as_one_process(workers: WorkerPool, tmp_path: Path, recipe: str, kind: str) -> None:
+    for errors in workers(causal, recipe, str(tmp_path), kind, {}):
+        assert max(errors) <= LIMIT
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("llama", True), ("gpt2", False)])
+def test_control_gpt2_as_it_comes_counts_the_first_labels(
+    workers: WorkerPool, tmp_path: Path, kind: str, exact: bool
+) -> None:
+    assert UNTYPED != CAUSAL
+    for errors in workers(causal, UNTYPED, str(tmp_path), kind, {}):
+        assert max(errors) <= LIMIT if exact else min(errors) > 0.1
+
+
+@pytest.mark.parametrize("recipe", [CAUSAL, OWN_LOSS], ids=["function", "of_the_model"])
+def test_control_counts_of_single_ranks(workers: WorkerPool, tmp_path: Path, recipe: str) -> None:
+    options = {"average_tokens_across_devices": False}
+    for parameters, *_ in workers(causal, recipe, str(tmp_path), "llama", options):
+        assert parameters > 0.05
+
+
+def test_control_a_mean_is_off_by_ranks_times_micro_batches(workers: WorkerPool, tmp_path: Path) -> None:
+    for parameters, loss, norm in workers(causal, MEAN, str(tmp_path), "llama", {}):
+        assert parameters > 0.05
+        assert loss > 2  # 2 x 2 times the loss
+        assert norm > 2
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["one", "two"])
+def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path, steps: int) -> None:
+    for errors in workers(pooled, POOLED, str(tmp_path), {"gradient_accumulation_steps": steps}):
+        assert max(errors) <= LIMIT
+
+
+def test_the_schedule_of_a_pooled_loss(workers: WorkerPool, tmp_path: Path) -> None:
+    assert SCHEDULED != POOLED
+    for errors in workers(pooled, SCHEDULED, str(tmp_path), {}):
+        assert max(errors) <= LIMIT
+
+
+@pytest.mark.parametrize(("steps", "factor"), [(1, 2), (2, 4)], ids=["one", "two"])
+def test_control_a_pooled_loss_as_function(workers: WorkerPool, tmp_path: Path, steps: int, factor: int) -> None:
+    """Twice by the ranks; with two micro-batches also the sum of two pools, about twice."""
+    for _, loss, norm in workers(pooled, POOLED_FUNC, str(tmp_path), {"gradient_accumulation_steps": steps}):
+        assert loss > 0.7 * factor - 1
+        assert norm > 0.9
+
+
+def test_evaluation_is_the_loss_of_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    for found, expected, queued in workers(evaluated, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert queued == 0
+
+
+def test_without_labels_the_error_says_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="labels: expected those of the batch, got None"):
+        causal_lm_loss_func({"logits": torch.zeros(1, 3, 4)}, None)
+
+
+class DeepSpeedTrainer(PooledLossMixin):
+    """What the mixin reads of a Trainer under DeepSpeed, which is no test dependency."""
+
+    accelerator = SimpleNamespace(sync_gradients=False, distributed_type="DEEPSPEED")
+    args = SimpleNamespace(device="cpu")
+    state = SimpleNamespace(epoch=0.0, global_step=0)
+
+
+def test_a_backward_that_is_not_torchs_is_refused() -> None:
+    trainer = DeepSpeedTrainer(pooled_loss=torch.nn.functional.mse_loss)
+    trainer.training_step(torch.nn.Linear(1, 1), {})
+    trainer.accelerator = SimpleNamespace(sync_gradients=True, distributed_type="DEEPSPEED")
+    with pytest.raises(RuntimeError, match="expected 1 under DEEPSPEED, got 2 micro-batches"):
+        trainer.training_step(torch.nn.Linear(1, 1), {})

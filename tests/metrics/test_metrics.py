@@ -1,0 +1,726 @@
+"""The metrics against scikit-learn, numpy and definitions in loops; what distribution adds is in its own section."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
+from sklearn.metrics import roc_auc_score, roc_curve
+from torchmetrics import MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
+from workers import get_pool
+
+from fullrank.kernels.quantiles import INTERPOLATIONS
+from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+
+NUM_CLASSES = 3
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def make_rows(count, seed=0, num_classes=NUM_CLASSES):
+    """Rows with ties, whose scores are exact in every dtype, and some ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-12, 12, (count, num_classes), generator=generator) / 8.0
+    targets = torch.randint(0, max(num_classes, 2), (count,), generator=generator)
+    targets[torch.rand(count, generator=generator) < 0.1] = -100
+    return logits, targets
+
+
+def make_metrics(**kwargs):
+    """One of each kind, whose values differ by class."""
+    return [
+        RecallAtQuantile(NUM_CLASSES, quantile=0.1, average=None, **kwargs),
+        RecallAtQuantile(NUM_CLASSES, quantile=0.3, quantile_interpolation="linear", **kwargs),
+        PAUCAtBudget(NUM_CLASSES, alpha=0.05, beta=0.3, **kwargs),
+        PAUCAtBudget(NUM_CLASSES, beta=0.2, budget_basis="population", average=None, **kwargs),
+    ]
+
+
+def total_rows(shards):
+    """Number of rows of all ranks."""
+    return sum(map(sum, shards))
+
+
+def update_with_shard(metric, rank, shards, seed=0):
+    """Give ``metric`` this rank's rows; the dtype differs by rank and update."""
+    logits, targets = make_rows(total_rows(shards), seed)
+    start = total_rows(shards[:rank])
+    for index, size in enumerate(shards[rank]):
+        dtype = DTYPES[(rank + index) % len(DTYPES)]
+        metric.update(logits[start : start + size].to(dtype), targets[start : start + size])
+        start += size
+
+
+def _values(results):
+    return [result.reshape(-1).tolist() for result in results]
+
+
+def compute_twice(rank, shards, more_shards):
+    """Values after each of two rounds of updates, the local rows between them, and those of the second round alone."""
+    first, kept, second, alone = [], [], [], []
+    for metric in make_metrics():
+        update_with_shard(metric, rank, shards)
+        first.append(metric.compute())
+        kept.append((sum(map(len, metric.logits)), sum(map(len, metric.targets)), metric.update_count))
+        update_with_shard(metric, rank, more_shards, seed=1)
+        second.append(metric.compute())
+        metric.reset()
+        update_with_shard(metric, rank, more_shards, seed=1)
+        alone.append(metric.compute())
+    return _values(first), kept, _values(second), _values(alone)
+
+
+def mean_of_ranks(rank, shards):
+    """What averaging the values of the ranks gives: the control."""
+    results = []
+    for metric in make_metrics(sync_on_compute=False):
+        update_with_shard(metric, rank, shards)
+        value = metric.compute()
+        dist.all_reduce(value)
+        results.append(value / dist.get_world_size())
+    return _values(results)
+
+
+def compute_in_collection(rank, shards):
+    """Values through a MetricCollection, whose metrics share their state."""
+    collection = MetricCollection({str(index): metric for index, metric in enumerate(make_metrics())})
+    update_with_shard(collection, rank, shards)
+    first = collection.compute()
+    again = collection.compute()
+    update_with_shard(collection, rank, shards)
+    doubled = collection.compute()
+    return [_values(results[key] for key in sorted(results)) for results in (first, again, doubled)]
+
+
+def compute_in_subgroups(rank, shards):
+    """Values of ranks 0 and 1 together, and of the others, by the argument of Metric, by clone and by ``sync``."""
+    world_size = dist.get_world_size()
+    groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, world_size)))]
+    group = groups[0 if rank < 2 else 1]
+    results = []
+    for metric in make_metrics(process_group=group):
+        update_with_shard(metric, rank, shards)
+        twin = metric.clone()
+        assert twin.process_group is group
+        results.append((metric.compute().reshape(-1).tolist(), twin.compute().reshape(-1).tolist()))
+    by_sync = []
+    for metric in make_metrics(sync_on_compute=False):
+        update_with_shard(metric, rank, shards)
+        with metric.sync_context(process_group=group):
+            by_sync.append(metric.compute())
+    return [one for one, _ in results], [two for _, two in results], _values(by_sync)
+
+
+def compute_with_own_sync(rank, shards):
+    """Values with a user's dist_sync_fn, and how often it was called for each metric."""
+    calls = []
+
+    def gather(tensor, group=None):
+        calls.append(tensor.shape)
+        return gather_all_tensors(tensor, group)
+
+    results = []
+    for metric in make_metrics(dist_sync_fn=gather):
+        update_with_shard(metric, rank, shards)
+        results.append(metric.compute())
+    return _values(results), len(calls) / len(results)
+
+
+def count_collectives(rank, shards):
+    """Collectives of: compute, compute again, compute after the first rank has new rows, compute again."""
+    metric = make_metrics()[1]
+    update_with_shard(metric, rank, shards)
+    counts = []
+    for round_of in range(2):
+        if round_of == 1 and rank == 0:
+            update_with_shard(metric, rank, shards)
+        for _ in range(2):
+            with CollectiveCounter() as counter:
+                value = metric.compute()
+            counts.append(counter.total)
+        assert metric.compute() is value
+    return counts
+
+
+def forward_values(rank, shards, on_step):
+    """Values of forward on the last update of this rank, then those of compute."""
+    batch_values, values = [], []
+    logits, targets = make_rows(total_rows(shards))
+    own = slice(total_rows(shards[:rank]), total_rows(shards[: rank + 1]))
+    for metric in make_metrics(dist_sync_on_step=on_step):
+        batch_values.append(metric(logits[own], targets[own]))
+        values.append(metric.compute())
+    return _values(batch_values), _values(values)
+
+
+def warnings_of_compute(rank, shards):
+    """Texts of the warnings of compute, and its values."""
+    texts, results = [], []
+    for metric in make_metrics():
+        update_with_shard(metric, rank, shards)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(metric.compute())
+        texts += [str(warning.message) for warning in caught]
+        assert metric.update_called == bool(shards[rank])
+    return texts, _values(results)
+
+
+def error_of_different_arguments(rank):
+    """Class and text of the exception when the ranks hold different metrics."""
+    metric = RecallAtQuantile(1, quantile=0.1 * (rank + 1))
+    metric.update(torch.zeros(2, 1), torch.tensor([0, 1]))
+    try:
+        metric.compute()
+    except Exception as error:
+        # The local rows are still there, and the next round is a clean one.
+        metric.reset()
+        dist.barrier()
+        return type(error).__name__, str(error)
+    return None
+
+
+TOLERANCE = {"rtol": 0, "atol": 1e-9}  # sums of float64 quotients, in another order than the reference's
+
+
+def _close(actual, expected):
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    torch.testing.assert_close(actual, expected, equal_nan=True, **TOLERANCE)
+
+
+def _scores(kind, count):
+    generator = torch.Generator().manual_seed(count)
+    if kind == "random":
+        return torch.randn(count, generator=generator, dtype=torch.float64)
+    if kind == "tied":
+        return torch.randint(0, 7, (count,), generator=generator).double()
+    return torch.ones(count, dtype=torch.float64)
+
+
+SCORES = ("random", "tied", "equal")
+
+
+def _binary(kind, count=253):
+    targets = (torch.rand(count, generator=torch.Generator().manual_seed(1)) < 0.2).long()
+    return _scores(kind, count) + (targets if kind == "random" else 0), targets
+
+
+def _value(metric, logits, targets):
+    metric.update(logits if logits.ndim == 2 else logits[:, None], targets)
+    return metric.compute()
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+
+def recall_reference(scores, targets, quantile, method):
+    threshold = np.quantile(scores, 1 - quantile, method=method)
+    return np.mean(scores[targets == 1] >= threshold)
+
+
+def pauc_reference(scores, targets, alpha, beta):
+    fpr, tpr, _ = roc_curve(targets, scores, drop_intermediate=False)
+    inside = (fpr > alpha) & (fpr <= beta)
+    # Where the curve is vertical, np.interp takes its upper end: the first point of the band, and no area at its last.
+    x = np.concatenate([[alpha], fpr[inside], [beta]])
+    y = np.concatenate([[np.interp(alpha, fpr, tpr)], tpr[inside], [np.interp(beta, fpr, tpr)]])
+    return np.trapezoid(y, x) / (beta - alpha)
+
+
+def population_reference(scores, targets, alpha, beta):
+    """Segment by segment, the line between the ends of two groups of ties, cut to the band."""
+    points = [(0.0, 0.0)]
+    for threshold in sorted(set(scores), reverse=True):
+        flagged = [target for score, target in zip(scores, targets) if score >= threshold]
+        points.append((len(flagged) / len(scores), sum(flagged) / sum(targets)))
+    area = 0.0
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        left, right = max(x0, alpha), min(x1, beta)
+        if left < right:
+            heights = [y0 + (y1 - y0) * (x - x0) / (x1 - x0) for x in (left, right)]
+            area += (right - left) * sum(heights) / 2
+    return area / (beta - alpha)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("method", INTERPOLATIONS)
+@pytest.mark.parametrize("quantile", [1 / 256, 0.03, 0.25, 0.75])
+def test_recall_is_numpys(kind, method, quantile):
+    scores, targets = _binary(kind)
+    value = _value(RecallAtQuantile(1, quantile, quantile_interpolation=method), scores, targets)
+    _close(value, recall_reference(scores.numpy(), targets.numpy(), quantile, method))
+
+
+def test_the_interpolation_rules_differ():
+    scores, targets = torch.arange(4.0), torch.tensor([0, 0, 1, 1])
+    values = [
+        _value(RecallAtQuantile(1, 0.4, quantile_interpolation=method), scores, targets) for method in INTERPOLATIONS
+    ]
+    # The rank 1.8 is above row 1, nearest to row 2; both positives are at or above it.
+    _close(torch.stack(values), [1.0] * 5)
+    higher = _value(RecallAtQuantile(1, 0.2, quantile_interpolation="higher"), scores, targets)
+    lower = _value(RecallAtQuantile(1, 0.2, quantile_interpolation="lower"), scores, targets)
+    assert (higher.item(), lower.item()) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("band", [(0, 0.005), (0, 0.1), (0.05, 0.3), (0.5, 0.51), (0.9, 1), (0, 1)], ids=str)
+def test_pauc_is_scikit_learns(kind, band):
+    scores, targets = _binary(kind)
+    value = _value(PAUCAtBudget(1, *band), scores, targets)
+    _close(value, pauc_reference(scores.numpy(), targets.numpy(), *band))
+
+
+@pytest.mark.parametrize("band", [(0, 0.1), (0.1, 0.3), (0.3, 0.5)], ids=str)
+def test_pauc_with_band_ends_on_a_step(band):
+    # Ten negatives: the ends are points of the curve, and 0.3 is one where it is vertical.
+    scores = torch.tensor([9, 8, 7, 6.5, 6, 5, 4, 3, 2, 1, 0.5, 0])
+    targets = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0])
+    _close(_value(PAUCAtBudget(1, *band), scores, targets), pauc_reference(scores.numpy(), targets.numpy(), *band))
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_full_band_is_the_auc(kind):
+    scores, targets = _binary(kind)
+    _close(_value(PAUCAtBudget(1, beta=1.0), scores, targets), roc_auc_score(targets, scores))
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("beta", [0.005, 0.2, 0.77])
+def test_budget_is_the_auc_of_scikit_learn_before_its_standardisation(kind, beta):
+    scores, targets = _binary(kind)
+    standardised = roc_auc_score(targets, scores, max_fpr=beta)
+    smallest, largest = beta**2 / 2, beta
+    area = (2 * standardised - 1) * (largest - smallest) + smallest
+    _close(_value(PAUCAtBudget(1, beta=beta), scores, targets), area / beta)
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("band", [(0, 0.005), (0.05, 0.3), (0, 1)], ids=str)
+def test_population_basis_is_the_loop(kind, band):
+    scores, targets = _binary(kind)
+    value = _value(PAUCAtBudget(1, *band, budget_basis="population"), scores, targets)
+    _close(value, population_reference(scores.tolist(), targets.tolist(), *band))
+    if kind == "random":
+        assert abs(value - _value(PAUCAtBudget(1, *band), scores, targets)) > 1e-3  # the control
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dtypes(dtype):
+    scores, targets = _binary("random")
+    scores = scores.to(dtype)  # half precision ties some
+    exact = scores.double().numpy()
+    recall = _value(RecallAtQuantile(1, 0.1, quantile_interpolation="linear"), scores, targets)
+    pauc = _value(PAUCAtBudget(1, beta=0.2), scores, targets)
+    assert recall.dtype == pauc.dtype == torch.float64
+    _close(recall, recall_reference(exact, targets.numpy(), 0.1, "linear"))
+    _close(pauc, pauc_reference(exact, targets.numpy(), 0, 0.2))
+
+
+def test_half_precision_is_kept_as_float32():
+    metric = RecallAtQuantile(1)
+    metric.update(torch.zeros(2, 1, dtype=torch.float16), torch.tensor([0, 1]))
+    assert metric.logits[0].dtype == torch.float32
+
+
+def test_multi_class_is_one_against_the_rest():
+    logits, targets = make_rows(301)
+    kept = (targets != -100).numpy()
+    exact, classes = logits.double().numpy()[kept], targets.numpy()[kept]
+    recall, pauc = RecallAtQuantile(3, 0.1, average=None), PAUCAtBudget(3, 0.05, 0.3, average=None)
+    expected_recall = [recall_reference(exact[:, c], classes == c, 0.1, "higher") for c in range(3)]
+    expected_pauc = [pauc_reference(exact[:, c], classes == c, 0.05, 0.3) for c in range(3)]
+    _close(_value(recall, logits, targets), expected_recall)
+    _close(_value(pauc, logits, targets), expected_pauc)
+    _close(_value(RecallAtQuantile(3, 0.1), logits, targets), np.mean(expected_recall))
+    _close(_value(PAUCAtBudget(3, 0.05, 0.3), logits, targets), np.mean(expected_pauc))
+
+
+def test_several_updates_are_one():
+    logits, targets = make_rows(301)
+    for whole, parts in zip(make_metrics(), make_metrics()):
+        for part in torch.arange(301).split([1, 0, 100, 200]):
+            parts.update(logits[part], targets[part])
+        torch.testing.assert_close(parts.compute(), _value(whole, logits, targets), rtol=0, atol=0)
+
+
+def test_permuted_rows_give_the_same_value():
+    logits, targets = make_rows(301)
+    order = torch.randperm(301, generator=torch.Generator().manual_seed(2))
+    for one, two in zip(make_metrics(), make_metrics()):
+        _close(_value(one, logits, targets), _value(two, logits[order], targets[order]))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 255, 0])
+def test_ignored_rows_are_left_out_whatever_they_hold(ignore_index):
+    logits, targets = make_rows(101)
+    ignored = (targets == -100) | (targets == ignore_index)
+    targets[ignored] = ignore_index
+    poisoned = logits.masked_fill(ignored[:, None], math.nan)
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        value = _value(kind(3, ignore_index=ignore_index, average=None), poisoned, targets)
+        _close(value, _value(kind(3, average=None), logits[~ignored], targets[~ignored]))
+
+
+def test_column_targets_and_bools():
+    scores, targets = _binary("random")
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        value = _value(kind(1), scores, targets)
+        _close(_value(kind(1), scores, targets[:, None]), value)
+        _close(_value(kind(1), scores, targets.bool()), value)
+
+
+def test_devices(device):
+    logits, targets = (tensor.to(device) for tensor in make_rows(301))
+    for metric, reference in zip(make_metrics(), make_metrics()):
+        value = _value(metric.to(device), logits, targets)
+        assert value.device.type == device.type
+        _close(value.cpu(), _value(reference, logits.cpu(), targets.cpu()))
+        _close(metric.to("cpu").compute(), value.cpu())
+
+
+# --- degenerate classes, NaN and infinity ----------------------------------------------------------------------------
+
+
+def test_class_without_positives():
+    logits, targets = make_rows(60)
+    targets[targets == 2] = 0
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        per_class = _value(kind(3, average=None), logits, targets)
+        assert per_class.isnan().tolist() == [False, False, True]
+        _close(_value(kind(3), logits, targets), per_class[:2].mean())
+
+
+def test_class_without_negatives():
+    scores = torch.tensor([2.0, 1.0, 0.0])
+    ones = torch.ones(3, dtype=torch.int64)
+    for basis in ("fpr", "population"):
+        assert _value(PAUCAtBudget(1, budget_basis=basis), scores, ones).isnan()
+    _close(_value(RecallAtQuantile(1, 0.4), scores, ones), 1 / 3)  # rank 1.2 of 0, 1, 2: only the best is reviewed
+
+
+@pytest.mark.parametrize("average", ["macro", None])
+@pytest.mark.parametrize("count", [0, 3])
+def test_no_valid_class_is_nan(average, count):
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        for num_classes in (1, 3):
+            metric = kind(num_classes, average=average)
+            value = _value(metric, torch.zeros(count, num_classes), torch.full((count,), -100))
+            assert value.shape == (() if average else (num_classes,))
+            assert value.isnan().all()
+
+
+def test_no_averaging_keeps_the_dimension_of_one_class():
+    metric = RecallAtQuantile(1, average=None)
+    scores, targets = _binary("random")
+    assert metric(scores[:, None], targets).shape == (1,)
+    assert metric.compute().shape == (1,)
+    assert metric.compute().shape == (1,)  # from the cache
+
+
+def test_nan_score_makes_its_class_nan():
+    logits, targets = make_rows(60)
+    logits[targets.ne(-100).nonzero()[0], 1] = math.nan
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        assert _value(kind(3, average=None), logits, targets).isnan().tolist() == [False, True, False]
+        assert _value(kind(3), logits, targets).isnan()
+
+
+def test_infinite_scores_follow_the_definition():
+    scores = torch.tensor([math.inf, math.inf, 1.0, 0.0, -math.inf, -math.inf])
+    finite = torch.tensor([5.0, 5.0, 1.0, 0.0, -5.0, -5.0])
+    targets = torch.tensor([1, 0, 1, 0, 1, 0])
+    for make in (lambda: PAUCAtBudget(1, beta=0.7), lambda: RecallAtQuantile(1, 0.5), lambda: RecallAtQuantile(1, 0.1)):
+        _close(_value(make(), scores, targets), _value(make(), finite, targets))
+    # Between two equal infinities lies that infinity.
+    linear = RecallAtQuantile(1, 0.75, quantile_interpolation="linear")
+    assert _value(linear, torch.tensor([0.0, -math.inf, -math.inf]), torch.tensor([1, 0, 0])) == 1.0
+
+
+# --- as a torchmetrics metric ----------------------------------------------------------------------------------------
+
+
+def test_class_attributes():
+    for metric in make_metrics():
+        assert metric.full_state_update is False
+        assert metric.higher_is_better is True
+        assert metric.is_differentiable is False
+        assert (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
+    assert "quantile=0.1, quantile_interpolation='higher', average=None" in repr(make_metrics()[0])
+
+
+def test_forward_returns_the_value_of_the_batch():
+    logits, targets = make_rows(200)
+    for metric, part, whole in zip(*(make_metrics() for _ in range(3))):
+        metric(logits[:120].requires_grad_(), targets[:120])
+        _close(metric(logits[120:], targets[120:]), _value(part, logits[120:], targets[120:]))
+        _close(metric.compute(), _value(whole, logits, targets))
+        assert not metric.logits[0].requires_grad
+
+
+def test_cache_reset_and_compute_before_update():
+    scores, targets = _binary("random")
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        metric = kind(1)
+        value = _value(metric, scores, targets)
+        assert metric.compute() is value
+        metric.reset()
+        assert metric.logits == []
+        with pytest.warns(UserWarning, match="was called before the ``update`` method"):
+            assert metric.compute().isnan()
+        assert not metric.update_called
+        _close(_value(metric, scores, targets), value)
+
+
+def test_copies_and_saved_state():
+    logits, targets = make_rows(100)
+    for metric, fresh in zip(make_metrics(), make_metrics()):
+        value = _value(metric, logits, targets)
+        twins = [metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
+        assert metric.state_dict() == {}
+        metric.persistent(True)
+        fresh.persistent(True)
+        fresh.load_state_dict(metric.state_dict())
+        metric.reset()
+        for twin in twins:
+            _close(twin.compute(), value)
+            twin.update(logits[:50], targets[:50])
+            _close(twin.compute(), _value(metric, torch.cat([logits, logits[:50]]), torch.cat([targets, targets[:50]])))
+            metric.reset()
+        fresh.update(logits[:0], targets[:0])
+        _close(fresh.compute(), value)
+
+
+def test_merge_state():
+    logits, targets = make_rows(100)
+    for one, two, whole in zip(*(make_metrics() for _ in range(3))):
+        one.update(logits[:30], targets[:30])
+        two.update(logits[30:], targets[30:])
+        one.merge_state(two)
+        _close(one.compute(), _value(whole, logits, targets))
+
+
+def test_collection_shares_the_rows_of_metrics_that_read_targets_alike():
+    logits, targets = make_rows(100, num_classes=3)
+    targets[targets == -100] = 0
+    metrics = {"recall": RecallAtQuantile(3), "pauc": PAUCAtBudget(3), "ignoring": PAUCAtBudget(3, ignore_index=0)}
+    collection = MetricCollection(metrics)
+    first = targets != 0  # without a row to ignore, all three hold the same rows
+    collection.update(logits[first], targets[first])
+    collection.update(logits[~first], targets[~first])
+    assert sorted(map(sorted, collection.compute_groups.values())) == [["ignoring"], ["pauc", "recall"]]
+    results = collection.compute()
+    assert collection["recall"].logits[0] is not collection["ignoring"].logits[0]
+    _close(results["recall"], _value(RecallAtQuantile(3), logits, targets))
+    _close(results["pauc"], _value(PAUCAtBudget(3), logits, targets))
+    _close(results["ignoring"], _value(PAUCAtBudget(3, ignore_index=0), logits, targets))
+
+
+def test_plot():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    metric = RecallAtQuantile(3, 0.1, average=None)
+    metric.update(*make_rows(60))
+    figure, axes = metric.plot()
+    assert axes.get_ylim() == pytest.approx((0, 1), abs=0.2)
+    pyplot.close(figure)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "error", "text"),
+    [
+        (torch.zeros(4), torch.zeros(4).long(), ValueError, r"logits: expected shape \(N, 3\), got"),
+        (torch.zeros(4, 2), torch.zeros(4).long(), ValueError, r"logits: expected shape \(N, 3\), got"),
+        (torch.zeros(4, 3), torch.zeros(5).long(), ValueError, r"targets: expected shape \(4,\)"),
+        (torch.zeros(4, 3), torch.zeros(4, 3).long(), ValueError, r"targets: expected shape \(4,\)"),
+        (torch.zeros(4, 3).long(), torch.zeros(4).long(), TypeError, "logits: expected a floating-point tensor"),
+        (torch.zeros(4, 3), torch.zeros(4), TypeError, "targets: expected integers or bools"),
+        (torch.zeros(4, 3), torch.full((4,), 3), ValueError, r"targets: expected class indices in \[0, 3\).*got 3"),
+        (torch.zeros(4, 3), torch.full((4,), -1), ValueError, r"targets: expected class indices in \[0, 3\).*got -1"),
+        ([[0.0] * 3], torch.zeros(1).long(), TypeError, "logits: expected a tensor"),
+    ],
+)
+def test_bad_rows(logits, targets, error, text):
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        metric = kind(3)
+        with pytest.raises(error, match=text):
+            metric.update(logits, targets)
+        assert metric.logits == metric.targets == []
+
+
+def test_odd_binary_targets_warn_and_count_as_positive_as_in_the_losses():
+    scores, targets = _binary("random")
+    for kind in (RecallAtQuantile, PAUCAtBudget):
+        metric = kind(1)
+        with pytest.warns(UserWarning, match="expected 0 or 1 with num_classes=1, got ") as caught:
+            metric.update(scores[:, None], targets * 5)
+        assert caught[0].filename == __file__
+        _close(metric.compute(), _value(kind(1), scores, targets))
+
+
+@pytest.mark.parametrize("kind", [RecallAtQuantile, PAUCAtBudget])
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_classes": 0}, ValueError, "num_classes: expected an int >= 1"),
+        ({"num_classes": 1.0}, TypeError, "num_classes: expected an int, got 1.0"),
+        ({"num_classes": True}, TypeError, "num_classes: expected an int, got True"),
+        ({"ignore_index": None}, TypeError, "ignore_index: expected an int, got None"),
+        ({"average": "micro"}, ValueError, "average: expected 'macro' or None, got 'micro'"),
+        ({"unheard_of": 1}, ValueError, "unheard_of"),
+    ],
+)
+def test_bad_common_arguments(kind, arguments, error, text):
+    with pytest.raises(error, match=text):
+        kind(**{"num_classes": 1, **arguments})
+
+
+@pytest.mark.parametrize("quantile", [0, 1, -0.1, math.nan])
+def test_bad_quantile(quantile):
+    with pytest.raises(ValueError, match="quantile: expected a number strictly between 0 and 1"):
+        RecallAtQuantile(1, quantile)
+
+
+def test_bad_interpolation():
+    with pytest.raises(ValueError, match="quantile_interpolation: expected one of 'linear'"):
+        RecallAtQuantile(1, quantile_interpolation="cubic")
+
+
+@pytest.mark.parametrize("band", [(-0.1, 0.5), (0.5, 0.5), (0.5, 0.2), (0.5, 1.1), (math.nan, 0.5), (0, math.nan)])
+def test_bad_band(band):
+    with pytest.raises(ValueError, match="alpha, beta: expected 0 <= alpha < beta <= 1"):
+        PAUCAtBudget(1, *band)
+
+
+def test_bad_budget_basis():
+    with pytest.raises(ValueError, match="budget_basis: expected one of 'fpr', 'population'"):
+        PAUCAtBudget(1, budget_basis="rows")
+
+
+# --- distributed -----------------------------------------------------------------------------------------------------
+
+# Sizes of each rank's updates: 0 is an empty update, [] none at all. Cut to the number of ranks.
+SHARDS = {
+    "uneven": [[50, 13], [107], [30, 1]],
+    "empty": [[0], [60, 41], [0, 7]],
+    "never_last": [[60, 41], [], []],
+    "never_first": [[], [53, 50], [0]],
+}
+
+
+def _one_process(*rounds):
+    """Values of one process with the rows of all ranks; a round is (shards, seed)."""
+    results = []
+    for metric in make_metrics():
+        for shards, seed in rounds:
+            metric.update(*make_rows(total_rows(shards), seed))
+        results.append(metric.compute().reshape(-1).tolist())
+    return results
+
+
+def _assert_close(actual, expected):
+    assert len(actual) == len(expected)
+    for one, two in zip(actual, expected):
+        _close(one, two)
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
+    # In the second round only the first rank has rows: the others' values of the first are out of date all the same.
+    shards, more = SHARDS[case][: pool.world_size], SHARDS["never_last"][: pool.world_size]
+    outcomes = pool(compute_twice, shards, more)
+    for rank, (first, kept, second, alone) in enumerate(outcomes):
+        _assert_close(first, _one_process((shards, 0)))
+        _assert_close(second, _one_process((shards, 0), (more, 1)))
+        _assert_close(alone, _one_process((more, 1)))
+        _, targets = make_rows(total_rows(shards))
+        start = total_rows(shards[:rank])
+        own = int((targets[start : start + sum(shards[rank])] != -100).sum())
+        assert kept == [(own, own, len(shards[rank]))] * len(first)
+
+
+def test_the_mean_of_the_ranks_is_another_value(pool):
+    shards = SHARDS["uneven"][: pool.world_size]
+    for control in pool(mean_of_ranks, shards):
+        for one, two in zip(control, _one_process((shards, 0))):
+            assert (torch.tensor(one) - torch.tensor(two)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_collection_across_ranks(pool, case):
+    shards = SHARDS[case][: pool.world_size]
+    for first, again, doubled in pool(compute_in_collection, shards):
+        _assert_close(first, _one_process((shards, 0)))
+        _assert_close(again, first)
+        _assert_close(doubled, _one_process((shards, 0), (shards, 0)))
+
+
+def test_process_group():
+    shards = [[20, 5], [], [30]]
+    outcomes = get_pool(3)(compute_in_subgroups, shards)
+    logits, targets = make_rows(55)
+    for rank, (by_argument, by_clone, by_sync) in enumerate(outcomes):
+        own = slice(0, 25) if rank < 2 else slice(25, 55)
+        expected = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
+        for actual in (by_argument, by_clone, by_sync):
+            _assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_a_users_own_sync_function(pool_of_two, case):
+    shards = SHARDS[case][:2]
+    for results, calls in pool_of_two(compute_with_own_sync, shards):
+        _assert_close(results, _one_process((shards, 0)))
+        assert calls == 2  # logits and targets
+
+
+def test_the_value_is_cached_while_no_rank_has_new_rows(pool_of_two):
+    # A header per compute, and two collectives more when rows travel.
+    assert pool_of_two(count_collectives, [[50], []]) == [[3, 1, 3, 1]] * 2
+
+
+@pytest.mark.parametrize("on_step", [False, True])
+def test_forward_across_ranks(pool_of_two, on_step):
+    shards = [[40], [61]]
+    whole = _one_process((shards, 0))
+    logits, targets = make_rows(101)
+    for own, (batch_values, values) in zip(
+        (slice(0, 40), slice(40, 101)), pool_of_two(forward_values, shards, on_step)
+    ):
+        local = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
+        _assert_close(batch_values, whole if on_step else local)
+        _assert_close(values, whole)
+
+
+def test_a_rank_without_rows_does_not_warn_when_another_has_some(pool_of_two):
+    for texts, _ in pool_of_two(warnings_of_compute, [[50], []]):
+        assert texts == []
+
+
+def test_no_row_on_any_rank_warns_and_is_nan(pool_of_two):
+    for texts, values in pool_of_two(warnings_of_compute, [[], []]):
+        assert len(texts) == len(values)
+        assert all("found no row on any rank" in text for text in texts)
+        assert all(math.isnan(value) for value in itertools.chain(*values))
+
+
+def test_ranks_with_different_arguments_all_raise(pool_of_two):
+    one, two = pool_of_two(error_of_different_arguments)
+    assert one == two
+    assert one[0] == "RuntimeError"
+    assert "quantile=0.1" in one[1]
+    assert "quantile=0.2" in one[1]

@@ -1,0 +1,191 @@
+"""Two hosts on one machine: network namespaces joined by a cable that delays and loses packets.
+
+The cable is a thread that passes Ethernet frames between two TAP devices, one in each namespace, because many kernels
+come without their network emulator. Needs root, Linux, ``ip`` and /dev/net/tun::
+
+    python tests/preflight/two_hosts.py --delay 0.005 --loss 0.005 -- -m fullrank
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+_CLONE_NEWNET = 0x40000000
+_FRAME = 65536
+_ADDRESSES = ("10.213.0.1", "10.213.0.2")
+
+
+class Cable(NamedTuple):
+    """What becomes of each frame."""
+
+    delay: float  # seconds
+    loss: float  # probability
+
+
+def missing_right() -> str | None:
+    """Return why two hosts cannot be made here, or None."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are a Linux feature"
+    if os.geteuid() != 0:
+        return "making a network namespace needs root"
+    if not Path("/dev/net/tun").exists():
+        return "needs /dev/net/tun"
+    try:
+        with _namespaces():
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"a network namespace could not be made: {error}"
+
+
+class Outcome(NamedTuple):
+    """What the processes on the two hosts did, and how many frames the cable has passed and lost."""
+
+    processes: list[subprocess.CompletedProcess[str]]
+    passed: int
+    lost: int
+
+
+def run_on_two_hosts(arguments: Sequence[str], cable: Cable, timeout: float) -> Outcome:
+    """Run ``torchrun ARGUMENTS`` with one process on each of two hosts."""
+    frames = {"passed": 0, "lost": 0}
+    with _namespaces() as names, _joined(names, cable, frames):
+        processes = [_start(name, rank, arguments) for rank, name in enumerate(names)]
+        try:
+            outputs = [process.communicate(timeout=timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    done = [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(processes, outputs)
+    ]
+    return Outcome(done, **frames)
+
+
+def _start(name: str, rank: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    launch = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--local-addr", _ADDRESSES[rank]]
+    # The port is free: nothing else lives in these namespaces.
+    launch += ["--master-addr", _ADDRESSES[0], "--master-port", "29500"]
+    command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+    command += [sys.executable, "-m", "torch.distributed.run", *launch, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "tap"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def _namespaces() -> Iterator[tuple[str, str]]:
+    names = (f"host0-{os.getpid()}", f"host1-{os.getpid()}")
+    made: list[str] = []
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            made.append(name)
+        yield names
+    finally:
+        for name in made:
+            _run("ip", "netns", "delete", name)
+
+
+@contextlib.contextmanager
+def _joined(names: Sequence[str], cable: Cable, frames: dict[str, int]) -> Iterator[None]:
+    """Give each namespace a TAP device, and pass frames between the two while the block runs."""
+    ends = [_open_tap(name) for name in names]
+    stop = threading.Event()
+    relay = threading.Thread(target=_relay, args=(ends, cable, frames, stop), daemon=True)
+    try:
+        for name, address in zip(names, _ADDRESSES):
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "tap")
+            for device in ("lo", "tap"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+        relay.start()
+        yield
+    finally:
+        stop.set()
+        if relay.is_alive():
+            relay.join()
+        for end in ends:
+            os.close(end)
+
+
+def _open_tap(name: str) -> int:
+    """Return a new TAP device in the namespace; a thread of its own enters it and dies there."""
+    opened: list[int] = []
+
+    def enter() -> None:
+        with open(f"/var/run/netns/{name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"tap", _IFF_TAP | _IFF_NO_PI))
+        opened.append(end)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    if not opened:
+        raise OSError(f"no TAP device in {name}")
+    return opened[0]
+
+
+def _relay(ends: Sequence[int], cable: Cable, frames: dict[str, int], stop: threading.Event) -> None:
+    """Pass each frame to the other end after the delay, or never."""
+    chance = random.Random(0)
+    waiting: list[tuple[float, int, int, bytes]] = []
+    order = 0
+    while not stop.is_set():
+        pause = min(0.1, max(0.0, waiting[0][0] - time.monotonic())) if waiting else 0.1
+        for end in select.select(ends, [], [], pause)[0]:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    frame = os.read(end, _FRAME)
+                    fate = "lost" if chance.random() < cable.loss else "passed"
+                    frames[fate] += 1
+                    if fate == "passed":
+                        other = ends[1 - ends.index(end)]
+                        heapq.heappush(waiting, (time.monotonic() + cable.delay, order, other, frame))
+                        order += 1
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, other, frame = heapq.heappop(waiting)
+            with contextlib.suppress(OSError):  # a full device loses the frame, as a switch does
+                os.write(other, frame)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--delay", type=float, default=0.005, help="seconds that each frame takes (default: 0.005)")
+    parser.add_argument("--loss", type=float, default=0.005, help="share of the frames that is lost (default: 0.005)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the whole run (default: 300)")
+    parser.add_argument("arguments", nargs="+", help="what torchrun runs, after --")
+    options = parser.parse_args()
+    reason = missing_right()
+    if reason is not None:
+        parser.exit(2, f"{reason}\n")
+    done, passed, lost = run_on_two_hosts(options.arguments, Cable(options.delay, options.loss), options.timeout)
+    for rank, process in enumerate(done):
+        print(f"== host {rank}, exit status {process.returncode}\n{process.stdout}{process.stderr}")
+    print(f"{passed + lost} frames, {lost} of them lost")
+    return int(any(process.returncode for process in done))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

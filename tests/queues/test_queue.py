@@ -1,0 +1,311 @@
+"""The memory queue: a ring of rows whose whole state is saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from workers import WorkerPool, get_pool
+
+import fullrank
+from fullrank import MemoryQueue
+
+
+def make_loss(gather: bool | None = None) -> fullrank.SmoothAPLoss:
+    """Return a loss whose pool is drawn, so that queue, temperature and draws all matter."""
+    return fullrank.SmoothAPLoss(
+        num_classes=1, queue_size=40, temperature=0.4, max_pool_size=30, gather_distributed=gather
+    )
+
+
+def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) -> float:
+    """Return the loss of the same global batch of 24 rows, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(index)
+    logits = torch.randn(24, 1, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, 2, (24,), generator=generator)
+    loss.temperature = 0.4 / (index + 1)
+    rows = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
+    return loss(logits[rows], targets[rows]).item()
+
+
+def save_after(rank: int, steps: int, path: str) -> list[float]:
+    """Take steps, save on rank 0 after ``steps``, go on; return the losses after the save."""
+    loss, world_size = make_loss(), dist.get_world_size()
+    for index in range(steps):
+        step(loss, index, rank, world_size)
+    if rank == 0:
+        torch.save(loss.state_dict(), path)
+    return [step(loss, index, rank, world_size) for index in range(steps, steps + 4)]
+
+
+def resume(rank: int, steps: int, path: str) -> list[float]:
+    """Load what :func:`save_after` saved and take the steps after it."""
+    loss = make_loss()
+    loss.load_state_dict(torch.load(path, weights_only=True))
+    return [step(loss, index, rank, dist.get_world_size()) for index in range(steps, steps + 4)]
+
+
+def checkpoint_round_trip(rank: int, folder: str) -> list[Any]:
+    """Save with torch.distributed.checkpoint, load into a fresh loss; return whether it goes on alike."""
+    import torch.distributed.checkpoint as dcp
+
+    loss, world_size = make_loss(), dist.get_world_size()
+    for index in range(3):
+        step(loss, index, rank, world_size)
+    dcp.save({"loss": loss.state_dict()}, checkpoint_id=folder)
+    fresh = make_loss()
+    state = {"loss": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    fresh.load_state_dict(state["loss"])
+    return [step(loss, 3, rank, world_size), step(fresh, 3, rank, world_size), len(fresh.queue)]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
+
+
+def rows(first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return ``count`` rows whose logits are their running numbers."""
+    numbers = torch.arange(first, first + count)
+    return numbers.float()[:, None], numbers % 2
+
+
+def contents(queue: MemoryQueue) -> list[float]:
+    """Return the numbers of the rows held, sorted."""
+    return sorted(queue.rows().logits[:, 0].tolist())
+
+
+@pytest.mark.parametrize("sizes", [[1] * 9, [3, 3, 3], [4, 5], [9], [2, 7], [0, 9, 0]])
+def test_the_last_rows_are_kept(sizes: list[int]) -> None:
+    """Wrap-around, batches of the capacity and beyond it."""
+    queue, first = MemoryQueue(4, 1), 0
+    for size in sizes:
+        queue.enqueue(*rows(first, size))
+        first += size
+    assert len(queue) == 4
+    assert contents(queue) == [5.0, 6.0, 7.0, 8.0]
+    assert torch.equal(queue.rows().targets, queue.rows().logits[:, 0].long() % 2)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8])
+def test_two_parts_leave_what_one_batch_would(capacity: int) -> None:
+    logits, targets = rows(0, 7)
+    for cut in range(8):
+        whole, parts = MemoryQueue(capacity, 1), MemoryQueue(capacity, 1)
+        whole.enqueue(logits, targets)
+        parts.enqueue(logits[:cut], targets[:cut])
+        parts.enqueue(logits[cut:], targets[cut:])
+        assert torch.equal(whole.rows().logits, parts.rows().logits)  # the order in storage too
+        assert whole.position == parts.position
+        assert torch.equal(whole.checksum, parts.checksum)
+
+
+def test_the_checksum_tells_contents_and_order() -> None:
+    logits, targets = rows(1, 3)
+    checksums = set()
+    variants = [
+        (logits, targets),
+        (logits.flip(0), targets.flip(0)),
+        (logits, 1 - targets),
+        (logits * 1.0000001, targets),
+    ]
+    for variant in variants:
+        queue = MemoryQueue(8, 1)
+        queue.enqueue(*variant)
+        checksums.add(int(queue.checksum))
+    for keyword in ({"iid_mask": torch.tensor([True, False, True])}, {"sample_weight": torch.tensor([1.0, 2.0, 1.0])}):
+        queue = MemoryQueue(8, 1)
+        queue.enqueue(logits, targets, **keyword)
+        checksums.add(int(queue.checksum))
+    assert len(checksums) == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([[1], [0], [0], [1]], [[0], [1], [1], [0]]),
+        ([[1, 1, 1, 0, 0]], [[0, 0, 0, 0, 1]]),
+    ],
+    ids=["order of equal rows", "columns of a row"],
+)
+def test_the_checksum_is_not_linear(first: list[list[int]], second: list[list[int]]) -> None:
+    """Sums of positions that happen to agree must not make different queues look alike."""
+    checksums = []
+    for targets in (torch.tensor(first), torch.tensor(second)):
+        queue = MemoryQueue(8, targets.shape[1], multi_hot=True)
+        queue.enqueue(torch.zeros(targets.shape), targets)
+        checksums.append(int(queue.checksum))
+    assert checksums[0] != checksums[1]
+
+
+def test_rows_that_never_enter() -> None:
+    queue = MemoryQueue(8, 2)
+    bad = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
+    queue.enqueue(bad, torch.tensor([0, 1, 0, -100, 1]))
+    assert queue.rows().logits.tolist() == [[3.0, 3.0]]
+
+
+def test_negatives_only() -> None:
+    binary = MemoryQueue(8, 1, keep="negatives")
+    binary.enqueue(*rows(0, 6))
+    assert contents(binary) == [0.0, 2.0, 4.0]
+    several = MemoryQueue(8, 2, keep="negatives")  # each row is a negative of the other class
+    several.enqueue(torch.zeros(3, 2), torch.tensor([0, 1, 0]))
+    assert len(several) == 3
+    labels = MemoryQueue(8, 2, keep="negatives", multi_hot=True)
+    labels.enqueue(torch.zeros(3, 2), torch.tensor([[1, 1], [1, 0], [1, -100]]))
+    assert labels.rows().targets.tolist() == [[1, 0]]
+
+
+def test_multi_hot_rows_and_a_wide_ignore_index() -> None:
+    for ignore_index in (-100, 255):
+        queue = MemoryQueue(4, 2, ignore_index, multi_hot=True)
+        queue.enqueue(torch.zeros(3, 2), torch.tensor([[1, ignore_index], [0, 0], [ignore_index] * 2]))
+        assert queue.rows().targets.tolist() == [[1, ignore_index], [0, 0]]
+
+
+def test_weights_and_flags_stay_with_their_rows() -> None:
+    queue = MemoryQueue(3, 1)
+    queue.enqueue(*rows(0, 2))
+    assert queue.rows().sample_weight is None
+    queue.enqueue(*rows(2, 3), torch.tensor([True, False, True]), torch.tensor([2.0, 3.0, 4.0]))
+    held = queue.rows()
+    assert held.sample_weight is not None
+    order = held.logits[:, 0].argsort()
+    assert held.sample_weight[order].tolist() == [2.0, 3.0, 4.0]
+    assert held.iid_mask[order].tolist() == [True, False, True]
+    queue.reset()
+    assert len(queue) == 0
+    assert queue.rows().sample_weight is None
+
+
+def test_capacity_zero_and_a_stored_row_has_no_graph() -> None:
+    queue = MemoryQueue(0, 1)
+    queue.enqueue(*rows(0, 5))
+    assert len(queue) == 0
+    queue = MemoryQueue(2, 1)
+    queue.enqueue(torch.ones(1, 1, requires_grad=True) * 2, torch.tensor([1]))
+    assert not queue.rows().logits.requires_grad
+
+
+def test_dtype_follows_the_rows_and_never_the_module() -> None:
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=4)
+    third = torch.full((1, 1), 1 / 3)
+    loss.queue.enqueue(third, torch.tensor([0]))
+    loss.bfloat16()
+    assert torch.equal(loss.queue.rows().logits, third)
+    loss.queue.enqueue(third.double() / 7, torch.tensor([0]))
+    assert loss.queue.rows().logits.dtype == torch.float64
+    assert list(loss.buffers()) == []
+
+
+def test_device_follows_the_module(device: torch.device) -> None:
+    with torch.device("meta"):
+        loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=4, temperature=0.5)
+    loss.to_empty(device=device)
+    loss(torch.randn(3, 1, device=device), torch.tensor([0, 1, 0], device=device))
+    assert loss.queue.rows().logits.device.type == device.type
+    assert len(loss.queue) == 3
+
+
+def test_a_meta_queue_takes_the_device_of_what_it_is_given() -> None:
+    with torch.device("meta"):
+        assigned, fed = (fullrank.SmoothAPLoss(num_classes=1, queue_size=4, temperature=0.5) for _ in range(2))
+    saved = fullrank.SmoothAPLoss(num_classes=1, queue_size=4, temperature=0.5)
+    saved(*rows(0, 3))
+    assigned.load_state_dict(saved.state_dict(), assign=True)
+    assert contents(assigned.queue) == [0.0, 1.0, 2.0]
+    fed(*rows(0, 3))
+    assert contents(fed.queue) == [0.0, 1.0, 2.0]
+
+
+def test_eval_leaves_the_queue_alone() -> None:
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8).eval()
+    loss(*rows(0, 4))
+    assert len(loss.queue) == 0
+    loss.update_queue_in_eval = True
+    loss(*rows(0, 4))
+    assert len(loss.queue) == 4
+
+
+def test_saved_state_is_a_copy_that_goes_on_bit_identically(tmp_path: Path) -> None:
+    loss = make_loss(gather=False)
+    for index in range(4):
+        step(loss, index, 0, 1)
+    state = loss.state_dict()
+    torch.save(state, tmp_path / "loss.pt")
+    twin = copy.deepcopy(loss)
+    expected = [step(loss, index, 0, 1) for index in range(4, 9)]
+    loaded = make_loss(gather=False)
+    loaded.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
+    fresh = make_loss(gather=False)
+    assert [step(loaded, index, 0, 1) for index in range(4, 9)] == expected
+    assert [step(twin, index, 0, 1) for index in range(4, 9)] == expected
+    # The control: a loss that starts afresh does not go on alike.
+    assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_any_number(tmp_path: Path) -> None:
+    path = str(tmp_path / "loss.pt")
+    expected = get_pool(2)(save_after, 3, path)
+    assert expected[0] == expected[1]
+    assert get_pool(2)(resume, 3, path) == expected
+    assert get_pool(3)(resume, 3, path) == [expected[0]] * 3
+    alone = make_loss(gather=False)
+    alone.load_state_dict(torch.load(path, weights_only=True))
+    assert [step(alone, index, 0, 1) for index in range(3, 7)] == expected[0]
+
+
+def test_distributed_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    for kept, loaded, length in pool_of_two(checkpoint_round_trip, str(tmp_path / "dcp")):
+        assert kept == loaded
+        assert length == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("capacity", 5), ("num_classes", 2), ("keep", "negatives"), ("ignore_index", -1)]
+)
+def test_a_state_of_another_queue_is_refused(name: str, value: object) -> None:
+    arguments: dict = {"capacity": 4, "num_classes": 1, "keep": "all", "ignore_index": -100}
+    state = MemoryQueue(**arguments).state_dict()
+    other = MemoryQueue(**{**arguments, name: value})
+    with pytest.raises(ValueError, match=rf"{name} of the saved queue: expected .* Construct it with {name}="):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"capacity": -1, "num_classes": 1}, ValueError),
+        ({"capacity": 2.0, "num_classes": 1}, TypeError),
+        ({"capacity": 2, "num_classes": 0}, ValueError),
+        ({"capacity": 2, "num_classes": 1, "keep": "positives"}, ValueError),
+    ],
+)
+def test_impossible_arguments(arguments: dict, error: type[Exception]) -> None:
+    with pytest.raises(error, match="expected"):
+        MemoryQueue(**arguments)
+
+
+def test_rows_of_the_wrong_shape() -> None:
+    queue = MemoryQueue(2, 1)
+    for logits, targets in (
+        (torch.ones(2), torch.ones(2).long()),
+        (torch.ones(2, 2), torch.ones(2).long()),
+        (torch.ones(2, 1), torch.ones(3).long()),
+    ):
+        with pytest.raises(ValueError, match="expected shape"):
+            queue.enqueue(logits, targets)
+    with pytest.raises(ValueError, match="sample_weight: expected shape"):
+        queue.enqueue(torch.ones(2, 1), torch.ones(2).long(), sample_weight=torch.ones(3))
+    with pytest.raises(TypeError, match="targets: expected integers or bools"):
+        queue.enqueue(torch.ones(2, 1), torch.ones(2))
+    assert len(queue) == 0
+
+
+def test_assert_synchronized_alone_has_nothing_to_compare() -> None:
+    MemoryQueue(2, 1).assert_synchronized()

@@ -1,0 +1,636 @@
+"""Checkpoints: a job that is killed and resumed ends with the bits of one that ran through."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import loss_cases
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from workers import WorkerPool, get_pool
+
+from fullrank import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, SoftmaxFocalLoss
+
+# capacity of the queue, steps of some 22 rows before the save, dtype of the logits
+FILLS = {
+    "empty": (64, 0, torch.float64),
+    "half-filled": (200, 3, torch.float32),
+    "wrapped": (40, 3, torch.float64),
+}
+BLENDING = "blending"  # a warm-up wrapper: its warm-up averages per rank first, so its bits depend on their number
+CASES = [(name, fill) for name in (*loss_cases.POOLED, BLENDING) for fill in FILLS]
+# Where the 24 rows of a step are cut: no two ranks have as many, and of three ranks one has none.
+CUTS = {1: (0, 24), 2: (0, 9, 24), 3: (0, 0, 17, 24)}
+STEPS_AFTER = 3
+
+
+def make_loss(name: str, capacity: int, **settings: Any) -> Any:
+    """Return a loss whose pool is drawn, so that the queue, the temperature and the draws all matter."""
+    if name == BLENDING:
+        main = make_loss("smooth_ap", capacity, **settings)
+        return LossWarmupWrapper(
+            SigmoidFocalLoss(alpha=-1, gamma=0), main, warmup_steps=1, blend_steps=7, temp_start=0.5, temp_end=0.1
+        )
+    loss = loss_cases.POOLED[name]
+    return loss.module(1, **{"queue_size": capacity, "max_pool_size": 50, **loss.default, **settings})
+
+
+def world() -> tuple[int, int]:
+    """Return the rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def step(loss: Any, index: int, dtype: torch.dtype) -> float:
+    """Return the loss of the same 24 rows, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(index)
+    logits = torch.randn(24, 1, dtype=dtype, generator=generator)
+    targets = torch.randint(0, 2, (24,), generator=generator)
+    iid = torch.rand(24, generator=generator) < 0.8
+    weight = torch.rand(24, dtype=dtype, generator=generator)
+    if hasattr(loss, "on_train_batch_start"):
+        loss.on_train_batch_start(index)
+    rank, world_size = world()
+    rows = slice(*CUTS[world_size][rank : rank + 2])
+    if isinstance(loss, LossWarmupWrapper):
+        return loss(logits[rows], targets[rows, None]).item()
+    targets[::12] = -100
+    return loss(logits[rows], targets[rows], iid[rows], sample_weight=weight[rows]).item()
+
+
+def train(loss: Any, fill: str) -> None:
+    """Take the steps before the save."""
+    _, steps, dtype = FILLS[fill]
+    for index in range(steps):
+        step(loss, index, dtype)
+    if not isinstance(loss, LossWarmupWrapper):
+        loss.temperature *= 0.7
+
+
+def steps_after(loss: Any, fill: str) -> list[float]:
+    """Return the losses of the steps after the save."""
+    _, steps, dtype = FILLS[fill]
+    return [step(loss, index, dtype) for index in range(steps, steps + STEPS_AFTER)]
+
+
+def path_of(folder: str, name: str, fill: str) -> Path:
+    """Return where the state of a case is saved."""
+    return Path(folder) / f"{name}-{fill}.pt"
+
+
+def save_all(rank: int, folder: str) -> list[list[float]]:
+    """For each case: train, save on rank 0, go on; return the losses after the save."""
+    results = []
+    for name, fill in CASES:
+        loss = make_loss(name, FILLS[fill][0])
+        train(loss, fill)
+        if rank == 0:
+            torch.save(loss.state_dict(), path_of(folder, name, fill))
+        results.append(steps_after(loss, fill))
+    return results
+
+
+def load(folder: str, name: str, fill: str) -> Any:
+    """Return a new loss that has loaded what :func:`save_all` saved."""
+    loss = make_loss(name, FILLS[fill][0])
+    loss.load_state_dict(torch.load(path_of(folder, name, fill), weights_only=True))
+    return loss
+
+
+def resume_all(rank: int, folder: str) -> list[list[float]]:
+    """For each case: load and go on; return the losses."""
+    return [steps_after(load(folder, name, fill), fill) for name, fill in CASES]
+
+
+def load_on_rank_zero_only(rank: int, folder: str, name: str) -> tuple[str, list[float]]:
+    """Return the error of the next step, and the losses after the other ranks have loaded too."""
+    fill = "wrapped"
+    loss = load(folder, name, fill) if rank == 0 else make_loss(name, FILLS[fill][0])
+    text = "no error"
+    try:
+        steps_after(loss, fill)
+    except RuntimeError as error:
+        text = str(error)
+    if rank != 0:
+        loss = load(folder, name, fill)
+    return text, steps_after(loss, fill)
+
+
+def temperature_on_rank_zero_only(rank: int) -> str:
+    """Return the error of a loss without a queue of which one rank has loaded a cooler one."""
+    cooled, loss = (make_loss("smooth_ap", 0, max_pool_size=None) for _ in range(2))
+    cooled.temperature *= 0.7
+    if rank == 0:
+        loss.load_state_dict(cooled.state_dict())
+    try:
+        step(loss, 0, torch.float64)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+class Job:
+    """A model in float64 under DDP or FSDP2, its optimizer, and a loss in the middle of its blend."""
+
+    def __init__(self, wrapper: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.model: Any = DistributedDataParallel(network) if wrapper == "DDP" else fully_shard(network)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.loss = make_loss(BLENDING, 64)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What the recipes are given."""
+        return self.model, self.optimizer, self.loss
+
+    def take_steps(self, first: int, last: int) -> tuple[list[float], list[float]]:
+        """Return the losses of the steps, and the weights after them."""
+        losses = []
+        for index in range(first, last):
+            generator = torch.Generator().manual_seed(1000 * dist.get_rank() + index)
+            features = torch.randn(12, 6, dtype=torch.float64, generator=generator)
+            self.loss.on_train_batch_start(index)
+            self.optimizer.zero_grad()
+            loss = self.loss(self.model(features), (features.sum(dim=1, keepdim=True) > 0).long())
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.model.parameters())
+        return losses, torch.cat([tensor.detach().flatten() for tensor in whole]).tolist()
+
+
+def run_recipe(rank: int, saver: str, loader: str, wrapper: str, path: str) -> list[Any]:
+    """Save with one block of the documentation, load with another; return how the two jobs, and a new one, go on."""
+    names: dict[str, Any] = {}
+    exec(saver, names)
+    job, fresh = Job(wrapper, 0), Job(wrapper, 1)
+    job.take_steps(0, 4)
+    saving = names["save"](path, *job.parts)
+    kept = job.take_steps(4, 7)
+    if saving is not None:
+        saving.result()
+        dist.barrier()
+    exec(loader, names)
+    names["load"](path, *fresh.parts)
+    return [kept, fresh.take_steps(4, 7), Job(wrapper, 0).take_steps(4, 7)]
+
+
+def run_submodule(rank: int, wrapper: str, path: str) -> list[int]:
+    """Save and load a model that holds its loss, by the functions of torch; return the lengths of the queues."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    jobs = [Job(wrapper, seed) for seed in (0, 1)]
+    jobs[0].take_steps(0, 4)
+    whole, fresh = (nn.ModuleDict({"network": job.model, "loss": job.loss}) for job in jobs)
+    dcp.save(get_model_state_dict(whole), checkpoint_id=path)
+    state = get_model_state_dict(fresh)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(fresh, state)
+    queues = [job.loss.main_loss.queue for job in jobs]
+    assert torch.equal(queues[0].rows().logits, queues[1].rows().logits)
+    assert torch.equal(queues[0].checksum, queues[1].checksum)
+    return [len(queue) for queue in queues]
+
+
+def run_example(rank: int, folder: str, steps: int, forget: str | None = None) -> tuple[str, str]:
+    """Run ``train`` of the example in this group, from the checkpoint on if there is one; return its digests."""
+    example = import_example()
+    options = argparse.Namespace(
+        steps=steps, batch_size=24, save_every=10, folder=Path(folder), kill_at=None, forget=forget
+    )
+    with contextlib.redirect_stdout(None):
+        model, loss = example.train(options)
+    rows = loss.main_loss.queue.rows()
+    return example.digest(model.state_dict()), example.digest({"logits": rows.logits, "targets": rows.targets})
+
+
+def first_gradient_is_the_second(rank: int, settles: bool) -> bool:
+    """Return whether DDP gives the same bits for the same batch in its first step and in its second."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh()))
+    features = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))
+    if settles:
+        import_example().settle(model, features[:1])
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(features).square().mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    return all(torch.equal(*pair) for pair in zip(*gradients))
+
+
+def tear_a_save(rank: int, folder: str) -> tuple[str, int, float]:
+    """Save, then fail in the middle of a second save; return the error, and what is loaded."""
+    example = import_example()
+    path, model = Path(folder) / "checkpoint.pt", nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 1.0)
+    example.save(path, 7, {"model": model})
+    nn.init.constant_(model.weight, 2.0)
+    text = ""
+    try:
+        example.save(path, 8, {"model": model, "torn": Unpicklable()})
+    except RuntimeError as error:
+        text = str(error)
+    dist.barrier()  # both ranks have saved
+    step_number = example.load(path, {"model": model})
+    return text, step_number, model.weight.item()
+
+
+class Unpicklable:
+    """A part of a checkpoint whose writing fails after the tensors before it are on the disk."""
+
+    def state_dict(self) -> Unpicklable:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("disk full")
+
+
+@functools.cache
+def import_example() -> Any:
+    """Return the example as a module; its folder is no package."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
+    spec = importlib.util.spec_from_file_location("resume", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True when two states are equal, bit for bit in their tensors."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def small_loss(**settings: Any) -> SmoothAPLoss:
+    """Return a loss of two classes with a queue of eight rows, or what ``settings`` make of it."""
+    return SmoothAPLoss(**{"num_classes": 2, "queue_size": 8, "temperature": 0.5, **settings})
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpointing.md").read_text("utf-8"), flags=re.DOTALL)
+
+
+def block_with(text: str) -> str:
+    """Return the only block of docs/checkpointing.md that contains ``text``."""
+    (block,) = [block for block in BLOCKS if text in block]
+    return block
+
+
+ONE_FILE, DCP, ASYNC, FSDP_FILE = (
+    block_with(text)
+    for text in ("model.module.load_state_dict", "dcp.load(", "dcp.async_save(", "full_state_dict=True")
+)
+
+
+# The example
+
+
+def torchrun(folder: Path, *arguments: object) -> str:
+    """Run the example on two processes that torchrun may restart, and return what it printed."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 3)
+    command = [sys.executable, *launch, ROOT / "examples" / "resume.py", "--steps", 36, "--folder", folder, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the example prints that is never killed."""
+    return torchrun(tmp_path_factory.mktemp("through"))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where two ranks have left a checkpoint of step 30."""
+    folder = str(tmp_path_factory.mktemp("stopped"))
+    get_pool(2)(run_example, folder, 33)
+    return folder
+
+
+def test_a_killed_job_ends_with_the_bits_of_one_that_ran_through(through: str, tmp_path: Path) -> None:
+    """The kill comes after the loss has enqueued the rows of its step and before the optimizer's step."""
+    killed = torchrun(tmp_path, "--kill-at", 33)
+    pattern = r"starts with step 0\nweights \w{16}\nqueue   \w{16}, 256 rows\n"
+    assert re.fullmatch(pattern, through), through
+    assert killed == "starts with step 0\n" + through.replace("step 0", "step 30")
+
+
+@pytest.mark.parametrize("part", [None, *import_example().PARTS, "queue"])
+def test_every_part_of_the_checkpoint_counts(through: str, stopped: str, tmp_path: Path, part: str | None) -> None:
+    """The control of the test above: a job that resumes without one part ends elsewhere."""
+    checkpoint = torch.load(f"{stopped}/checkpoint.pt", weights_only=True)
+    assert checkpoint["loss"]["main_loss.queue._extra_state"]["fill"] == 256
+    if part == "queue":  # of the loss the queue alone, while the schedule goes on
+        empty = import_example().make_loss().state_dict()
+        checkpoint["loss"]["main_loss.queue._extra_state"] = empty["main_loss.queue._extra_state"]
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    forget = None if part == "queue" else part
+    first, second = get_pool(2)(run_example, str(tmp_path), 36, forget)
+    assert first == second
+    weights, queue = re.findall(r"(?:weights|queue) +(\w{16})", through)
+    if part is None:
+        assert first == (weights, queue)
+    else:
+        assert first[0] != weights
+
+
+def test_three_ranks_go_on_too(tmp_path: Path) -> None:
+    pool = get_pool(3)
+    through = pool(run_example, str(tmp_path / "through"), 16)
+    pool(run_example, str(tmp_path / "stopped"), 13)
+    assert pool(run_example, str(tmp_path / "stopped"), 16) == through
+
+
+def test_three_ranks_need_settled_buckets() -> None:
+    assert get_pool(3)(first_gradient_is_the_second, True) == [True] * 3
+    # The control: DDP adds up in another order from its second step on.
+    assert get_pool(3)(first_gradient_is_the_second, False) == [False] * 3
+
+
+def test_another_number_of_ranks_takes_over(stopped: str) -> None:
+    digests = get_pool(3)(run_example, stopped, 36)
+    assert digests[0] == digests[1] == digests[2]
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    first, second = pool_of_two(tear_a_save, str(tmp_path))
+    assert first == ("disk full", 7, 1.0)
+    assert second == ("", 7, 1.0)
+
+
+def test_the_sampler_goes_on_where_it_was() -> None:
+    """Two ranks begin an epoch of 24 rows, three ranks finish it: no row is left out, none comes twice."""
+    sampler_class = import_example().ResumableSampler
+    before = [sampler_class(range(24), num_replicas=2, rank=rank, seed=5) for rank in range(2)]
+    after = [sampler_class(range(24), num_replicas=3, rank=rank, seed=5) for rank in range(3)]
+    for sampler in before:
+        sampler.start_epoch(2)
+    whole = [list(sampler) for sampler in before]
+    assert sorted(chain(*whole)) == list(range(24))
+    done = [rows[:6] for rows in whole]
+    for sampler in after:
+        sampler.load_state_dict({"epoch": 2, "num_rows_done": 12})
+    left = [list(sampler) for sampler in after]
+    assert [len(sampler) for sampler in after] == [4, 4, 4] == [len(rows) for rows in left]
+    assert sorted(chain(*done, *left)) == list(range(24))
+    after[0].start_epoch(3)
+    assert len(after[0]) == len(list(after[0])) == 8
+
+
+# The state of the losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
+    """Where two ranks have saved each case, and the losses with which they went on."""
+    folder = str(tmp_path_factory.mktemp("losses"))
+    first, second = get_pool(2)(save_all, folder)
+    assert first == second
+    return folder, first
+
+
+def test_two_ranks_go_on_bit_identically(saved: tuple[str, list[list[float]]]) -> None:
+    folder, expected = saved
+    assert get_pool(2)(resume_all, folder) == [expected, expected]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_gives_the_same_losses(saved: tuple[str, list[list[float]]], world_size: int) -> None:
+    """The same bits, but for the warm-up loss: a sum of the sums of the ranks, rounded once more or less."""
+    folder, expected = saved
+    alone = world_size == 1
+    results = [resume_all(0, folder)] if alone else get_pool(3)(resume_all, folder)
+    for result in results:
+        for (name, fill), losses, wanted in zip(CASES, result, expected):
+            if name == BLENDING:
+                rounding = torch.finfo(FILLS[fill][2]).eps
+                assert losses == pytest.approx(wanted, rel=8 * rounding, abs=0)
+            else:
+                assert losses == wanted, (name, fill)
+
+
+def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]) -> None:
+    folder, expected = saved
+    for (name, fill), losses in zip(CASES, expected):
+        loss = load(folder, name, fill)
+        queue = (loss.main_loss if name == BLENDING else loss).queue
+        capacity, steps, dtype = FILLS[fill]
+        assert queue.rows().logits.dtype == (dtype if steps else torch.float32)  # a queue is float32 until it is fed
+        enqueued = queue.position[2]
+        is_so = {"empty": enqueued == 0, "half-filled": 0 < enqueued < capacity, "wrapped": enqueued > capacity}
+        assert is_so[fill], (name, enqueued)
+        if name == BLENDING and steps:
+            assert loss.in_blend
+        # The control: a loss that starts anew does not go on alike.
+        fresh = make_loss(name, capacity)
+        assert steps_after(fresh, fill) != losses, (name, fill)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "field", "change"),
+    [
+        ("pauc_at_budget", "_extra_state", "temperature", lambda value: 2 * value),
+        ("pauc_at_budget", "_extra_state", "num_draws", lambda value: value - 1),
+        ("pauc_at_budget", "queue._extra_state", "logits", lambda value: -value),
+        ("pauc_at_budget", "queue._extra_state", "targets", lambda value: 1 - value),
+        ("pauc_at_budget", "queue._extra_state", "iid_mask", lambda value: ~value),
+        ("pauc_at_budget", "queue._extra_state", "sample_weight", lambda value: value.flip(0)),
+        ("pauc_at_budget", "queue._extra_state", "pointer", lambda value: (value + 9) % 40),
+        ("pauc_at_budget", "queue._extra_state", "fill", lambda value: value - 5),
+        ("pauc_at_budget", "queue._extra_state", "has_weights", lambda value: not value),
+        (BLENDING, "_extra_state", "switch_step", lambda value: value - 1),
+    ],
+)
+def test_every_field_of_the_state_counts(
+    saved: tuple[str, list[list[float]]], name: str, key: str, field: str, change: Callable[[Any], Any]
+) -> None:
+    folder, expected = saved
+    fill = "wrapped"
+    state = torch.load(path_of(folder, name, fill), weights_only=True)
+    losses = []
+    for changes in (False, True):
+        loss = make_loss(name, FILLS[fill][0])
+        if changes:
+            state[key][field] = change(state[key][field])
+        loss.load_state_dict(state)
+        losses.append(steps_after(loss, fill))
+    assert losses[0] == pytest.approx(expected[CASES.index((name, fill))], rel=1e-12, abs=0)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("name", [name for name, fill in CASES if fill == "wrapped"])
+def test_a_rank_that_has_not_loaded_is_named(saved: tuple[str, list[list[float]]], name: str) -> None:
+    folder, expected = saved
+    (text, losses), other = get_pool(2)(load_on_rank_zero_only, folder, name)
+    assert (text, losses) == other
+    loss = make_loss(name, 40)
+    call = type(loss.main_loss if name == BLENDING else loss).__name__
+    assert re.match(rf"{call}: expected the same on every rank, got .*queue: .* on rank 0, .* on rank 1", text), text
+    assert "Load the same checkpoint, or call reset_queue(), on every rank." in text
+    # Nothing was enqueued by the step that failed: now that all have loaded they go on as if it had not been.
+    assert losses == expected[CASES.index((name, "wrapped"))]
+
+
+def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool) -> None:
+    first, second = pool_of_two(temperature_on_rank_zero_only)
+    assert first == second
+    assert "temperature: 0.21 on rank 0, 0.3 on rank 1" in first
+
+
+def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
+    trained, loaded = (
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), reset_queue_each_epoch=True) for _ in range(2)
+    )
+    trained.on_train_epoch_start(3)
+    train_two_classes(trained)
+    loaded.load_state_dict(trained.state_dict())
+    loaded.on_train_epoch_start(3)
+    assert len(loaded.main_loss.queue) == 5
+    loaded.on_train_epoch_start(4)
+    assert len(loaded.main_loss.queue) == 0
+
+
+@pytest.mark.parametrize("units", ["warmup_epochs", "warmup_steps"])
+def test_a_schedule_that_was_told_where_it_is_does_not_warn_after_a_restart(units: str) -> None:
+    """In the first epoch or step too; one that was never told still warns, before and after."""
+    logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+    told, untold, first, second = (
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), **{units: 2}) for _ in range(4)
+    )
+    told.on_train_epoch_start(0)
+    told.on_train_batch_start(0)
+    first.load_state_dict(told.state_dict())
+    second.load_state_dict(untold.state_dict())
+    first(logits, targets)  # a warning would be an error
+    with pytest.warns(UserWarning, match="was never called"):
+        second(logits, targets)
+
+
+# Another queue
+
+
+def train_two_classes(loss: torch.nn.Module) -> None:
+    """Let five rows enter the queue, in the first step after the warm-up of a wrapper."""
+    if isinstance(loss, LossWarmupWrapper):
+        loss.on_train_batch_start(1)
+    logits = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    loss(logits, torch.tensor([0, 1, 0, 1, 1]))
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["loss", "warm-up"])
+@pytest.mark.parametrize(
+    ("argument", "value", "fix"),
+    [
+        ("queue_size", 9, "Construct it with capacity=8 (queue_size of a loss), or "),
+        ("num_classes", 3, "Construct it with num_classes=2, or "),
+        ("queue_keep", "negatives", "Construct it with keep='all' (queue_keep of a loss), or "),
+        ("multi_hot", True, "Construct it with multi_hot=False, or "),
+        ("ignore_index", -1, "Construct it with ignore_index=-100, or "),
+    ],
+)
+def test_another_queue_is_refused_and_nothing_changes(argument: str, value: object, fix: str, wraps: bool) -> None:
+    losses = [small_loss(), small_loss(**{argument: value})]
+    losses[0].temperature = 0.25
+    source, other = (
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), loss, warmup_steps=1) if wraps else loss for loss in losses
+    )
+    train_two_classes(source)
+    state, before = source.state_dict(), other.state_dict()
+    with pytest.raises(
+        ValueError, match=rf"of the saved queue: expected .*, got .*{re.escape(fix)}start with an empty"
+    ):
+        other.load_state_dict(state)
+    assert same(other.state_dict(), before)
+    names = {"state": state, "loss_fn": other}
+    exec(block_with("strict=False"), names)
+    assert len(losses[1].queue) == 0
+    assert losses[1].temperature == losses[0].temperature
+    # The control: the same queue is taken, and changes the state.
+    twin = LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), warmup_steps=1) if wraps else small_loss()
+    fresh = twin.state_dict()
+    twin.load_state_dict(state)
+    assert not same(twin.state_dict(), fresh)
+    assert same(twin.state_dict(), state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("settings", [{"queue_size": 9}, {"num_classes": 3}])
+def test_distributed_checkpoint_names_what_does_not_fit(tmp_path: Path, settings: dict[str, int]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    source, other = small_loss(), small_loss(**settings)
+    train_two_classes(source)
+    dcp.save({"loss": source}, checkpoint_id=tmp_path)
+    before = other.state_dict()
+    with pytest.raises(dcp.api.CheckpointException, match=r"Size mismatch .* for loss\.queue\._extra_state\.logits"):
+        dcp.load({"loss": other}, checkpoint_id=tmp_path)
+    assert same(other.state_dict(), before)
+
+
+# The recipes of docs/checkpointing.md
+
+
+def test_no_block_is_left_out() -> None:
+    used = {ONE_FILE, DCP, ASYNC, FSDP_FILE, block_with("state = loss_fn.state_dict()"), block_with("strict=False")}
+    assert set(BLOCKS) == used
+
+
+def test_the_two_lines() -> None:
+    loss = small_loss()
+    train_two_classes(loss)
+    names = {"loss_fn": loss}
+    exec(block_with("state = loss_fn.state_dict()"), names)
+    assert same(names["state"], loss.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "wrapper"),
+    [
+        pytest.param(ONE_FILE, ONE_FILE, "DDP", id="one file, DDP"),
+        pytest.param(DCP, DCP, "DDP", id="dcp, DDP"),
+        pytest.param(DCP, DCP, "FSDP2", id="dcp, FSDP2"),
+        pytest.param(ASYNC, DCP, "DDP", id="async, DDP"),
+        pytest.param(ASYNC, DCP, "FSDP2", id="async, FSDP2"),
+        pytest.param(FSDP_FILE, FSDP_FILE, "FSDP2", id="one file, FSDP2"),
+    ],
+)
+def test_a_recipe(pool_of_two: WorkerPool, tmp_path: Path, saver: str, loader: str, wrapper: str) -> None:
+    """The model and the queue are float64, which a new queue is not."""
+    path = str(tmp_path / "checkpoint")
+    for kept, loaded, new in pool_of_two(run_recipe, saver, loader, wrapper, path):
+        assert loaded == kept
+        assert new[0] != kept[0]
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_loss_inside_the_model(pool_of_two: WorkerPool, tmp_path: Path, wrapper: str) -> None:
+    lengths = pool_of_two(run_submodule, wrapper, str(tmp_path / "checkpoint"))
+    assert lengths == [[64, 64], [64, 64]]

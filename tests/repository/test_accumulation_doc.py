@@ -1,0 +1,250 @@
+"""Every recipe of docs/accumulation.md runs as it stands, and gives the gradient of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accumulate_cases import Batch, Experts, Model, _cut, error, flat, make_batch, num_valid, sum_loss, wrap
+from meshes import init_device_mesh
+from torch import Tensor, nn
+from workers import WorkerPool, get_pool
+
+NUM_BATCHES = 6
+
+
+def run_blocks(blocks: list[str], **names: Any) -> dict[str, Any]:
+    """Execute blocks of the document one after another, on ``names``; return all names."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in blocks:
+            exec(block, names)
+    return names
+
+
+def batches_of(rank: int) -> list[Batch]:
+    """Return the micro-batches of one rank; one of them without valid labels."""
+    return [make_batch(rank, index, empty=index == rank) for index in range(NUM_BATCHES)]
+
+
+def steps_of_one_process(model: nn.Module, windows: list[list[Batch]], max_norm: float) -> Tensor:
+    """Take an optimizer step for each window, and return the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batches in windows:
+        optimizer.zero_grad()
+        (torch.stack([sum_loss(model, batch) for batch in batches]).sum() / sum(map(num_valid, batches))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return parameters(model)
+
+
+def parameters(model: nn.Module) -> Tensor:
+    """Return all parameters, flattened, whole ones of sharded ones."""
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in whole])
+
+
+def training(rank: int, kind: str, blocks: list[str], size: int) -> float:
+    """Return the error of the parameters after a training in windows of ``size``."""
+    model, ranks = wrap(Model(torch.float64), kind), range(dist.get_world_size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    names = {"model": model, "optimizer": optimizer, "loader": batches_of(rank), "scaler": torch.amp.GradScaler("cpu")}
+    found = run_blocks(blocks, micro_batches=batches_of(rank), **names)
+    if "on_step" in found:
+        for number, batch in enumerate(batches_of(rank)):
+            found["on_backward"](batch)
+            if number % size == size - 1:
+                found["on_step"]()
+    windows = [
+        [batch for r in ranks for batch in batches_of(r)[start : start + size]] for start in range(0, NUM_BATCHES, size)
+    ]
+    return error(parameters(model), steps_of_one_process(Model(torch.float64), windows, max_norm=1.0))
+
+
+def gradient(rank: int, kind: str, blocks: list[str]) -> float:
+    """Return the error of the gradient of one window."""
+    model = wrap(Model(torch.float64), kind)
+    names: dict[str, Any] = {"model": model, "micro_batches": batches_of(rank)}
+    if "accelerator" in "".join(blocks):
+        from accelerate import Accelerator
+
+        names["accelerator"] = Accelerator(cpu=True)
+    run_blocks(blocks, **names)
+    return error(flat(model), whole([b for r in range(dist.get_world_size()) for b in batches_of(r)]))
+
+
+def whole(batches: list[Batch], model: nn.Module | None = None) -> Tensor:
+    """Return the gradient of one process with all of ``batches``."""
+    model = Model(torch.float64) if model is None else model
+    (torch.stack([sum_loss(model, batch) for batch in batches]).sum() / sum(map(num_valid, batches))).backward()
+    return flat(model)
+
+
+def experts(rank: int, blocks: list[str]) -> tuple[float, float]:
+    """Return the errors of the dense part and of this rank's expert."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "experts"))
+    model = Experts(torch.float64, mesh["experts"].get_group())
+    (expert,) = model.experts.values()
+    fully_shard(expert, mesh=mesh["data"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    run_blocks(blocks, model=model, micro_batches=batches_of(rank))
+    reference = Experts(torch.float64)
+    whole([b for r in range(dist.get_world_size()) for b in batches_of(r)], reference)
+    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
+    return error(flat(model.outer), flat(reference.outer)), error(flat(expert), own.flatten())
+
+
+def context_parallel(rank: int, blocks: list[str], folded: str) -> float:
+    """Return the error with sequences cut over two ranks of a ring."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["ring"].get_local_rank()
+    model, ring = Model(torch.float64), mesh["ring"].get_group()
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "own"))["own"]
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded == "all" else mesh["data"])
+    groups = {"ring_group": ring, "ulysses_group": alone, "unified_group": ring}
+    run_blocks(blocks, model=model, micro_batches=_cut(batches_of(data_rank), part), mesh=mesh, folded=folded, **groups)
+    return error(flat(model), whole([b for r in range(2) for b in batches_of(r)]))
+
+
+def pipeline(rank: int, blocks: list[str]) -> float:
+    """Return the error of this rank's stage of two, with two copies of the pipeline under FSDP2."""
+    from torch.distributed import pipelining
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
+    copy, index = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank()
+    full, reference = Model(torch.float64), Model(torch.float64)
+    part = nn.Sequential(full.embed, full.up) if index == 0 else nn.Sequential(nn.Tanh(), full.down)
+    fully_shard(part, mesh=mesh["data"])
+    batches = batches_of(copy)
+    found = run_blocks(
+        blocks,
+        ScheduleGPipe=pipelining.ScheduleGPipe,
+        data_group=mesh["data"].get_group(),
+        stage=pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["stages"].get_group()),
+        micro_batches=batches,
+    )
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
+    found["schedule"].step(*[tokens] if index == 0 else [], target=labels if index == 1 else None)
+    whole([b for r in range(2) for b in batches_of(r)], reference)
+    own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
+    return error(flat(part), flat(own))
+
+
+def pooled(rank: int, blocks: list[str]) -> float:
+    """Return the error of the parameters after training with a pooled loss over windows of 16 micro-batches."""
+    from fullrank import SmoothAPLoss
+
+    def rows(of: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(of)
+        drawn = [torch.randn(3 + index % 2, 5, generator=generator, dtype=torch.float64) for index in range(32)]
+        return [(features, (features[:, 0] > 0.5).long()) for features in drawn]
+
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 1, dtype=torch.float64)
+    model, reference = wrap(nn.Linear(5, 1, dtype=torch.float64), "plain"), plain
+    model.load_state_dict(plain.state_dict())
+    model = nn.parallel.DistributedDataParallel(model)
+    run_blocks(blocks, model=model, row_loader=rows(rank), optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    loss_fn = SmoothAPLoss(1, temperature=0.1, gather_distributed=False)
+    for start in (0, 16):
+        window = [pair for r in range(dist.get_world_size()) for pair in rows(r)[start : start + 16]]
+        optimizer.zero_grad()
+        features, targets = (torch.cat(parts) for parts in zip(*window))
+        loss_fn(reference(features), targets).backward()
+        optimizer.step()
+    return error(parameters(model), parameters(reference))
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^###? ", TEXT, flags=re.MULTILINE)}
+LIMIT = 1e-12  # float64
+
+
+def blocks(section: str) -> list[str]:
+    """Return the Python blocks of a section."""
+    return re.findall(r"```python\n(.*?)```", SECTIONS[section], flags=re.DOTALL)
+
+
+NAMES = blocks("Recipes")
+LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
+
+
+def test_every_block_is_run_here() -> None:
+    tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
+    tested += ["A server, whose calls come one by one"]
+    assert [len(blocks(section)) for section in tested] == [1] * len(tested)
+    assert TEXT.count("```python") == len(NAMES) + 2 + len(tested)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_the_loop(kind: str, world_size: int) -> None:
+    """Six micro-batches in windows of four: four and two."""
+    assert max(get_pool(world_size)(training, kind, [*NAMES, LOOP], 4)) <= LIMIT
+
+
+def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
+    wrong = LOOP.replace(
+        "step.backward(loss_sum(model, batch))",
+        "causal_lm_loss(model(batch['tokens']), batch['labels']).div(4).backward()",
+    )
+    assert wrong != LOOP
+    with pytest.raises(AssertionError, match="expected one backward, got 0"):
+        pool_of_two(training, "ddp", [*NAMES, wrong], 4)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_means_with_their_number(pool_of_two: WorkerPool, kind: str) -> None:
+    assert max(pool_of_two(gradient, kind, [*NAMES, MEANS])) <= LIMIT
+
+
+def test_experts(pool_of_four: WorkerPool) -> None:
+    for errors in pool_of_four(experts, NAMES + blocks("Experts")):
+        assert max(errors) <= LIMIT
+
+
+@pytest.mark.parametrize("folded", ["all", "none", "ulysses_only"])
+def test_context_parallelism(pool_of_four: WorkerPool, folded: str) -> None:
+    assert max(pool_of_four(context_parallel, NAMES + blocks("Context parallelism"), folded)) <= LIMIT
+
+
+def test_the_wrong_mode_of_context_parallelism_is_seen(pool_of_four: WorkerPool) -> None:
+    recipe = [block.replace("all_reduce_grads_(model, group)", "") for block in blocks("Context parallelism")]
+    assert min(pool_of_four(context_parallel, NAMES + recipe, "none")) > 0.05
+
+
+def test_pipeline_schedules(pool_of_four: WorkerPool) -> None:
+    assert max(pool_of_four(pipeline, NAMES + blocks("Pipeline schedules"))) <= LIMIT
+
+
+def test_grad_scaler(pool_of_two: WorkerPool) -> None:
+    assert max(pool_of_two(training, "ddp", NAMES + blocks("GradScaler"), NUM_BATCHES)) <= LIMIT
+
+
+def test_accelerate(pool_of_two: WorkerPool) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    assert max(pool_of_two(gradient, "ddp", NAMES + blocks("Accelerate"))) <= LIMIT
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_server(pool_of_two: WorkerPool, kind: str) -> None:
+    """Two steps of three calls, by one object."""
+    recipe = NAMES + blocks("A server, whose calls come one by one")
+    assert max(pool_of_two(training, kind, recipe, 3)) <= LIMIT
+
+
+def test_pooled_losses(pool_of_two: WorkerPool) -> None:
+    assert max(pool_of_two(pooled, NAMES + blocks("Pooled losses"))) <= LIMIT

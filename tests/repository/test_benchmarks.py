@@ -1,0 +1,103 @@
+"""The benchmarks run and leave their results. What they time is not looked at: a test that times fails at random."""
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _run(script, out, *arguments):
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--quick", "--out", str(out), *arguments]
+    # One thread: on busy cores, threads that wait for each other take seconds for what takes microseconds.
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / f"{script}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def retrieval(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    return folder, _run("retrieval", folder, "--repeats", "1")
+
+
+def test_speed_writes_its_results_and_draws_those_of_retrieval_too(retrieval):
+    folder, _ = retrieval
+    results = _run("speed", folder, "--repeats", "1")
+    assert {"against_peer", "against_sort", "growth", "machine"} <= set(results)
+    both = (folder / "speed.png").read_bytes()
+    (folder / "retrieval.json").unlink()
+    subprocess.run([sys.executable, str(FOLDER / "speed_figure.py"), "--out", str(folder)], check=True, timeout=120)
+    assert both.startswith(PNG)
+    assert both != (folder / "speed.png").read_bytes()
+
+
+def test_retrieval_is_the_loss_of_its_peer(retrieval):
+    _, results = retrieval
+    assert all(row["ours_ms"] > 0 for row in results["retrieval"])
+    if importlib.util.find_spec("pytorch_metric_learning") is None:
+        pytest.skip("needs the bench extra")
+    for row in results["retrieval"]:
+        assert row["loss_difference"] < 1e-6  # float32: both divide differences of similarities by 0.01
+        assert row["gradient_difference"] < 1e-5
+
+
+def test_growth_writes_its_results(tmp_path):
+    results = _run("growth", tmp_path, "--repeats", "1")
+    assert {"classes", "positive", "recall", "machine"} <= set(results)
+
+
+def test_accuracy_is_within_the_bars(tmp_path):
+    results = _run("accuracy", tmp_path)
+    assert results["cases"]
+    assert all(case["met"] for case in results["cases"])
+
+
+def test_order_writes_its_results(tmp_path):
+    results = _run("order", tmp_path)
+    for points in (results["orders"]["fine"], results["orders"]["coarse"]):
+        assert points[0]["error"] > 1e3 * points[-1]["error"]  # more nodes, less error
+    assert (tmp_path / "error_over_order.png").read_bytes().startswith(PNG)
+
+
+def test_memory_runs(tmp_path):
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux's /proc")
+    assert all(case["peak_bytes"] > 0 for case in _run("memory", tmp_path, "--repeats", "1")["cases"])
+
+
+def test_gather_writes_its_results(tmp_path):
+    (first, second) = _run("gather", tmp_path, "--repeats", "3")["gather"]
+    assert {"peer_us", "ours_us", "ratio"} <= set(first) & set(second)
+
+
+def test_soak_finds_nothing(tmp_path):
+    command = [sys.executable, str(FOLDER / "soak.py"), "--steps", "100", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "soak.json").read_text())
+    assert max(results["worst"].values()) <= 1e-12
+    assert set(results["leaked_files"]) == {0}
+
+
+def test_soak_judges_memory_after_it_has_settled(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    soak = importlib.import_module("soak")
+    settling = [8_000_000 * step for step in range(soak.WARM_UP // soak.SAMPLE_EVERY)]
+    level = settling[-1]
+    assert soak.growth(settling) is None
+    assert soak.growth(settling + [level] * 100) == 0
+    leak = [level + 100_000 * step for step in range(100)]
+    assert soak.too_much(soak.growth(settling + leak))
+    assert not soak.too_much(soak.growth(settling + [level] * 100))

@@ -1,0 +1,232 @@
+"""The rules of the repository itself: its layout, its distribution and what imports what."""
+
+import ast
+import configparser
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import fullrank
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _listed_packages():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config["options"]["packages"].split()
+
+
+PACKAGES = _listed_packages()
+SUBPACKAGES = [name.removeprefix("fullrank.") for name in PACKAGES if name != "fullrank"]
+
+
+def _module_names():
+    """Names of the modules of the package; never of tests, examples or benchmarks, which lie in the same folder."""
+    names = []
+    for package in PACKAGES:
+        names.append(package)
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        # Not walk_packages: from the root it would import every folder that has an __init__.py.
+        names += [f"{package}.{module.name}" for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
+    return names
+
+
+MODULES = _module_names()
+
+
+def _source(module):
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if module in PACKAGES else path.with_suffix(".py")
+
+
+def _run(arguments, cwd, **environment):
+    # Options of the person who runs the suite are not options of the runs within it.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    done = subprocess.run(
+        arguments, cwd=cwd, env=kept | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the files git knows or would add, in a folder whose name is no identifier."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("needs a git checkout to know which files belong to the repository")
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode != 0:
+        pytest.skip(f"git ls-files: {listing.stderr.strip()}")
+    folder = tmp_path_factory.mktemp("house") / "x-1.y"
+    for name in listing.stdout.split("\0"):
+        # The listing has files that are deleted but still in the index.
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["tests/repository/test_smoke.py"], ["-k", "test_smoke"]], ids=["file", "bare"])
+def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path, arguments):
+    # `import fullrank` must find the clone, not the checkout that is installed.
+    (tmp_path / "fullrank").symlink_to(clone, target_is_directory=True)
+    output = _run([sys.executable, "-m", "pytest", *arguments], clone, PYTHONPATH=str(tmp_path))
+    summary = output.strip().splitlines()[-1]
+    assert " passed" in summary, output
+    assert "error" not in summary, output
+
+
+def test_wheel_has_the_package_and_nothing_else(clone, tmp_path):
+    source = shutil.copytree(clone, tmp_path / "source")
+    options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
+    _run([sys.executable, "-m", "pip", "wheel", *options, str(tmp_path), str(source)], cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {f"fullrank/{_source(module).relative_to(ROOT).as_posix()}" for module in MODULES}
+    assert names == expected | {"fullrank/py.typed"}
+    assert wheel.name.startswith(f"fullrank-{fullrank.__version__}-")
+
+
+def test_the_root_has_no_other_modules():
+    # Whatever else lay there (setup.py, conftest.py) would be part of the package.
+    assert {path.name for path in ROOT.glob("*.py")} <= {"__init__.py", "__main__.py", "errors.py"}
+
+
+def test_every_package_folder_is_listed():
+    found = {path.parent.relative_to(ROOT) for folder in SUBPACKAGES for path in (ROOT / folder).rglob("*.py")}
+    assert {".".join(("fullrank", *folder.parts)) for folder in found} == set(PACKAGES) - {"fullrank"}
+
+
+class _Finder(doctest.DocTestFinder):
+    """Finds the examples of decorated functions too.
+
+    doctest.testmod leaves out, without a word, what a decorator defined in another module has wrapped: a function under
+    ``torch.no_grad`` has the globals of torch.
+    """
+
+    def _from_module(self, module, object):
+        return super()._from_module(module, inspect.unwrap(object))
+
+    def find(self, module, name):
+        # A graph break in an earlier test leaves parts of functions, with their docstrings, in the module.
+        return [test for test in super().find(module, name) if ".__resume_at_" not in test.name]
+
+
+def _docstrings_with_examples(source):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return sum(">>> " in (ast.get_docstring(node) or "") for node in nodes)
+
+
+# `__main__` is a program: importing it is no use of it.
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith(".__main__")])
+def test_doctests(name):
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if "its extra `integrations`" not in str(error):
+            raise
+        pytest.skip("needs the extra `integrations`")
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    tests = [test for test in _Finder().find(module, name) if test.examples]
+    # An example may set the global seed; the tests after it must not see that.
+    with torch.random.fork_rng(devices=[]):
+        for test in tests:
+            runner.run(test)
+    assert runner.failures == 0, "see the captured output"
+    assert len(tests) == _docstrings_with_examples(_source(name).read_text()), "an example was not found by doctest"
+
+
+# What each subpackage may import besides itself. The root imports all of them.
+ALLOWED_IMPORTS = {
+    "kernels": {"errors"},
+    "distributed": {"errors"},
+    "queues": {"errors", "distributed"},
+    "gradients": {"errors", "distributed"},
+    "accumulation": {"errors", "distributed", "gradients"},
+    "losses": {"errors", "kernels", "distributed", "queues"},
+    "metrics": {"errors", "kernels", "distributed", "losses"},
+    "integrations": {"errors", "accumulation", "losses"},
+    "preflight": {"errors", "distributed", "losses"},
+}
+
+
+def _forbidden_imports(source, package, allowed):
+    """The imports in the source of a module of `package` that are absolute within the house or not in `allowed`."""
+    depth = package.count(".")
+    forbidden = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # `from .. import losses` names its target after `import`, `from ..losses import x` before it.
+            targets = [(node.level, node.module)] if node.module else [(node.level, alias.name) for alias in node.names]
+        else:
+            continue
+        for level, name in targets:
+            top = name.split(".")[0]
+            if level == 0:
+                # A subpackage under its bare name is found only when the current folder is the repository.
+                wrong = top in {"fullrank", *SUBPACKAGES}
+            else:
+                # Level 1 is the module's own package, depth + 1 is the root.
+                wrong = level == depth + 1 and top not in allowed
+            if wrong:
+                forbidden.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return forbidden
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name):
+    package = name if name in PACKAGES else name.rpartition(".")[0]
+    subpackage = package.removeprefix("fullrank").lstrip(".").split(".")[0]
+    if name == "fullrank.errors":
+        allowed = set()
+    else:
+        allowed = ALLOWED_IMPORTS[subpackage] | {subpackage} if subpackage else {"errors", *SUBPACKAGES}
+    assert _forbidden_imports(_source(name).read_text(), package, allowed) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ..losses import focal",
+        "from ..losses.focal import softmax_focal",
+        "from .. import losses",
+        "from .. import anything_of_the_root",
+        "import losses",
+        "import losses.focal",
+        "from losses import focal",
+        "import fullrank",
+        "from fullrank.distributed import gather",
+        "def late():\n    from ..losses import focal",
+    ],
+)
+def test_a_forbidden_import_is_seen(source):
+    assert _forbidden_imports(source, "fullrank.distributed", set()) != []
+
+
+@pytest.mark.parametrize("name", fullrank.__all__)
+def test_public_name_has_a_docstring(name):
+    public = getattr(fullrank, name)
+    if isinstance(public, str | int | float):
+        pytest.skip("a plain value, its docstring is that of its type")
+    # __doc__ and not inspect.getdoc, which would take the docstring of a base class. A NamedTuple or a dataclass
+    # without a docstring of its own is given its signature.
+    docstring = public.__doc__ or ""
+    assert docstring.strip()
+    assert not docstring.startswith(f"{name}(")

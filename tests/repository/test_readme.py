@@ -1,0 +1,96 @@
+"""Every Python block of README.md runs: the first in this process, the recipes in a real torchrun job."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fullrank
+
+README = Path(__file__).parents[2] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def block_with(text: str) -> str:
+    """Return the only block that contains ``text``."""
+    (block,) = [block for block in BLOCKS if text in block]
+    return block
+
+
+def test_no_block_is_left_out() -> None:
+    assert len(BLOCKS) == 5
+
+
+def test_a_first_loss() -> None:
+    block = block_with("torch.arange(200)")
+    assert len(block.replace("import torch\n", "").strip().splitlines()) <= 5
+    names: dict = {}
+    with torch.random.fork_rng(devices=[]):
+        exec(block, names)
+    assert 0 < names["loss"].item() < 1
+    assert names["logits"].grad.abs().sum() > 0
+
+
+def test_the_swapped_line() -> None:
+    names: dict = {}
+    exec(block_with("# loss_fn = torch.nn.CrossEntropyLoss()"), names)
+    # Positives at places 2 of 4, 1 and 3 of 4, 1 of 4: AP of 1/2, 5/6 and 1.
+    assert names["loss"].item() == pytest.approx(1 - (1 / 2 + 5 / 6 + 1) / 3, abs=1e-2)
+    old = torch.nn.CrossEntropyLoss()(names["logits"], names["targets"])  # the line that is swapped takes the same
+    assert old.isfinite()
+    assert names["logits"].grad.abs().sum() > 0
+
+
+def test_the_ddp_recipe(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(block_with("# train.py"), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    # 220 rows a step enter the queue.
+    assert re.fullmatch(r"loss 0\.\d{4}, queue 4096 rows\n", done.stdout), done.stdout
+
+
+def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process the gather is the identity; over ranks tests/distributed/test_gather.py holds both calls."""
+    names: dict = {}
+    exec(block_with("def pairwise_hinge"), names)
+    monkeypatch.setitem(names, "gather_rows", lambda *tensors: tensors)  # there is no process group here
+    logits, targets = torch.tensor([[2.0], [0.5]], requires_grad=True), torch.tensor([1, 0])
+    assert names["pairwise_hinge"](logits, targets).item() == 0.0
+    assert names["pairwise_hinge"](logits[:0], targets[:0]).item() == 0.0
+    tokens = names["token_loss"](torch.zeros(3, 4), torch.tensor([1, -100, 2]))
+    assert tokens.item() == pytest.approx(1.3862944)
+
+
+def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    """The gradient of the last step is that of one batch; over ranks tests/accumulation/test_accumulate.py holds it."""
+    names: dict = {}
+    exec(block_with("def train_epoch"), names)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5)).double()
+    loader = []
+    for length in (3, 9):
+        tokens = torch.randint(0, 5, (2, length))
+        loader.append({"input_ids": tokens, "labels": tokens})
+    names["train_epoch"](model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    sums = [fullrank.causal_lm_loss(model(batch["input_ids"]), batch["labels"], num_items=20) for batch in loader]
+    total = sum(sums)
+    total.backward()
+    for mine, parameter in zip(found, model.parameters()):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-14)
+    assert float(capsys.readouterr().out) == pytest.approx(float(total.detach()), rel=1e-12)
+
+
+def test_the_public_names_are_in_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert [name for name in fullrank.__all__ if name not in text] == []
