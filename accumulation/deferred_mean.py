@@ -28,10 +28,9 @@ from ..distributed.torch_private import divide_each_, not_compiled
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
-from ..gradients.wrappers import GradientSync, discard_gradients_, find_sync, shorten
+from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
 from .accumulate import check_summed_loss
 from .token_count import check_scalar
-from .window import find_ranks
 
 # The object that divides the gradients of a model; weak on both sides.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeferredMean]] = weakref.WeakKeyDictionary()

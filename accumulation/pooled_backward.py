@@ -237,13 +237,6 @@ def _describe_leaf(leaf: Tensor, model: nn.Module) -> str:
     return f"{kind}, of shape {tuple(leaf.shape)},"
 
 
-class _Last(NamedTuple):
-    """The last micro-batch of a replay, whose backward reduces the gradients and is still to run."""
-
-    scores: Tensor
-    grad: Tensor
-
-
 def _replay(
     window: Window,
     forward: Forward,
@@ -260,7 +253,7 @@ def _replay(
     """
     differences: list[Tensor] = []
 
-    def replay_all() -> _Last:
+    def replay_all() -> tuple[Tensor, Tensor]:
         with _autocast_off(devices):
             (slope,) = torch.autograd.grad(value if scaler is None else scaler.scale(value), scored.leaf)
         firsts, grads = scored.leaf.detach().split(scored.num_rows), slope.split(scored.num_rows)
@@ -276,9 +269,9 @@ def _replay(
             if not is_last:
                 with _autocast_off(devices):
                     scores.backward(grad)
-        return _Last(scores, grad)
+        return scores, grad  # of the last micro-batch, whose backward reduces and follows the header
 
-    def close(last: _Last) -> Offer[_Last]:
+    def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
         if not check_replay:
             return Offer(last)
         top = largest_score(scored.leaf.detach())
@@ -289,8 +282,9 @@ def _replay(
         closed = _agree_after(window, window.is_lockstep, replay_all, close)
         if check_replay:
             _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
+        scores, grad = closed.value
         with _autocast_off(devices):
-            closed.value.scores.backward(closed.value.grad)
+            scores.backward(grad)
     except BaseException:
         discard_gradients_(window.model)
         raise

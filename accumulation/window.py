@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
+from ..distributed.group import Group, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on
 from ..errors import Words, check_count, expected
-from ..gradients.wrappers import GradientSync, find_sync
+from ..gradients.wrappers import GradientSync, find_ranks, find_sync
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -99,11 +98,7 @@ def open_window(
 
     Args:
         call: name of the verb.
-        model: see :func:`accumulate`, as for the next four.
-        micro_batches: the list.
-        sync: when gradients are reduced.
-        group: the ranks; None for those that :func:`find_ranks` finds.
-        multiplier: the caller's, None for that of the wrappers.
+        model, micro_batches, sync, group, multiplier: see :func:`accumulate`.
         bring: checks what only this verb takes, and returns its part of the header.
 
     Raises:
@@ -129,28 +124,6 @@ def open_window(
     if window.is_lockstep:
         window.check_equal_numbers()
     return window, Agreement(value, agreed.rows, agreed.totals)
-
-
-def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
-    """Return the ranks that a loss of ``model`` is added over; None when this process is alone.
-
-    They are ``group`` if it is given, else those that the wrappers reduce over, else the default group. This function
-    does not raise what is wrong with the model: the header that follows reports it to all ranks, over the default
-    group. It raises like :func:`~fullrank.distributed.group.resolve_group`.
-    """
-    if group is None:
-        try:
-            found = find_sync(model).group
-        except Exception:
-            found = None
-        if found is None and not is_initialized():
-            return None
-        # When it is everyone, take the default group, the object that the losses use: the header of a rank that fails
-        # in front of its loss must meet the one that opens the loss on the other ranks.
-        is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
-        group = None if is_everyone else found
-    ranks = resolve_group(group)
-    return ranks if ranks.size() > 1 else None
 
 
 def list_micro_batches(micro_batches: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.group import Group, group_ranks, resolve_group
+from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
 from ..distributed.torch_private import (
     FsdpGroup,
     awaits_first_reduction,
@@ -223,6 +223,28 @@ def find_sync(model: nn.Module) -> GradientSync:
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return GradientSync(ddp, fsdp_modules(model), fsdp, unmanaged if fsdp or ddp else [], shares_statistics)
+
+
+def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
+    """Return the ranks that a loss of ``model`` is added over; None when this process is alone.
+
+    They are ``group`` if it is given, else those that the wrappers reduce over, else the default group. An error in the
+    model is not raised here: the header that follows reports it to all ranks, over the default group. Raises like
+    :func:`~fullrank.distributed.group.resolve_group`.
+    """
+    if group is None:
+        try:
+            found = find_sync(model).group
+        except Exception:
+            found = None
+        if found is None and not is_initialized():
+            return None
+        # When it is everyone, return the default group, the object that other calls use. A rank that fails in front of
+        # its loss exchanges a header here while the other ranks open their loss; both headers must be in one group.
+        is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
+        group = None if is_everyone else found
+    ranks = resolve_group(group)
+    return ranks if ranks.size() > 1 else None
 
 
 def sum_gradients_(model: nn.Module) -> float:
