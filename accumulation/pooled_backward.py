@@ -248,8 +248,8 @@ def _replay(
 ) -> None:
     """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began.
 
-    The header stands in front of the last backward: there a mistake can still be raised on all ranks, because no
-    wrapper has begun to reduce what it adds up.
+    The header stands in front of the last backward, in which the wrapper reduces: there all ranks can still raise the
+    same error, because none of them waits in that reduction yet.
     """
     differences: list[Tensor] = []
 

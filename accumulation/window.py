@@ -54,7 +54,7 @@ def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
         if window:
             yield window
 
-    return cut()  # a generator of its own, so that the checks run at the call
+    return cut()  # an inner generator, so that the checks run at the call
 
 
 class Window(NamedTuple):
