@@ -25,7 +25,7 @@ def test_sum_in_place(pool: WorkerPool, dtype: str, bucket: int, num_buckets: in
 
 
 def test_buckets_are_filled() -> None:
-    from fullrank.gradients.grad_buckets import BUCKET_BYTES, buckets
+    from fullrank.gradients.all_reduce_grads import BUCKET_BYTES, buckets
 
     quarter = BUCKET_BYTES // 4 // 4  # elements of float32 in a quarter
     tensors = [torch.empty(n, device="meta") for n in (quarter, 3 * quarter, 1, quarter, 5 * quarter, 0, quarter)]
