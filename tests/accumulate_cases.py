@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
 from fullrank import accumulate, count_valid_tokens, discard_gradients_, sum_gradients_, windows
+from fullrank.distributed.torch_private import fsdp_groups
 
 VOCABULARY, WIDTH, LENGTH = 7, 6, 9
 Batch = dict[str, Tensor]
@@ -640,11 +641,7 @@ def switches(model: nn.Module) -> list[Any]:
     found: list[Any] = [
         m.require_backward_grad_sync for m in model.modules() if hasattr(m, "require_backward_grad_sync")
     ]
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            groups = module._get_fsdp_state()._fsdp_param_groups
-            found += [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-    return found
+    return found + [(group.state.reduce_grads, group.state.all_reduce_grads) for group in fsdp_groups(model)]
 
 
 OPENINGS: dict[str, Callable[[list[Batch]], dict[str, Any]]] = {
