@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 class Gathered(NamedTuple):
     """The result of a gather, equal on every rank: the tensors with all rows, and the number of rows of each rank."""
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]  # a tensor or None each, as they were given
     rows: tuple[int, ...]
 
 

@@ -1,8 +1,8 @@
 r"""The p-norm of the gradients that one rank holds: one pass, no overflow, no underflow, no wait for the device.
 
 Norms are joined by :math:`\|(a, b)\|_p = \|(\|a\|_p, \|b\|_p)\|_p`, so of a row, a tensor, a rank or a stage only
-one number is kept: its norm. Only elements are raised to powers. A square overflows float16 above 256 and float32 above 1.8e19,
-which gradients in half precision reach (bfloat16). So powers are summed
+one number is kept: its norm. Only elements are raised to powers. A square overflows float16 above 256 and float32 above
+1.8e19, which gradients in half precision (bfloat16) reach. So powers are summed
 
 - on the CPU in float32 (float64 for float64), row by row. If that sum shows that powers have left the range, which is
   rare, they are summed a second time, with the elements divided by the largest.
