@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
 from ..errors import check_count, check_number, check_positive, expected, warn
-from ..queues.load_check import check_saved_queues
+from ..queues.memory_queue import check_saved_queues
 from .distributed_loss import DistributedLoss
 
 

@@ -395,7 +395,7 @@ def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit:
     embeddings.requires_grad_()
     outcomes = []
     for chunk in (2**20, limit):
-        monkeypatch.setattr(sys.modules["fullrank.losses.all_queries"], "_CPU_SIMILARITIES", chunk)
+        monkeypatch.setattr(sys.modules["fullrank.losses.retrieval"], "_CPU_SIMILARITIES", chunk)
         for reduction in REDUCTIONS:
             loss = retrieval_smooth_ap(embeddings, labels, temperature=0.1, reduction=reduction)
             outcomes.append((loss.detach(), cases.gradient(loss, embeddings)))
@@ -404,7 +404,7 @@ def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit:
 
 
 def test_a_mean_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = sys.modules["fullrank.losses.all_queries"]
+    kernel = sys.modules["fullrank.losses.retrieval"]
     original, calls = kernel.smooth_ap_sums, []
     monkeypatch.setattr(kernel, "smooth_ap_sums", lambda *given: calls.append(1) or original(*given))
     embeddings, labels = make_embeddings("rows that are alone")
