@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -24,7 +23,7 @@ from gradient_cases import Case
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from workers import WorkerPool
+from workers import WorkerPool, process_context
 
 import fullrank
 from fullrank.distributed import collectives
@@ -189,11 +188,7 @@ class Fate(NamedTuple):
 
 def run_group(world_size: int, timeout_s: float, scenario: Callable[..., None], *arguments: Any) -> list[Fate]:
     """Run ``scenario(rank, *arguments)`` in new processes of one gloo group; one that hangs is killed at the limit."""
-    can_fork = "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
-    if can_fork:
-        # Imported once for all of the processes; the compiler, because the first gather imports it.
-        context.set_forkserver_preload(["torch._dynamo", "fullrank"])
+    context = process_context()
     with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
         common = (world_size, timeout_s, folder, scenario, arguments)
         processes = [context.Process(target=_live, args=(rank, *common), daemon=True) for rank in range(world_size)]

@@ -17,7 +17,7 @@ from meshes import init_device_mesh
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool, error_of
+from workers import WorkerPool, error_of, process_context
 
 import fullrank
 from fullrank import losses
@@ -470,7 +470,7 @@ def test_detection_and_its_override_between_steps(pool_of_two: WorkerPool) -> No
 
 def test_a_process_group_that_was_destroyed_is_found_again(tmp_path: Path) -> None:
     """Local before there is one, gathered with one, local without, gathered with the next."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = process_context()
     answers = context.Queue()
     workers = [context.Process(target=generations, args=(r, str(tmp_path), answers)) for r in range(2)]
     for worker in workers:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import run_script
 from workers import WorkerPool
 
 from fullrank.losses import smooth_ap
@@ -108,7 +109,7 @@ def test_on_two_processes(tmp_path):
 
 
 def test_on_one_process(tmp_path):
-    done = _launch("fullrank", cwd=tmp_path)
+    done = run_script("fullrank", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: outcome for name, outcome, _ in LINE.findall(done.stdout)}
     assert {name for name, outcome in found.items() if outcome == "skipped"} == NEED_RANKS

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from scripts import run_script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, get_pool
@@ -294,9 +295,7 @@ def test_the_tutorial_and_its_figure(tmp_path: Path, pyplot: Any, monkeypatch: p
 def test_the_script_of_the_tutorial(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = run_script(script, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     expected = BLOCK.findall(PAGES["tutorial.md"])[-1][1]
     assert_printed(done.stdout, expected)
