@@ -1,4 +1,4 @@
-"""The preflight check passes where all is well, says what is wrong where it is not, and its exit status tells."""
+"""The preflight check passes on a correct setup, names what is wrong otherwise, and its exit status says which."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from workers import WorkerPool
 from fullrank.losses import smooth_ap
 from fullrank.preflight import checks, command
 from fullrank.preflight.site import Site
+
+pytestmark = pytest.mark.slow
 
 
 def raise_failed(site: Site) -> str:
@@ -126,7 +128,7 @@ def test_on_one_process(tmp_path):
     ],
 )
 def test_a_fault_is_found(pool_of_two: WorkerPool, fault: str, check: str, text: str) -> None:
-    """And the checks after it go on."""
+    """And the checks after it still run."""
     for outcomes in pool_of_two(with_fault, fault, check):
         (outcome, detail), after = outcomes
         assert outcome == "FAILED"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from scripts import run_script
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "accumulation.py"
 # label, gap

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from scripts import run_script
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "clip_mixed_mesh.py"
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from scripts import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
 LABELS = {"cross-entropy", "focal", "SmoothAP", "RecallAtQuantile", "PAUCAtBudget"}
 # label, fullrank, detached gather, no gather
