@@ -26,11 +26,12 @@ from torch import Tensor
 
 from fullrank.kernels import bins as binning
 from fullrank.kernels import soft_ranks
-from fullrank.kernels.node_tables import MANY_ROWS, order_for
+from fullrank.kernels.costs import costs_of
+from fullrank.kernels.node_tables import order_for
 
 SCALES, TEMPERATURES = (1.0, 10.0, 100.0, 1000.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 ROWS, SHARE = (4_000, 8_000), 0.02
-MANY_SHARE = 1.25e-4  # of MANY_ROWS, where float32 takes other bins
+MANY_ROWS, MANY_SHARE = costs_of(torch.device("cpu")).many_rows, 1.25e-4  # from so many rows float32 takes other bins
 MANY_CASES = ((1.0, 0.01), (1.0, 1.0), (10.0, 1.0))  # scale and temperature
 METHODS = ("direct", "binned")
 PAIRS = 2**18  # summed together
@@ -119,7 +120,7 @@ def extended_error(ours: Tensor, reference: Any) -> float:
 
 def way(scores: Tensor, temperature: float) -> str:
     """Return in words how ``method="binned"`` sums these scores."""
-    fine = order_for(scores.dtype, scores.numel()).fine
+    fine = order_for(scores, scores.numel()).fine
     bins = binning.cover(scores.min()[None], scores.max()[None], temperature, fine)
     if bins.window <= binning.most_bins(scores.numel()):
         return "one window"

@@ -302,22 +302,3 @@ def _who_has_what(ranks: list[int], values: list[str]) -> str:
 
 def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def agree(
-    call: str,
-    group: ProcessGroup,
-    *,
-    error: Exception | None = None,
-    facts: Mapping[str, object] | None = None,
-    rows: int = 0,
-    totals: Sequence[Tensor | float] = (),
-) -> Agreement[None]:
-    """Transitional: agree_on for callers that have already attempted their checks."""
-
-    def bring() -> Offer[None]:
-        if error is not None:
-            raise error
-        return Offer(None, facts or {}, rows, totals)
-
-    return agree_on(call, group, bring)

@@ -1,9 +1,9 @@
-"""Draw the diagrams of the documentation: the map, and what travels between ranks.
+"""Draw the diagrams of the documentation: the map, what travels between ranks, and the life of one call.
 
 Usage: python docs/make_diagrams.py [--out FOLDER]
 
 Writes SVG by hand, so that text stays text. The colours are variables: the site sets them for its light and its dark
-scheme; by itself a diagram follows the scheme of the reader's system.
+scheme. A diagram that is opened by itself follows the colour scheme of the reader's system.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def arrow(x: float, y: float, length: float) -> str:
 
 
 def svg(name: str, width: int, height: int, title: str, description: str, parts: list[str]) -> str:
-    """Return the document, with a title and a description for those who do not see it."""
+    """Return the document, with a title and a description for screen readers."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fr-diagram" viewBox="0 0 {width} {height}" role="img" '
     head += f'aria-labelledby="{name}-title {name}-desc">'
     labels = f'<title id="{name}-title">{title}</title>\n<desc id="{name}-desc">{description}</desc>'
@@ -65,7 +65,7 @@ def svg(name: str, width: int, height: int, title: str, description: str, parts:
 
 
 def draw_map() -> str:
-    """Return the map: two kinds of loss, two ways for a batch to be spread, two things left to do to gradients."""
+    """Return the map: two kinds of loss, two ways to spread a batch, and the two steps on gradients."""
     cells = [
         (150, 44, "a", "Gather the rows", ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"]),
         (460, 44, "a", "Score, one loss, replay", ["pooled_backward"]),
@@ -115,7 +115,7 @@ def draw_travel() -> str:
     parts = [text(x, 26, head, "head", "middle") for x, head, _ in columns]
     parts += [text(x, 44, note, "small", "middle") for x, _, note in columns]
     backward = "backward: takes the gradient of its own rows, times k; no communication"
-    # The ways back lie outside, so that nothing crosses what is exchanged between the ranks.
+    # The backward arrows run along the outside, so that they do not cross the exchanges between the ranks.
     for y, middle, back, name, own, sent in (
         (64, 124, 84, "rank 0", "aaa", "aaa"),
         (174, 210, 250, "rank 1", "bb", "bbp"),
@@ -143,7 +143,66 @@ def draw_travel() -> str:
     return svg("travel", 770, 318, "What travels between ranks in one call of a pooled loss", description, parts)
 
 
-DIAGRAMS = {"map.svg": draw_map, "travel.svg": draw_travel}
+def draw_call() -> str:
+    """Return the life of one call: data from the logits down to the loss, and the gradient back up to ``.grad``."""
+    forward = [
+        ("b", "your model", "", "logits (N, C) and targets (N,): this rank's rows"),
+        ("c", "1. check", "losses/batch.py", "shapes, dtypes and target range of this rank's rows"),
+        ("a", "2. header", "distributed/header.py", "agree_on: 64 bytes; all ranks continue or all raise"),
+        ("a", "3. payload gather", "distributed/gather.py", "(N, C) becomes (sum of N, C): the rows of all ranks"),
+        ("c", "4. join with the queue", "losses/ranking.py", "past rows are appended as constants: M rows"),
+        ("c", "5. kernel, per class", "kernels/soft_ranks.py", "scores (C, M) become one loss per class (C,)"),
+        ("c", "6. reduce", "losses/pool.py", "mean over the valid classes: the same scalar on every rank"),
+        ("c", "7. enqueue", "queues/memory_queue.py", "in training mode the gathered rows enter the queue"),
+    ]
+    backward = {
+        0: ("b", "parameter.grad", "as one process with the whole batch"),
+        1: ("a", "DDP averages", "all-reduce of gradients, divided by W"),
+        2: ("b", "model backward", "from dL/dlogits (N, C) of this rank"),
+        3: ("c", "own rows, times k", "k = W; no communication"),
+        4: ("c", "drop the queued rows", "they carry no gradient"),
+        5: ("c", "kernel backward", "dL/dscores (C, M)"),
+        6: ("c", "reduce backward", "dL/d per class (C,)"),
+    }
+    top, pitch, height, left, width, right, narrow = 44, 66, 50, 10, 440, 490, 270
+    parts = [text(left + width / 2, 26, "forward", "head", "middle")]
+    parts += [text(right + narrow / 2, 26, "backward", "head", "middle")]
+    for row, (kind, head, file, note) in enumerate(forward):
+        y = top + row * pitch
+        parts += [box(left, y, width, height, kind), text(left + 14, y + 21, head, "head")]
+        parts += [text(left + width - 14, y + 21, file, "code", "end"), text(left + 14, y + 40, note, "small")]
+        if row:
+            middle = left + width / 2
+            parts += [path("arrow", f"M{middle:g} {y - 15} V{y - 8}"), path("tip", f"M{middle:g} {y - 1} l-4 -7 h8 z")]
+    middle = right + narrow / 2
+    for row, (kind, head, note) in backward.items():
+        y = top + row * pitch
+        parts += [box(right, y, narrow, height, kind), text(right + 14, y + 21, head, "head")]
+        parts += [text(right + 14, y + 40, note, "small")]
+        if row:
+            above = max(other for other in backward if other < row)
+            end = top + above * pitch + height + 1
+            parts += [path("arrow", f"M{middle:g} {y - 1} V{end + 7}"), path("tip", f"M{middle:g} {end} l-4 7 h8 z")]
+    # From the last step of the forward to the first one of the backward.
+    y, end = top + 7 * pitch + height / 2, top + 6 * pitch + height + 1
+    parts += [path("arrow", f"M{left + width} {y:g} H{middle:g} V{end + 7}")]
+    parts += [path("tip", f"M{middle:g} {end} l-4 7 h8 z"), text(middle + 10, y + 5, "loss.backward()", "code")]
+    legend = [(10, "b", "your model"), (140, "c", "local to a rank"), (300, "a", "all ranks exchange")]
+    y = top + 8 * pitch
+    for x, kind, name in legend:
+        parts += [box(x, y, 18, 18, kind, 3), text(x + 26, y + 14, name, "small")]
+    description = (
+        "Two columns. Forward, from top to bottom: the model gives logits and targets of this rank's rows; they are "
+        "checked; all ranks exchange a header of 64 bytes and continue together or all raise; one payload gathers the "
+        "rows of all ranks; queued rows are appended as constants; the kernel computes one loss per class; the mean "
+        "over the valid classes is the loss; the gathered rows enter the queue. Backward, from bottom to top: through "
+        "the reduction and the kernel; queued rows are dropped; each rank takes the gradient of its own rows times k, "
+        "without communication; the model's backward runs and DDP averages the parameter gradients."
+    )
+    return svg("call", 770, y + 28, "The life of one call of SmoothAPLoss under DDP", description, parts)
+
+
+DIAGRAMS = {"map.svg": draw_map, "travel.svg": draw_travel, "call.svg": draw_call}
 
 
 def main() -> None:

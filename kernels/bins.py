@@ -1,16 +1,16 @@
-"""Rows sorted into bins of equal width: where a row lies, what a bin holds, and how a row reads what a bin has learned.
+"""Bins of equal width on the line of scores: which bin holds a row, what a bin sums, and how a row reads its bin.
 
-The line of scores is cut into coarse bins of width H, and each of these into F fine bins::
+The line is cut into coarse bins of width H, and each of these into F fine bins::
 
     coarse    |               T               |              T+1              |
     fine      | 0 | 1 | 2 | ...         | F-1 | 0 | 1 | ...
     a row         ^ at u in [-1, 1] of its fine bin
 
-H is a power of two times the unit of the scores, between 2 and 4 temperatures. Dividing by a power of two is exact, so
-the position u inside a bin is exact too, in float32 already, however far from 0 the scores are.
+H is a power of two, in units of the scores, between 2 and 4 temperatures. Dividing by a power of two is exact, so the
+position u inside a bin is exact too, even in float32 and however far the scores are from 0.
 
-A bin that is empty costs as much as a full one. Where scores spread over more coarse bins than there are rows to fill
-them (one logit of 1e30, two clusters), a window of bins covers the bulk, and only occupied bins exist outside of it.
+An empty bin costs as much as a full one. If the scores spread over many more coarse bins than their rows can fill (one
+logit of 1e30, two clusters), a window of bins covers the bulk, and outside of it only occupied bins exist.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 2**18  # rows looked at together: their positions and indices stay in the cache
-LANES = 4  # parts of the rows of a class that threads add up side by side, each in its own table
-MOST_EMPTY = 4096  # coarse bins that always may exist
-ROWS_PER_BIN = 64  # beyond these: one coarse bin for so many rows
-MOST_EXACT = 2**24 // 64  # of 64 fine bins each: up to here float32 counts fine bins exactly
-FEWEST_ROWS = 4  # per coarse bin on average; with fewer, a row's own pair is most of what cancels, and costs digits
+from .costs import costs_of
+
+MOST_EMPTY = 4096  # coarse bins that a class may always have, however few rows there are per bin
+ROWS_PER_BIN = 64  # with more bins than that, there must be so many rows for each coarse bin
+MOST_EXACT = 2**24 // 64  # coarse bins, of 64 fine bins each, whose fine bins float32 numbers exactly
+FEWEST_ROWS = 4  # per coarse bin on average; with fewer, a row's own pair dominates what cancels, which costs digits
 
 
 class Outside(NamedTuple):
     """The occupied coarse bins outside of the window of :class:`Bins`."""
 
     ids: Tensor  # [U] float64, ascending: coarse bin numbers
-    num_left: int  # how many lie left of the window
+    num_left: int  # how many of them are left of the window
 
 
 class Bins(NamedTuple):
@@ -57,66 +57,67 @@ class Bins(NamedTuple):
         return self.num_coarse * self.fine
 
 
-def bin_width(temperature: float) -> float:
-    """Return the power of two H with ``2 < H / temperature <= 4``."""
-    return 2.0 ** math.floor(math.log2(4.0 * temperature))
+def find_bins(scores: Tensor, low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins | None:
+    """Return bins that hold all ``scores`` (C, M), finite; None if most bins would be empty.
+
+    Args:
+        scores: (C, M).
+        low: (C,) the lowest score of each class.
+        high: (C,) the highest.
+        temperature: > 0.
+        fine: F, fine bins per coarse bin.
+    """
+    bins = cover(low, high, temperature, fine)
+    if bins.window <= most_bins(scores.shape[1]):
+        return bins
+    return cover_bulk(scores[0], temperature, fine) if scores.shape[0] == 1 else None
 
 
 def cover(low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins:
-    """Return bins that cover [low, high] of each class, (C,) each, in one window."""
-    width = bin_width(temperature)
+    """Return bins that cover [low, high] of each class, (C,) each, with one window."""
+    width = 2.0 ** math.floor(math.log2(4.0 * temperature))  # the power of two with 2 < width / temperature <= 4
     first, last = (_coarse(_round(value, width, fine), fine) for value in (low, high))
-    return Bins(width, fine, first, _span(first, last), None)
-
-
-def _span(first: Tensor, last: Tensor) -> int:
-    # In float32 a score of 1e37 over a width of 0.03 is infinite: NaN here, and more bins than there may be.
-    return int((last - first).max().nan_to_num(nan=2.0**62).clamp_max(2.0**62)) + 1 if first.numel() else 1
+    # In float32 a score of 1e37 over a width of 0.03 is infinite. The difference is then NaN: more bins than allowed.
+    most = 2.0**62
+    window = int((last - first).max().nan_to_num(nan=most).clamp_max(most)) + 1 if first.numel() else 1
+    return Bins(width, fine, first, window, None)
 
 
 def most_bins(num_rows: int) -> int:
-    """Return how many coarse bins a class may have: more would mostly be empty, and cost more than the rows."""
+    """Return how many coarse bins a class may have. More would mostly be empty and cost more than the rows."""
     return min(max(MOST_EMPTY, num_rows // ROWS_PER_BIN), max(1, num_rows // FEWEST_ROWS), MOST_EXACT)
 
 
 def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
     """Return bins with a window on the bulk of ``scores`` (M,), and one for each occupied bin outside of it.
 
-    None when that does not help: too many bins, or too few rows in them.
+    None if there would still be too many bins, or too few rows in them.
     """
     size = scores.numel()
     sample = scores[:: max(1, size // MOST_EMPTY)].sort().values
     trim = sample.numel() // 1000
     bins = cover(sample[trim : trim + 1], sample[-1 - trim :][:1], temperature, fine)
-    if bins.window > most_bins(size):  # not a few outliers but clusters, or wide tails: take the middle
+    if bins.window > most_bins(size):  # not a few outliers, but clusters or wide tails: take the middle
         middle = cover(sample[sample.numel() // 2 :][:1], sample[sample.numel() // 2 :][:1], temperature, fine)
         window = min(MOST_EMPTY, most_bins(size))
         bins = middle._replace(first=middle.first - window // 2, window=window)
-    away = _outside(bins, scores)
-    occupied = away.unique()  # ascending
-    inside = size - away.numel()
-    if occupied.numel() > most_bins(size) or inside < FEWEST_ROWS * bins.window:
+    away: list[Tensor] = []  # coarse bin numbers, float64, of the rows outside of the window
+    for part in scores.split(costs_of(scores.device).rows_at_once):
+        coarse = _coarse(_round(part, bins.width, fine), fine)
+        rows = part[(coarse < bins.first) | (coarse >= bins.first + bins.window)].double()  # float32: 1e38 / H is inf
+        away.append(_coarse(_round(rows, bins.width, fine), fine))
+    ids = torch.cat(away)
+    occupied = ids.unique()  # ascending
+    if occupied.numel() > most_bins(size) or size - ids.numel() < FEWEST_ROWS * bins.window:
         return None
     return bins._replace(outside=Outside(occupied, int((occupied < bins.first.double()).sum())))
 
 
-def _outside(bins: Bins, scores: Tensor) -> Tensor:
-    """Return the coarse bin numbers, float64, of the rows outside of the window."""
-    ids: list[Tensor] = []
-    low, high = bins.first, bins.first + bins.window
-    for start in range(0, scores.numel(), CHUNK):
-        part = scores[start : start + CHUNK]
-        coarse = _coarse(_round(part, bins.width, bins.fine), bins.fine)
-        away = part[(coarse < low) | (coarse >= high)].double()  # in float32, 1e38 / width would overflow
-        ids.append(_coarse(_round(away, bins.width, bins.fine), bins.fine))
-    return torch.cat(ids)
-
-
 def compact_ids(bins: Bins, reach: int) -> Tensor | None:
-    """Return (B,) int64 numbers of the coarse bins, gaps cut to ``reach + 1``; None when the bins are contiguous.
+    """Return (B,) int64 numbers of the coarse bins, gaps cut to ``reach + 1``; None if the bins are contiguous.
 
-    Two bins are then within ``reach`` of each other if and only if they were before, and numbers as large as 1e36, at
-    which float64 cannot count any more, become small.
+    Two bins are within ``reach`` of each other exactly if they were before the cut. The cut makes numbers small that
+    may be as large as 1e36, where float64 no longer holds every integer.
     """
     if bins.outside is None:
         return None
@@ -127,39 +128,27 @@ def compact_ids(bins: Bins, reach: int) -> Tensor | None:
     return torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]).to(torch.int64)
 
 
-def _round(scores: Tensor, width: float, fine: int) -> Tensor:
-    return (scores * (fine / width)).round_()
-
-
-def _coarse(rounded: Tensor, fine: int) -> Tensor:
-    return torch.floor(rounded / fine)
-
-
-def chunks(num_classes: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of classes and of rows with about ``CHUNK`` entries each."""
-    classes = max(1, CHUNK // max(1, num_rows))
+def chunks(scores: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of classes and of rows of ``scores`` (C, M), with about ``rows_at_once`` entries each."""
+    (num_classes, num_rows), limit = scores.shape, costs_of(scores.device).rows_at_once
+    classes = max(1, limit // max(1, num_rows))
     for first_class in range(0, num_classes, classes):
-        for first in range(0, num_rows, CHUNK):
-            yield slice(first_class, first_class + classes), slice(first, first + CHUNK)
+        for first in range(0, num_rows, limit):
+            yield slice(first_class, first_class + classes), slice(first, first + limit)
 
 
 def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
-    """Return where the rows ``scores`` (c, m) of ``classes`` lie: (c, m) int64 fine bins, and u (c, m) in [-1, 1].
+    """Return the fine bin, int64, and the position u in [-1, 1] of each row of ``scores`` (c, m), (c, m) each.
 
-    All scores are finite.
+    All scores are finite; ``classes`` says which classes they belong to.
     """
     scaled = scores * (bins.fine / bins.width)
     rounded = scaled.round()
     u = scaled.sub_(rounded).mul_(2.0)  # [c, m]
     relative = rounded.sub_((bins.first[classes] * bins.fine)[:, None])
-    if bins.outside is not None:
-        relative = _place_outside(bins, scores, relative, u)
-    return relative.to(torch.int64), u
-
-
-def _place_outside(bins: Bins, scores: Tensor, relative: Tensor, u: Tensor) -> Tensor:
-    """Return ``relative`` counted from the first of all bins, the ones left of the window included, and mend ``u``."""
-    assert bins.outside is not None
+    if bins.outside is None:
+        return relative.to(torch.int64), u
+    # Count from the first of all bins, those left of the window included.
     ids, left = bins.outside.ids, bins.outside.num_left
     away = (relative < 0) | (relative >= bins.window * bins.fine)
     placed = relative + left * bins.fine
@@ -171,24 +160,26 @@ def _place_outside(bins: Bins, scores: Tensor, relative: Tensor, u: Tensor) -> T
         position = torch.searchsorted(ids, coarse)
         position = position + (position >= left) * bins.window
         placed[away] = (position * bins.fine + (rounded - coarse * bins.fine)).to(placed.dtype)
-    return placed
+    return placed.to(torch.int64), u
 
 
-def num_lanes(shape: torch.Size, size: int) -> int:
-    """Return how many tables of ``size`` bins each of C classes gets, ``shape`` (C, M): a table has one thread."""
-    return LANES if shape[0] == 1 and shape[1] > LANES * size else 1
+def num_lanes(scores: Tensor, size: int) -> int:
+    """Return how many tables of ``size`` bins each class of ``scores`` (C, M) gets: one thread adds up one table."""
+    lanes = costs_of(scores.device).lanes
+    return lanes if scores.shape[0] == 1 and scores.shape[1] > lanes * size else 1
 
 
 def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
     """Add the powers of ``u`` (c, m), each times its ``weight``, to ``moments`` (p, c, bins) at ``index`` (c, m).
 
-    With more tables than classes, the rows of the only class go to the tables in equal parts, or all to the first.
-    In float64: under ties a bin holds millions of equal numbers, whose float32 sums would stall.
+    With more tables than classes there is one class. Its rows are added in equal parts, one to each table, or all to
+    the first table if they do not divide evenly. The sums are float64: with ties a bin holds millions of equal numbers,
+    and a float32 sum of those would stop growing.
     """
     index, wide = _spread(index, moments.shape[1]), _spread(u.double(), moments.shape[1])
-    # Ones are written out: added as one number that is repeated, they take twice as long.
+    # Ones are written out: scatter_add_ of one expanded number takes twice as long.
     power = torch.ones_like(wide) if weight is None else _spread(weight.double(), moments.shape[1])
-    ours = 2 if weight is None else 1  # from this degree on `power` is a tensor of our own, not an input
+    ours = 2 if weight is None else 1  # from this degree on `power` is no input and may be overwritten
     for degree in range(moments.shape[0]):
         if degree > ours:
             power.mul_(wide)
@@ -199,7 +190,7 @@ def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None
 
 def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Return the polynomial of each row's bin at the row: coefficients (p, c, bins), index, u and result (c, m)."""
-    lanes = LANES if u.shape[0] == 1 else u.shape[0]
+    lanes = costs_of(u.device).lanes if u.shape[0] == 1 else u.shape[0]
     index, place = _spread(index, lanes), _spread(u, lanes)
     table = coefficients.expand(-1, lanes, -1)
     value = table[-1].gather(1, index)
@@ -209,5 +200,13 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def _spread(rows: Tensor, lanes: int) -> Tensor:
-    """Return the rows (1, m) of one class as (lanes, m / lanes) where they divide evenly; other rows as they are."""
+    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; other rows as they are."""
     return rows.reshape(lanes, -1) if rows.shape[0] == 1 and rows.shape[1] % lanes == 0 else rows
+
+
+def _round(scores: Tensor, width: float, fine: int) -> Tensor:
+    return (scores * (fine / width)).round_()
+
+
+def _coarse(rounded: Tensor, fine: int) -> Tensor:
+    return torch.floor(rounded / fine)

@@ -1,15 +1,16 @@
-"""What bins tell each other: moments become weights at Chebyshev nodes, and nodes interact through the kernel.
+"""How bins interact: moments become weights at Chebyshev nodes, and the nodes interact through the kernel.
 
 The kernel, a sigmoid or its slope, is analytic: its nearest pole is i pi temperatures away from the real line. On an
-interval of half-width a temperatures a polynomial through n Chebyshev nodes then errs by a factor rho^-n with
-rho = z + sqrt(1 + z^2), z = pi / a. So a few numbers stand for all rows of a bin, as sources and as targets::
+interval of half-width a temperatures, the error of a polynomial through n Chebyshev nodes is therefore proportional to
+rho^-n with rho = z + sqrt(1 + z^2), z = pi / a. So a few numbers represent all rows of a bin, as sources and as
+targets::
 
     rows -> moments of fine bins -> weights at p fine nodes -> weights at q coarse nodes
                                                                      | kernel, between coarse bins within reach;
                                                                      | beyond it a sigmoid is 0 or 1
     rows <- polynomials of fine bins <- values at p fine nodes <- values at q coarse nodes
 
-This is the fast multipole method in one dimension (Greengard and Rokhlin, 1987), with two levels.
+This is the one-dimensional fast multipole method (Greengard and Rokhlin, 1987) with two levels.
 """
 
 from __future__ import annotations
@@ -22,31 +23,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MANY_ROWS = 600_000  # of a class; with fewer, the larger tables cost more than the rows
-BLOCK = 2**8  # bins whose neighbours are looked at together, 2.5 to 5 KiB each: they stay in the cache
-CUTOFF = 34.0  # temperatures; exp(-34) = 2e-15. A shorter one loses what 1e6 negatives do to a positive 18 above them
+from .costs import costs_of
+
+# Temperatures beyond which a sigmoid counts as 0 or 1; exp(-34) = 2e-15. 1e6 negatives 18 temperatures below a positive
+# still add 1e6 exp(-18) = 0.015 to its rank, and nothing else makes its gradient; a cutoff at 18 would drop that.
+CUTOFF = 34.0
 
 
 class Order(NamedTuple):
-    """How many fine bins make a coarse one, and how many nodes each has."""
+    """The number of fine bins in a coarse one, and the numbers of nodes of both."""
 
-    fine: int
+    fine: int  # F
     p: int  # nodes, and moments, of a fine bin
     q: int  # nodes of a coarse bin
 
 
-def order_for(dtype: torch.dtype, num_rows: int) -> Order:
-    """Return the order whose error is at the level of ``dtype``.
+def order_for(scores: Tensor, num_rows: int) -> Order:
+    """Return the order whose error is at the level of the dtype of ``scores``, for ``num_rows`` rows of a class.
 
-    Many rows take more and smaller fine bins: each row then has 3 moments instead of 4, at the same error.
+    Many rows take more and narrower fine bins: each row then has 3 moments instead of 6, at the same error.
     """
-    if dtype == torch.float64:
+    if scores.dtype == torch.float64:
         return Order(32, 8, 28)
-    return Order(64, 3, 14) if num_rows >= MANY_ROWS else Order(8, 6, 14)
+    return Order(64, 3, 14) if num_rows >= costs_of(scores.device).many_rows else Order(8, 6, 14)
 
 
 class Constants(NamedTuple):
-    """Matrices that depend on the order only, float64."""
+    """The matrices that depend only on the order, float64."""
 
     to_weights: Tensor  # [p, p]: moments -> weights at the fine nodes
     to_coarse: Tensor  # [p F, q]: moments of the fine bins -> weights at the coarse nodes
@@ -61,7 +64,7 @@ def _chebyshev(count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _constants_on_cpu(order: Order) -> Constants:
-    with torch.device("cpu"):  # whatever the default device is: they are kept for later calls
+    with torch.device("cpu"):  # not on the default device: the matrices are cached for calls under other defaults
         fine_nodes, nodes = _chebyshev(order.p), _chebyshev(order.q)
         vandermonde = fine_nodes[None, :] ** torch.arange(order.p)[:, None]  # [degree, node]
         center = torch.arange(order.fine, dtype=torch.float64) - (order.fine - 1) / 2
@@ -84,7 +87,7 @@ class Kernel(NamedTuple):
     """The kernel between the nodes of two coarse bins, for every distance within reach."""
 
     reach: int  # R, in coarse bins
-    sigmoid: Tensor  # [2R + 1, q sources, q targets]: s((x_source - x_target) / temperature), source R bins left first
+    sigmoid: Tensor  # [2R + 1, q sources, q targets]: s((x_source - x_target) / temperature), sources at the left first
     slope: Tensor  # the same for s' / temperature, which is even
 
 
@@ -128,8 +131,8 @@ def coefficients(values: Tensor, matrices: Constants, dtype: torch.dtype) -> Ten
 def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B, o) the sum over bins within reach of ``sources`` (..., B, q) through ``kernel`` (2R + 1, q, o).
 
-    A bin and its 2R neighbours, q numbers each, are one row of a matrix, and the kernel is the other factor: one
-    product for a block of bins. ``ids`` (B,) numbers the bins where they are not contiguous.
+    One row of a matrix holds a bin and its 2R neighbours, q numbers each. Its product with the kernel serves a block of
+    bins. ``ids`` (B,) numbers the bins if they are not contiguous.
     """
     count, q = sources.shape[-2:]
     matrix = kernel.reshape(-1, kernel.shape[2])  # [(2R + 1) q, o]
@@ -137,33 +140,29 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
         padded = F.pad(sources, (0, 0, reach, reach))
         near = padded.unfold(-2, 2 * reach + 1, 1).transpose(-1, -2)  # [..., B, 2R + 1, q], a view
     else:
-        padded = F.pad(sources, (0, 0, 0, 1))  # the last one stands for bins that do not exist
+        padded = F.pad(sources, (0, 0, 0, 1))  # the last row stands for bins that do not exist
+        offsets = torch.arange(-reach, reach + 1, device=ids.device)
     total = sources.new_empty(*sources.shape[:-1], kernel.shape[2])
-    blocks = max(1, math.ceil(sources.numel() / (q * BLOCK)))
+    blocks = max(1, math.ceil(sources.numel() / (q * costs_of(sources.device).bins_at_once)))
     step = max(1, math.ceil(count / blocks))
     for first in range(0, count, step):
         some = slice(first, first + step)
         if ids is None:
             block = near[..., some, :, :]
         else:
-            block = padded[..., _neighbours(ids, ids[some], reach), :]
+            wanted = ids[some, None] + offsets  # [b, 2R + 1]
+            place = torch.searchsorted(ids, wanted).clamp_max_(count - 1)
+            block = padded[..., torch.where(ids[place] == wanted, place, count), :]
         total[..., some, :] = block.reshape(*block.shape[:-2], -1) @ matrix
     return total
 
 
-def _neighbours(ids: Tensor, of: Tensor, reach: int) -> Tensor:
-    """Return (b, 2R + 1) the places in ``ids`` (B,) of the bins within reach of ``of`` (b,); B for those not there."""
-    wanted = of[:, None] + torch.arange(-reach, reach + 1, device=ids.device)
-    place = torch.searchsorted(ids, wanted).clamp_max_(ids.numel() - 1)
-    return torch.where(ids[place] == wanted, place, ids.numel())
-
-
 def beyond_reach(totals: Tensor, reach: int, ids: Tensor | None) -> Tensor:
-    """Return (..., B) the sum of ``totals`` (..., B) over the bins to the right, beyond reach: there a sigmoid is 1."""
+    """Return (..., B) the sum of ``totals`` (..., B) over the bins to the right beyond reach, where a sigmoid is 1."""
     count = totals.shape[-1]
     if ids is None:
         first = torch.arange(count, device=totals.device) + reach + 1
     else:
         first = torch.searchsorted(ids, ids + reach, right=True)
-    suffix = F.pad(totals.flip(-1).cumsum(-1).flip(-1), (0, 1))  # [..., B + 1]: sum from each bin on
+    suffix = F.pad(totals.flip(-1).cumsum(-1).flip(-1), (0, 1))  # [..., B + 1]: sum over each bin and all to its right
     return suffix[..., first.clamp_max(count)]

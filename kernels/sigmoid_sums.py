@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import check_choice, check_positive, expected
-from .bins import Bins
-from .registration import first_order_only
-from .sigmoid_sums_binned import binned_gradients, binned_sums, find_bins
-
-T = TypeVar("T")
+from .bins import Bins, add_moments, chunks, compact_ids, evaluate, find_bins, locate, num_lanes
+from .costs import costs_of
+from .node_tables import (
+    at_fine_nodes,
+    beyond_reach,
+    coefficients,
+    constants,
+    interact,
+    make_kernel,
+    order_for,
+    sources_of,
+)
+from .registration import register
 
 METHODS = ("auto", "direct", "binned")
-
-# What "auto" compares, in seconds on two cores, forward + backward: a pair; bins at all, each row, each coarse bin.
-PAIR, FIXED, ROW, BIN = 4e-9, 1.3e-3, 13e-9, 4e-6
-
-# Elements of one chunk of pairs: small enough to stay in a cache, or to fit a small accelerator.
-CPU_CHUNK = 2**18
-DEVICE_CHUNK = 2**25
 
 
 def sigmoid_sums(
@@ -39,16 +39,16 @@ def sigmoid_sums(
     .. math:: y_{qn} = \sum_k \sigma\!\left(\frac{x_k - x_q}{\tau}\right) w_{kn}
 
     Equal to ``torch.sigmoid((keys - queries[:, None]) / temperature) @ weights``; O(Q + K) time and memory, or O(Q K)
-    time for small ones.
+    time for small inputs.
 
     Args:
         queries: (Q,) or (C, Q), floating.
         keys: (K,) or (C, K), the dtype of ``queries``.
         weights: (K, n) or (C, K, n), the dtype of ``queries``.
         temperature: the width of the sigmoid in units of the scores, > 0.
-        method: ``"direct"`` sums pair by pair, in chunks; ``"binned"`` sums by bins of scores, whose error is at the
-            level of the dtype; ``"auto"`` takes the faster. Scores that are not finite, or that are so far apart that
-            bins would be empty, are summed pair by pair in any case.
+        method: ``"direct"`` sums pair by pair, in chunks; ``"binned"`` sums by bins of scores, with an error at the
+            level of the dtype; ``"auto"`` takes the faster. Scores that are not finite, or so far apart that most bins
+            would be empty, are always summed pair by pair.
 
     Shape:
         output (Q, n), or (C, Q, n) when the inputs have a leading dimension of classes.
@@ -60,7 +60,7 @@ def sigmoid_sums(
     Numerics:
         Half precision is computed in float32 and returned in its own dtype. The slope is computed as
         ``sigmoid(d) * sigmoid(-d)``, exact to rounding in both tails. Gradients for queries, keys and weights are
-        analytic; there is no second derivative.
+        analytic; a second derivative raises RuntimeError.
 
     Example:
         >>> import torch
@@ -80,31 +80,95 @@ def sigmoid_sums(
         raise ValueError(expected("queries, keys, weights", what, shapes))
     wide = torch.promote_types(queries.dtype, torch.float32)
     inputs = [tensor.to(wide) if batched else tensor.to(wide)[None] for tensor in (queries, keys, weights)]
-    summed = _operator if torch.compiler.is_compiling() else _SigmoidSums.apply
-    sums = summed(*inputs, float(temperature), method).to(queries.dtype)
+    sums: Tensor = _sigmoid_sums(*inputs, float(temperature), method).to(queries.dtype)
     return sums if batched else sums[0]
 
 
-def exact(function: Callable[..., T]) -> Callable[..., T]:
-    """Keep autocast out of ``function``: it would turn the products under a sum back into half precision."""
+def _sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
+    """Return the sums (C, Q, n)."""
+    bins = _bins_if_faster(queries, keys, weights, temperature, method)
+    if bins is not None:
+        tables = _Tables(bins, queries, queries.shape[1] + keys.shape[1], temperature)
+        return tables.read(tables.sigmoids(tables.moments(keys, weights)), queries)
+    if _is_worth_splitting(queries, keys, weights, method):
+        return torch.cat([_sums(q, k, w, temperature, method) for q, k, w in _each_class(queries, keys, weights)])
+    sums = queries.new_empty(*queries.shape, weights.shape[-1])
+    for c, q in _chunks_of_pairs(queries, keys):
+        sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], temperature)) @ weights[c]
+    return sums
 
-    @functools.wraps(function)
-    def guarded(first: Tensor, *args: Any) -> T:
-        if not torch.is_autocast_enabled(first.device.type):
-            return function(first, *args)
-        with torch.autocast(first.device.type, enabled=False):
-            return function(first, *args)
 
-    return guarded
+def _gradients(
+    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and weights.
+
+    With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
+    """
+    grad = grad.contiguous()
+    bins = _bins_if_faster(queries, keys, weights, temperature, method)
+    if bins is not None:
+        tables = _Tables(bins, queries, queries.shape[1] + keys.shape[1], temperature)
+        of_keys, of_queries = tables.moments(keys, weights), tables.moments(queries, grad)
+        grad_queries = -(tables.read(tables.slopes(of_keys), queries) * grad).sum(dim=2)
+        grad_keys = (tables.read(tables.slopes(of_queries), keys) * weights).sum(dim=2)
+        return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), keys)
+    if _is_worth_splitting(queries, keys, weights, method):
+        each_class = _each_class(grad, queries, keys, weights)
+        of_each = (_gradients(g, q, k, w, temperature, method) for g, q, k, w in each_class)
+        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*of_each))
+        return grad_queries, grad_keys, grad_weights
+    grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
+    for c, q in _chunks_of_pairs(queries, keys):
+        sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], temperature))
+        slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(temperature)
+        grads[0][c, q] = -slope.sum(dim=2)
+        grads[1][c] += slope.sum(dim=1)
+        grads[2][c] += sigmoid.transpose(1, 2) @ grad[c, q]
+    return grads
+
+
+# Pairs or bins
+
+
+def _bins_if_faster(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Bins | None:
+    """Return bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly."""
+    costs, num_pairs = costs_of(queries.device), queries.numel() * keys.shape[1]
+    num_rows = (queries.numel() + keys.numel()) * weights.shape[2]
+    if method == "direct" or num_pairs == 0 or (method == "auto" and costs.pairs_are_faster(num_pairs, num_rows)):
+        return None
+    both = torch.cat([queries, keys], dim=1)
+    low, high = both.amin(dim=1), both.amax(dim=1)
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        return None
+    bins = find_bins(both, low, high, temperature, order_for(both, both.shape[1]).fine)
+    if bins is None or method == "binned":
+        return bins
+    num_bins = bins.num_coarse * queries.shape[0] * weights.shape[2]
+    return None if costs.pairs_are_faster(num_pairs, num_rows, num_bins) else bins
+
+
+def _is_worth_splitting(queries: Tensor, keys: Tensor, weights: Tensor, method: str) -> bool:
+    """Return True if one class alone might go into bins: only a single class may have bins outside of its window."""
+    if method == "direct" or queries.shape[0] == 1:
+        return False
+    num_rows = (queries.shape[1] + keys.shape[1]) * weights.shape[2]
+    return not costs_of(queries.device).pairs_are_faster(queries.shape[1] * keys.shape[1], num_rows)
+
+
+def _each_class(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(1) for tensor in tensors))
+
+
+# Pairs
 
 
 def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:
     """Return how many items of ``pairs_per_item`` pairs make one chunk on the device of ``tensor``, at least 1."""
-    limit = CPU_CHUNK if tensor.device.type == "cpu" else DEVICE_CHUNK
-    return max(1, limit // max(1, pairs_per_item))
+    return max(1, costs_of(tensor.device).pairs_at_once // max(1, pairs_per_item))
 
 
-def _chunks(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
+def _chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield slices of classes and of queries whose pairs with all keys make one chunk."""
     (num_classes, num_queries), num_keys = queries.shape, keys.shape[1]
     classes = chunk_size(queries, num_queries * num_keys)
@@ -121,114 +185,88 @@ def _differences(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
 def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
     """Return s(d) and s'(d) = s(d) s(-d), exact to rounding in both tails; ``difference`` is overwritten.
 
-    With e = s(-|d|) <= 1/2, s(d) is e or 1 - e, and s'(d) = e - e^2: one exponential serves both.
+    With e = s(-|d|) <= 1/2, s(d) is e or 1 - e, and s'(d) = e - e^2, so one exponential is enough for both.
     """
     e = difference.copysign(-1.0).sigmoid_()
     sigmoid = difference.gt_(0).sub_(e).abs_()
     return sigmoid, e.addcmul_(e, e, value=-1)
 
 
-def _bins_if_faster(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Bins | None:
-    """Return bins for both, or None where pairs are to be summed one by one."""
-    num_pairs, num_rows = queries.numel() * keys.shape[1], (queries.numel() + keys.numel()) * weights.shape[2]
-    if method == "direct" or num_pairs == 0 or (method == "auto" and num_pairs * PAIR < FIXED + ROW * num_rows):
-        return None
-    bins = find_bins(queries, keys, temperature)
-    if bins is None or method == "binned":
-        return bins
-    tables = BIN * bins.num_coarse * queries.shape[0] * weights.shape[2]
-    return bins if num_pairs * PAIR > FIXED + ROW * num_rows + tables else None
+# Bins
 
 
-def _is_worth_splitting(queries: Tensor, keys: Tensor, weights: Tensor, method: str) -> bool:
-    """Return True where one class alone might go into bins: unlike several, it may have bins outside of its window."""
-    if method == "direct" or queries.shape[0] == 1:
-        return False
-    rows = (queries.shape[1] + keys.shape[1]) * weights.shape[2]
-    return queries.shape[1] * keys.shape[1] * PAIR > FIXED + ROW * rows
+class _Tables:
+    """Bins, nodes and the kernel between them, for one call: moments of rows, sums at nodes, values at rows."""
+
+    def __init__(self, bins: Bins, like: Tensor, num_rows: int, temperature: float) -> None:
+        self.bins, self.order = bins, order_for(like, num_rows)
+        self.matrices = constants(self.order, like.device)
+        self.kernel = make_kernel(self.matrices, bins.width, temperature)
+        self.ids = compact_ids(bins, self.kernel.reach)
+
+    def moments(self, scores: Tensor, weights: Tensor) -> Tensor:
+        """Return the moments (p, C, n, B, F) of ``scores`` (C, N) with ``weights`` (C, N, n)."""
+        num_classes, _, count = weights.shape
+        lanes = num_lanes(scores, self.bins.num_fine)
+        shape = self.order.p, num_classes * lanes, count, self.bins.num_fine
+        table = torch.zeros(shape, dtype=torch.float64, device=scores.device)
+        for c, m in chunks(scores):
+            index, u = locate(self.bins, scores[c, m], c)
+            for n in range(count):
+                add_moments(table[:, c if lanes == 1 else slice(None), n], index, u, weights[c, m, n])
+        table = table if lanes == 1 else table.sum(dim=1, keepdim=True)
+        return table.unflatten(-1, (self.bins.num_coarse, self.bins.fine))
+
+    def sigmoids(self, moments: Tensor) -> Tensor:
+        """Return the sums (C, n, B, F p) over the sources to the right of each node, near and far."""
+        far = beyond_reach(moments[0].sum(-1), self.kernel.reach, self.ids)
+        return self._near(moments, self.kernel.sigmoid) + far[..., None]
+
+    def mirrored_sigmoids(self, moments: Tensor) -> Tensor:
+        """Return the sums (C, n, B, F p) over the sources to the left of each node: the same on the mirrored line."""
+        ids = None if self.ids is None else self.ids[-1] - self.ids.flip(0)
+        far = beyond_reach(moments[0].sum(-1).flip(-1), self.kernel.reach, ids).flip(-1)
+        return self._near(moments, self.kernel.sigmoid.flip(0, 1, 2)) + far[..., None]
+
+    def slopes(self, moments: Tensor) -> Tensor:
+        """Return the sums of slopes (C, n, B, F p)."""
+        return self._near(moments, self.kernel.slope)
+
+    def _near(self, moments: Tensor, kernel: Tensor) -> Tensor:
+        """Return the sums (C, n, B, F p) over the sources within reach."""
+        sources = sources_of(moments, self.matrices)  # [C, n, B, q]
+        return at_fine_nodes(interact(sources, kernel, self.kernel.reach, self.ids), self.matrices)
+
+    def read(self, values: Tensor, scores: Tensor) -> Tensor:
+        """Return (C, N, n): the functions ``values`` (C, n, B, F p) at ``scores`` (C, N)."""
+        num_classes, count = values.shape[:2]
+        table = coefficients(values, self.matrices, scores.dtype).view(self.order.p, num_classes, count, -1)
+        result = scores.new_empty(*scores.shape, count)
+        for c, m in chunks(scores):
+            index, u = locate(self.bins, scores[c, m], c)
+            for n in range(count):
+                result[c, m, n] = evaluate(table[:, c, n], index, u)
+        return result
 
 
-def _each_class(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(1) for tensor in tensors))
+# The differentiable function
 
 
-@exact
-def _sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
-    bins = _bins_if_faster(queries, keys, weights, temperature, method)
-    if bins is not None:
-        return binned_sums(queries, keys, weights, temperature, bins)
-    if _is_worth_splitting(queries, keys, weights, method):
-        return torch.cat([_sums(*one, temperature, method) for one in _each_class(queries, keys, weights)])
-    sums = queries.new_empty(*queries.shape, weights.shape[-1])
-    for c, q in _chunks(queries, keys):
-        sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], temperature)) @ weights[c]
-    return sums
-
-
-@exact
-def _gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and weights.
-
-    With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
-    """
-    bins = _bins_if_faster(queries, keys, weights, temperature, method)
-    if bins is not None:
-        return binned_gradients(grad, queries, keys, weights, temperature, bins)
-    if _is_worth_splitting(queries, keys, weights, method):
-        of_each = (_gradients(*one, temperature, method) for one in _each_class(grad, queries, keys, weights))
-        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*of_each))
-        return grad_queries, grad_keys, grad_weights
-    grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
-    for c, q in _chunks(queries, keys):
-        sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], temperature))
-        slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(temperature)
-        grads[0][c, q] = -slope.sum(dim=2)
-        grads[1][c] += slope.sum(dim=1)
-        grads[2][c] += sigmoid.transpose(1, 2) @ grad[c, q]
-    return grads
-
-
-class _SigmoidSums(torch.autograd.Function):
-    """The sums (C, Q, n), with the analytic gradients of queries, keys and weights."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        sums = _sums(*arguments)
-        _setup_context(ctx, arguments, sums)
-        return sums
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.temperature, ctx.method), None, None
-
-
-# The same as operators, which a compiled graph holds without looking inside. Called eagerly they take 0.2 ms more.
-_operator = torch.library.custom_op("fullrank::sigmoid_sums", _sums, mutates_args=())
-_backward_operator = torch.library.custom_op("fullrank::sigmoid_sums_backward", _gradients, mutates_args=())
-
-
-@_operator.register_fake
-def _(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
+def _fake_sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
     return queries.new_empty(*queries.shape, weights.shape[-1])
 
 
-@_backward_operator.register_fake
-def _(
+def _fake_gradients(
     grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(weights)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.temperature, ctx.method = inputs[3:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.temperature, ctx.method), None, None
-
-
-_operator.register_autograd(_backward, setup_context=_setup_context)
+_sigmoid_sums = register(
+    "sigmoid_sums",
+    forward=_sums,
+    fake=_fake_sums,
+    saved=lambda inputs, output: (inputs[:3], inputs[3:]),
+    backward=_gradients,
+    fake_backward=_fake_gradients,
+)

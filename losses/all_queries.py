@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.registration import first_order_only
-from ..kernels.sigmoid_sums import exact
+from ..kernels.costs import costs_of
+from ..kernels.registration import exact, first_order_only
 from ..kernels.soft_ranks import smooth_ap_sums
 from .batch import compute_dtype
-
-# Similarities that are held at a time. On the CPU a quarter and four times as many take longer.
-_CPU_SIMILARITIES = 2**20
-_DEVICE_SIMILARITIES = 2**25
 
 
 def directions(embeddings: Tensor) -> Tensor:
@@ -90,8 +86,7 @@ def _queries(
     count = unit.shape[0]
     values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
     gradient = None if factors is None else torch.zeros_like(unit)
-    limit = _CPU_SIMILARITIES if unit.device.type == "cpu" else _DEVICE_SIMILARITIES
-    step = max(1, limit // max(1, count))
+    step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
     for first in range(0, count, step):
         own = slice(first, first + step)
         scores = (unit[own] @ unit.t()).requires_grad_(factors is not None)  # [q, M]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import gradient_cases
 import pytest
@@ -13,9 +14,9 @@ from torch import Tensor
 from workers import WorkerPool
 
 import fullrank
-from fullrank.kernels import bins as binning
 from fullrank.kernels import node_tables, soft_ranks
 from fullrank.kernels.bins import cover, cover_bulk, locate, most_bins
+from fullrank.kernels.costs import TABLE
 from fullrank.kernels.soft_ranks import smooth_ap_sums
 from fullrank.losses import sigmoid_sums
 
@@ -87,8 +88,8 @@ def test_smooth_ap_by_bins(name: str, temperature: float, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", SETS)
 def test_the_order_for_many_rows(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three moments in narrower bins are as exact as four, whatever the number of rows they are meant for."""
-    monkeypatch.setattr(node_tables, "MANY_ROWS", 0)
-    assert node_tables.order_for(torch.float32, 1).p == 3
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(many_rows=0))
+    assert node_tables.order_for(torch.empty(0), 1).p == 3
     scores, positive = SETS[name]()[None], torch.rand(1, ROWS, generator=generator()) < 0.02
     everyone = torch.ones_like(positive)
     reference = smooth_ap_by("direct", scores.double(), positive, everyone, temperature)
@@ -103,7 +104,7 @@ def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
     everyone = torch.ones_like(positive)
     reference = smooth_ap_by("direct", scores, positive, everyone, 0.5)
-    monkeypatch.setattr(soft_ranks, "order_for", lambda dtype, num_rows: Order(16, 4, 14))
+    monkeypatch.setattr(soft_ranks, "order_for", lambda scores, num_rows: Order(16, 4, 14))
     assert soft_ranks_binned  # imported before the patch, so that only the choice of order changes
     with pytest.raises(AssertionError):
         assert_same(smooth_ap_by("binned", scores, positive, everyone, 0.5), reference, torch.float64)
@@ -166,7 +167,7 @@ def test_rows_are_added_side_by_side(size: int, monkeypatch: pytest.MonkeyPatch)
     positive = torch.rand(1, size, generator=generator()) < 0.01
     everyone = torch.ones_like(positive)
     spread = smooth_ap_by("binned", scores, positive, everyone, 0.1)
-    monkeypatch.setattr(binning, "LANES", 1)
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(lanes=1))
     assert_same(spread, smooth_ap_by("binned", scores, positive, everyone, 0.1), torch.float64)
 
 
@@ -177,7 +178,7 @@ def test_many_classes_are_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> 
     )
     everyone = torch.ones_like(positive)
     whole = smooth_ap_by("binned", scores, positive, everyone, 0.1)
-    monkeypatch.setattr(soft_ranks, "_TABLE_BINS", 100)
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(tables_at_once=100))
     parts = smooth_ap_by("binned", scores, positive, everyone, 0.1)
     assert_same(parts, whole, torch.float64)
 
@@ -263,29 +264,21 @@ def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_takes_pairs_for_small_pools_and_bins_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    for name in ("smooth_ap_direct", "_binned", "smooth_ap_sorted"):
+    for name in ("smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"):
         original = getattr(soft_ranks, name)
         monkeypatch.setattr(soft_ranks, name, lambda *a, _f=original, _n=name, **k: (taken.append(_n), _f(*a, **k))[1])
     for size, spread in ((1000, 1.0), (100_000, 1.0), (100_000, 1e7)):
         scores = normal(size)[:, None] * spread
         targets = (torch.rand(size, generator=generator()) < 0.05).long()
         fullrank.losses.smooth_ap(scores.requires_grad_(), targets, temperature=0.01).backward()
-    assert taken == ["smooth_ap_direct", "_binned", "smooth_ap_sorted"]
+    assert taken == ["smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"]
 
 
 def forced(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Run one case of the promise with bins for every pool."""
-    from fullrank.losses import sigmoid_sums as module_function  # noqa: F401
-
-    kernels = [soft_ranks, __import__("sys").modules["fullrank.kernels.sigmoid_sums"]]
-    saved = [kernel.PAIR for kernel in kernels]
-    for kernel in kernels:
-        kernel.PAIR = 1e9  # a pair costs so much that "auto" never sums them
-    try:
+    # A pair costs so much that "auto" never sums pairs.
+    with mock.patch.dict(TABLE, cpu=TABLE["cpu"]._replace(pair=1e9)):
         return gradient_cases.worst_error(rank, world_size, case)
-    finally:
-        for kernel, value in zip(kernels, saved):
-            kernel.PAIR = value
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

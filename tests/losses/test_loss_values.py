@@ -1,7 +1,5 @@
 """Values and gradients of every loss against the loop-written definitions, with controls that must fail."""
 
-import sys
-
 import loss_cases as cases
 import pytest
 import reference
@@ -9,6 +7,8 @@ import torch
 from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, POOLED, POOLED_SETTINGS
 from reference import Rows
 from torch.testing import assert_close
+
+from fullrank.kernels.costs import TABLE
 
 # Both sides are float64 and add at most some hundred terms of order one in another order: a few ulp of 2e-16 each,
 # divided by temperatures of 0.05 and shares of some positives in the gradient.
@@ -240,15 +240,13 @@ def test_sigmoid_sums(sizes, leading, method):
 
 
 def test_sigmoid_sums_in_chunks(monkeypatch):
-    # The function hides its module of the same name.
-    module = sys.modules["fullrank.kernels.sigmoid_sums"]
     generator = torch.Generator().manual_seed(0)
     shapes = (3, 11), (3, 13), (3, 13, 2)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     expected = reference.sigmoid_sums(*inputs, 0.3)
     gradients = torch.autograd.grad(expected.square().sum(), inputs)
     for limit in (1, 40, 2 * 11 * 13, 10**6):  # pairs of a chunk: less than a query's, three queries, two classes, all
-        monkeypatch.setattr(module, "CPU_CHUNK", limit)
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pairs_at_once=limit))
         ours = cases.losses.sigmoid_sums(*inputs, 0.3)
         assert_close(ours, expected, rtol=1e-12, atol=1e-13)
         for mine, true in zip(torch.autograd.grad(ours.square().sum(), inputs), gradients):

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers import WorkerPool
 
 import fullrank
+from fullrank.kernels.costs import TABLE
 from fullrank.losses import retrieval_smooth_ap, smooth_ap
 from fullrank.losses.queries import group_rows
 
@@ -290,7 +291,7 @@ def test_queries_in_float32(weighted: bool) -> None:
 
 def _force_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     # A pair costs so much that pairs are never summed one by one.
-    monkeypatch.setattr(sys.modules["fullrank.kernels.soft_ranks"], "PAIR", 1e9)
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pair=1e9))
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -585,7 +586,7 @@ def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit:
     embeddings.requires_grad_()
     outcomes = []
     for chunk in (2**20, limit):
-        monkeypatch.setattr(sys.modules["fullrank.losses.all_queries"], "_CPU_SIMILARITIES", chunk)
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=chunk))
         for reduction in REDUCTIONS:
             loss = retrieval_smooth_ap(embeddings, labels, temperature=0.1, reduction=reduction)
             outcomes.append((loss.detach(), cases.gradient(loss, embeddings)))

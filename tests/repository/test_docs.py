@@ -376,7 +376,7 @@ def test_clipping_of_stages(pool_of_two: WorkerPool, block: str, tied: bool) -> 
 # Pictures
 
 
-@pytest.mark.parametrize("name", ["map.svg", "travel.svg"])
+@pytest.mark.parametrize("name", ["call.svg", "map.svg", "travel.svg"])
 def test_a_diagram_is_that_of_its_code(name: str) -> None:
     diagrams = load(DOCS / "make_diagrams.py").DIAGRAMS
     assert (DOCS / "images" / name).read_text("utf-8") == diagrams[name]()

@@ -1,0 +1,67 @@
+"""What the steps of the kernels cost on a kind of device: the one table of constants that were measured.
+
+The constants decide how the same sums are computed, so a wrong one costs time and changes a result only by rounding.
+To measure them on another machine or device, run::
+
+    python benchmarks/costs.py --device cuda
+
+It prints an entry that can be pasted into ``TABLE``, with the value in use next to each measured one. Take a value over
+only if it is off by a factor of 2 or more: each was measured alone, and smaller differences are within its noise.
+
+Limits that bound memory or accuracy on every device alike, such as ``MOST_EMPTY`` in ``bins.py``, are not in the table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Costs(NamedTuple):
+    """The costs of one kind of device; seconds are for forward and backward together."""
+
+    pair: float  # seconds: one pair of scores, summed directly
+    fixed: float  # seconds: bins, for any number of rows
+    row: float  # seconds: one row (of one column of weights), placed in its bin and read from it
+    coarse_bin: float  # seconds: one coarse bin (of one class and column of weights)
+    pairs_at_once: int  # pairs in one chunk of a direct sum: few stay in a cache, many keep an accelerator busy
+    rows_at_once: int  # rows whose positions and bin numbers are computed together, to stay in the cache
+    bins_at_once: int  # coarse bins that interact in one matrix product, 2.5 to 5 KiB each, to stay in the cache
+    tables_at_once: int  # coarse bins of all classes that are summed together, 6 to 25 KiB each: bounds the memory
+    searches_at_once: int  # positives whose neighbours are searched together: bounds the memory
+    lanes: int  # parts of the rows of a single class, each summed into a table of its own by one thread
+    many_rows: int  # rows of a class from which narrower fine bins pay: larger tables, fewer moments for each row
+    similarities_at_once: int  # similarities of queries with all rows that a retrieval loss holds at a time
+
+    def pairs_are_faster(self, num_pairs: int, num_rows: int, num_bins: int = 0) -> bool:
+        """Return whether summing the pairs directly is faster than bins for the rows, with ``num_bins`` coarse bins."""
+        return num_pairs * self.pair < self.fixed + self.row * num_rows + self.coarse_bin * num_bins
+
+
+_CPU = Costs(
+    pair=4e-9,
+    fixed=1.3e-3,
+    row=13e-9,
+    coarse_bin=4e-6,
+    pairs_at_once=2**18,
+    rows_at_once=2**18,
+    bins_at_once=2**8,
+    tables_at_once=2**14,
+    searches_at_once=2**20,
+    lanes=4,
+    many_rows=600_000,
+    similarities_at_once=2**20,
+)
+
+# By device type. The values of "cpu" were measured on two cores. Those of "accelerator", which stands for every type
+# that is not listed, differ where a chunk must be large enough to fill the device; the others are those of "cpu".
+TABLE: dict[str, Costs] = {
+    "cpu": _CPU,
+    "accelerator": _CPU._replace(pairs_at_once=2**25, similarities_at_once=2**25),
+}
+
+
+def costs_of(device: torch.device) -> Costs:
+    """Return the costs of ``device``, by its type."""
+    return TABLE.get(device.type, TABLE["accelerator"])

@@ -1,0 +1,185 @@
+"""Smooth-AP pair by pair: directly over all pairs, or over the sorted neighbours of each positive.
+
+The direct sums are the definition, in chunks of positives, and the reference of the faster ways. With u_i the share of
+positive i: dloss/ds_ij = u_i r_i / (r_i + n_i)^2 for a negative j, and -u_i n_i / (r_i + n_i)^2 for a positive j;
+ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i.
+
+The sorted sums are for scores so thin that most bins would be empty. ``CUTOFF`` temperatures away from a positive a
+sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows in between are one slice for each positive, and
+the rows above it are a count: O(M log M + pairs within the cutoff) time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .costs import costs_of
+from .node_tables import CUTOFF
+from .sigmoid_sums import chunk_size, sigmoid_and_slope
+
+_FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
+_FEW = 16  # pairs per row that may be summed beyond the cutoff
+
+
+class Pool(NamedTuple):
+    """The rows of a call of Smooth-AP and what each positive weighs."""
+
+    scores: Tensor  # [C, M]
+    positive: Tensor  # [C, M] bool
+    member: Tensor | None  # [C, M] bool: the rows that take part, None for all
+    class_of: Tensor  # [P] int64, ascending: class of each positive of a valid class
+    row_of: Tensor  # [P] int64: its row
+    share: Tensor  # [P] float64: its weight in the mean of its class
+    temperature: float
+
+
+def smooth_ap_direct(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
+    scores, positive, member, class_of, row_of, share, temperature = pool
+    if scores.shape[0] == 1:
+        return _direct_of_one_class(pool, with_grad)
+    loss = share.new_zeros(scores.shape[0])
+    gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
+    step = chunk_size(scores, scores.shape[1])
+    for first in range(0, share.shape[0], step):
+        c, row = class_of[first : first + step], row_of[first : first + step]
+        difference = (scores.index_select(0, c) - scores[c, row][:, None]).div_(temperature)  # [p, M]
+        if member is not None:
+            difference.masked_fill_(~member.index_select(0, c), -math.inf)
+        difference.scatter_(1, row[:, None], -math.inf)  # j = i does not count
+        sigmoid, slope = sigmoid_and_slope(difference)
+        is_positive = positive.index_select(0, c)
+        among_positives = sigmoid * is_positive
+        n = (sigmoid - among_positives).sum(dim=1)
+        weight = share[first : first + step]
+        term, push, pull = _terms(among_positives.sum(dim=1), n, weight.to(n.dtype), temperature)
+        loss.index_add_(0, c, weight * term)
+        if with_grad:
+            slope *= torch.where(is_positive, push[:, None], pull[:, None])
+            gradient.index_add_(0, c, slope)
+            gradient.index_put_((c, row), -slope.sum(dim=1), accumulate=True)
+    return loss, gradient
+
+
+def _direct_of_one_class(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Do the same for C = 1. All positives have the same keys; with the positive keys first, masks become slices."""
+    scores, positive, member, _, row_of, share, temperature = pool
+    negative = ~positive[0] if member is None else member[0] & ~positive[0]
+    order = torch.cat([row_of, negative.nonzero()[:, 0]])
+    keys, weight, count = scores[0].index_select(0, order), share.to(scores.dtype), row_of.numel()
+    loss, gradient = share.new_zeros(1), torch.zeros_like(keys)
+    step = chunk_size(scores, keys.numel())
+    for first in range(0, count, step):
+        own = slice(first, min(first + step, count))
+        difference = (keys - keys[own, None]).div_(temperature)  # [p, K]
+        difference.diagonal(first).fill_(-math.inf)  # j = i does not count
+        sigmoid, slope = sigmoid_and_slope(difference)
+        sums = sigmoid[:, :count].sum(dim=1), sigmoid[:, count:].sum(dim=1)
+        term, push, pull = _terms(*sums, weight[own], temperature)
+        loss += (share[own] * term).sum()
+        if with_grad:
+            slope[:, :count].mul_(push[:, None])  # not *=, which would also copy the product onto itself
+            slope[:, count:].mul_(pull[:, None])
+            gradient += slope.sum(dim=0)
+            gradient[own].sub_(slope.sum(dim=1))
+    if not with_grad:
+        return loss, scores.new_empty(0)
+    return loss, torch.zeros_like(scores).index_copy_(1, order, gradient[None])
+
+
+def _terms(above: Tensor, n: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return n / (r + n) of each positive (p,), and its factor on the slope of a positive and of a negative.
+
+    Args:
+        above: (p,) sum of the sigmoids over the other positives, r - 1.
+        n: (p,) the same over the negatives.
+        weight: (p,) share of the positive in the mean.
+        temperature: > 0.
+    """
+    r = above + 1
+    total = r + n
+    factor = weight / total / (total * temperature)
+    return n / total, (n * factor).neg_(), r * factor
+
+
+def smooth_ap_sorted(pool: Pool) -> tuple[Tensor, Tensor]:
+    """Return the loss (C,) float64 and its gradient (C, M); all scores are finite.
+
+    If no two rows are within the cutoff of each other, the whole gradient is smaller than what the cutoff leaves out.
+    There are few such pairs, so they are summed as far as the dtype of the scores can hold their gradient.
+    """
+    scores, positive, member, class_of, row_of, share, temperature = pool
+    num_classes, num_rows = scores.shape
+    ordered, order = scores.contiguous().sort(dim=1)
+    is_positive = positive.gather(1, order)
+    is_negative = ~is_positive if member is None else member.gather(1, order) & ~is_positive
+    x = scores[class_of, row_of].double()
+    low, high = _window(ordered, class_of, x, _FAR[scores.dtype] * temperature)
+    if int((high - low).sum()) > _FEW * scores.numel():
+        low, high = _window(ordered, class_of, x, CUTOFF * temperature)
+    counts = [F.pad(mask.to(torch.int64).cumsum(dim=1), (1, 0)) for mask in (is_negative, is_positive)]  # [C, M + 1]
+    above = torch.stack([(count[class_of, -1] - count[class_of, high]).double() for count in counts])  # [2, P]
+    loss = torch.zeros(num_classes, dtype=torch.float64, device=scores.device)
+    gradient = torch.zeros(num_classes * num_rows, dtype=torch.float64, device=scores.device)
+    flat = ordered.reshape(-1)
+    for part, owner, place in _pairs(low + class_of * num_rows, high - low):
+        difference = (flat[place].double() - x[part][owner]) / temperature
+        is_self = order.reshape(-1)[place] == row_of[part][owner]
+        kinds = torch.stack(
+            [is_negative.reshape(-1)[place], is_positive.reshape(-1)[place] & ~is_self]
+        ).double()  # [2, n]
+        sigmoid = torch.sigmoid(difference)
+        sums = above[:, part].clone().index_add_(1, owner, sigmoid * kinds)  # [2, p]
+        n, r = sums[0], sums[1] + 1.0
+        loss.index_add_(0, class_of[part], share[part] * n / (r + n))
+        factor = share[part] / (r + n) ** 2 / temperature
+        pull = (r * factor)[owner] * kinds[0] - (n * factor)[owner] * kinds[1]
+        pull = pull * sigmoid * torch.sigmoid(-difference)
+        gradient.index_add_(0, order.reshape(-1)[place] + (class_of[part] * num_rows)[owner], pull)
+        gradient.index_add_(
+            0, (class_of * num_rows + row_of)[part], -pull.new_zeros(n.numel()).index_add_(0, owner, pull)
+        )
+    return loss, gradient.view(num_classes, num_rows).to(scores.dtype)
+
+
+def _window(ordered: Tensor, class_of: Tensor, x: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+    """Return the first row within ``reach`` of each positive, and the first beyond it, in sorted order, (P,) each."""
+    low, high = torch.empty_like(class_of), torch.empty_like(class_of)
+    wide = ordered.double()
+    step = costs_of(x.device).searches_at_once
+    for first in range(0, x.numel(), step):
+        part = slice(first, first + step)
+        # One binary search serves all classes: each class with positives is one row of a 2-D search.
+        present, inverse = class_of[part].unique(return_inverse=True)
+        counts = torch.bincount(inverse, minlength=present.numel())
+        width = int(counts.max())
+        slot = torch.arange(inverse.numel(), device=x.device) - (counts.cumsum(0) - counts)[inverse]
+        table = x.new_zeros(present.numel(), width)
+        table[inverse, slot] = x[part]
+        low[part] = torch.searchsorted(wide[present], table - reach)[inverse, slot]
+        high[part] = torch.searchsorted(wide[present], table + reach, right=True)[inverse, slot]
+    return low, high
+
+
+def _pairs(start: Tensor, count: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield slices of positives; for each pair of a positive with a neighbour, its positive in the slice and its place.
+
+    The neighbours of each positive are ``count`` (P,) places from ``start`` (P,) on.
+    """
+    limit = chunk_size(start, 1)
+    ends = count.cumsum(0)
+    first = 0
+    while first < count.numel():
+        base = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(torch.searchsorted(ends, base + limit, right=True)))
+        part = slice(first, last)
+        owner = torch.repeat_interleave(torch.arange(last - first, device=start.device), count[part])
+        within = torch.arange(owner.numel(), device=start.device) - (ends[part] - count[part] - base)[owner]
+        yield part, owner, start[part][owner] + within
+        first = last
