@@ -248,7 +248,7 @@ def context_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
 
 
 class Outcome(NamedTuple):
-    """What one rank saw of a step that one rank spoils, and the error of the step when it goes on all the same."""
+    """What one rank saw of a step that one rank spoils, and the error of the step if it continues anyway."""
 
     kind: str
     text: str
@@ -269,7 +269,7 @@ BAD_CALLS: dict[str, Callable[[DeferredMean, nn.Module, Tensor], Any]] = {
 
 
 def spoil_call(rank: int, kind: str, case: str, bad_rank: int) -> Outcome:
-    """Run a step whose second call goes wrong on ``bad_rank``, and which then goes on."""
+    """Run a step whose second call fails on ``bad_rank``, and then continues."""
     reference, model = make_pair(kind, "float64")
     deferred, batches = DeferredMean(model), make_window("full", rank)
     deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))

@@ -210,7 +210,7 @@ BAD_PARAMETERS: dict[str, Callable[[], Any]] = {
 
 
 def spoil(rank: int, case: str) -> tuple[str, str, float]:
-    """Return what is raised when the last rank brings something wrong, and the sum of a right call afterwards."""
+    """Return what is raised when the last rank passes something wrong, and the sum of a right call afterwards."""
     parameters = BAD_PARAMETERS[case]() if rank == dist.get_world_size() - 1 else _good()
     found = "nothing", ""
     try:

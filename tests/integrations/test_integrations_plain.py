@@ -16,6 +16,8 @@ from workers import WorkerPool
 
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
+pytestmark = pytest.mark.slow
+
 # Plain torch and torchmetrics.
 
 
