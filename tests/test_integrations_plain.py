@@ -16,7 +16,7 @@ from workers import WorkerPool
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 (SHARDED,) = blocks("FSDP2 with tensor parallelism")
-(METRICS,) = blocks("torchmetrics beside the losses")
+(METRICS,) = blocks("torchmetrics with the losses")
 RUN_BY_THE_OTHERS = {
     "Pooled": 2,
     "Sums over micro-batches": 1,
