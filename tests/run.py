@@ -45,21 +45,22 @@ def main(arguments: list[str]) -> int:
 
 
 def _echo(stream: IO[bytes]) -> str:
-    """Print what comes, as it comes, and return its last line."""
+    """Print what comes, as it comes, and return the last part of it."""
     text = b""
     while part := os.read(stream.fileno(), 65536):
         sys.stdout.buffer.write(part)
         sys.stdout.buffer.flush()
         text = (text + part)[-10_000:]
-    return text.decode(errors="replace").strip().rpartition("\n")[2]
+    return text.decode(errors="replace")
 
 
-def _counts(summary: str) -> Counter[str]:
-    """Return the counts of pytest's last line; one that broke off has none."""
+def _counts(output: str) -> Counter[str]:
+    """Return the counts of pytest's summary, the last line with a time; a run that broke off has none."""
+    summary = next((line for line in reversed(output.splitlines()) if re.search(r" in \d+\.\d+s", line)), "")
     kinds = r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?)"
     found = Counter({"passed": 0, "failed": 0, "skipped": 0})
     for number, kind in re.findall(kinds, summary):
-        found[kind.replace("error", "errors") if kind == "error" else kind] += int(number)
+        found[kind] += int(number)
     return found
 
 
