@@ -337,9 +337,10 @@ def check(pool: WorkerPool, name: str, group: str, kind: str, head: str) -> None
         assert all(outcome.next_is_equal for outcome in outcomes)
 
 
-def over_ranks(cases: list[tuple[str, Any]]) -> list[tuple[int, str, Any]]:
+def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
     """Return the cases on three ranks, of which the odd one is the first, the middle and the last; a few on two too."""
-    return [(3, *case) for case in cases] + [(2, *case) for case in cases if case[0] in ("smooth_ap", "global_mean")]
+    on_three = [pytest.param(3, *case, marks=pytest.mark.slow) for case in cases]
+    return on_three + [(2, *case) for case in cases if case[0] in ("smooth_ap", "global_mean")]
 
 
 @pytest.mark.parametrize(("world_size", "name", "kind"), over_ranks(BAD))
