@@ -91,6 +91,8 @@ class WorkerPool:
 
         Results travel as bytes: return numbers, strings, numpy arrays or lists of them, not tensors.
         """
+        if self.broken:
+            raise RemoteError("the pool was closed after an earlier failure")
         for tasks in self._tasks:
             tasks.put((function, args))
         results: dict[int, Any] = {}
