@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import Backward, first_order_only
+
 T = TypeVar("T")
 Outputs = tuple[Tensor, ...]
-Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def register(
@@ -99,38 +100,3 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
             return function(first, *args)
 
     return guarded
-
-
-def first_order_only(backward: Backward) -> Backward:
-    """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
-
-    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient requires a gradient itself. The
-    incoming gradient of a loss is a constant, so the returned gradients would be constants too, and a gradient penalty
-    would silently add nothing.
-    """
-
-    @functools.wraps(backward)
-    def guarded(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # in a backward, gradients are enabled only with create_graph=True
-            return found
-        witness = torch.zeros((), requires_grad=True)
-        return tuple(None if one is None else _NoSecondDerivative.apply(one, witness) for one in found)
-
-    return guarded
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity of a gradient; its own gradient is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, witness: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "a ranking loss: expected a first derivative, got a second one. Its gradient cannot be differentiated "
-            "again; compute the penalty on another output of the model."
-        )

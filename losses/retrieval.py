@@ -17,9 +17,9 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_int, check_positive, check_tensor, expected
+from ..errors import check_choice, check_int, check_positive, check_tensor, expected, first_order_only
 from ..kernels.costs import costs_of
-from ..kernels.registration import exact, first_order_only
+from ..kernels.registration import exact
 from ..kernels.soft_ranks import smooth_ap_sums
 from .batch import check_device, compute_dtype, is_integer
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradient_cases import Case
 from torch import Tensor
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, class_of, get_pool
 
 import fullrank
 from fullrank.losses.ranking import RankingLoss
@@ -135,7 +135,7 @@ def _error_of(call: Callable[[], object]) -> tuple[str, str]:
     try:
         call()
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
 
 
