@@ -155,6 +155,14 @@ def check_count(name: str, value: int, least: int) -> int:
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
+def anchor_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without elements that is connected to the graph of ``tensor`` and does not share its memory.
+
+    A backward that does not save its inputs saves this, for :func:`first_order_only`.
+    """
+    return tensor.reshape(1)[:0].clone() if tensor.ndim == 0 else tensor[:0].clone()
+
+
 def first_order_only(backward: Backward) -> Backward:
     """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
 

@@ -119,6 +119,7 @@ OTHER_VALUES: dict[str, Any] = {
     "gamma": 1.0,
     "label_smoothing": 0.1,
     "background_class": 1,
+    "name": "other",
 }
 # What OTHER_VALUES has is no value for this loss, or is its default.
 OWN_VALUES: dict[tuple[str, str], Any] = {("SoftmaxFocalLoss", "alpha"): [1.0, 2.0]}
