@@ -44,7 +44,7 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
                 disabled = torch.compiler.disable(function)
             return disabled(*args, **kwargs)
         except RankError as error:
-            raise error.with_traceback(None)  # noqa: B904  # the cause stays
+            raise error.with_traceback(None) from error.__cause__
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
     return call
