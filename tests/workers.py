@@ -155,9 +155,14 @@ def close_pools() -> None:
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the class and the text of what ``call`` raises."""
+    """Return the class, as :func:`class_of` names it, and the text of what ``call`` raises."""
     try:
         call()
     except (ValueError, TypeError, RuntimeError) as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
+
+
+def class_of(error: BaseException) -> str:
+    """Return the name of the class of ``error``; of a ``RankError``, the built-in class that it also is."""
+    return type(error).__name__.removeprefix("Rank")

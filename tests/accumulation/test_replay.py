@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, class_of, get_pool
 
 import fullrank
 from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
@@ -320,7 +320,7 @@ def mistaken(rank: int, kind: str, wrapper: str, wrong: list[int]) -> dict[str, 
         try:
             fullrank.pooled_backward(model, options.pop("batches", batches), **options)
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
+            error = f"{class_of(caught)}: {caught}"
     after, discarded = gradients(model), not has_gradients(model)
     loss.reset_queue()
     for parameter in model.parameters():
@@ -394,7 +394,7 @@ def unequal(rank: int, spread: Spread) -> str:
             model, batches, forward=lambda batch: model(batch.features), loss=loss, sync=spread.sync
         )
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{class_of(error)}: {error}"
     return "passed"
 
 
