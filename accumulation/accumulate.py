@@ -237,6 +237,10 @@ class Step:
         window = self._window
         with self._switched as switched:
             switched.enter_context(window.wrappers.restored())
+            if window.sync == "each":
+                window.wrappers.hold_broadcasts()  # of the first forward alone: the others follow a reduction
+            else:
+                switched.enter_context(window.wrappers.no_broadcasts())
             switched.callback(self._end)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
@@ -255,6 +259,7 @@ class Step:
                     if self._is_last:
                         self._close()  # this rank left out the last backward, and the header with it
             self._has_ended = True
+        window.wrappers.leave_as_reduced()
 
     def _end(self) -> None:
         self._index = -1

@@ -135,7 +135,7 @@ def pooled_backward(
     refuse_in_backward(CALL)
     window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
     devices = opened.value
-    with window.wrappers.restored(), window.wrappers.buffers_broadcast_once():
+    with window.wrappers.restored(), window.wrappers.no_broadcasts():
         try:
             # 1. Score every micro-batch without a graph.
             scored = _score(window, forward, devices)
@@ -146,6 +146,7 @@ def pooled_backward(
         except BaseException:
             window.wrappers.reshard()
             raise
+    window.wrappers.leave_as_reduced()
     return value.detach().reshape(())
 
 
@@ -260,7 +261,6 @@ def _replay(
         for index, (batch, state, first, grad) in enumerate(zip(window.micro_batches, scored.states, firsts, grads)):
             is_last = index == len(firsts) - 1
             window.wrappers.switch(window.sync, is_last)
-            window.wrappers.hold_broadcasts()
             restore_rng(state)
             scores = forward(batch)
             _check_replayed(scores, first)

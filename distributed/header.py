@@ -133,7 +133,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         checksum = 0 if offer.checksum is None else offer.checksum.value
         header = _pack((0, digest(texts), offer.rows, checksum), offer.totals, device)
     except Exception as error:
-        if _is_shared(error, ranks, handled):
+        if is_shared(error, ranks, handled):
             raise
         _gather_headers(call, _pack((1, 0, 0, 0), (), device), ranks)
         _raise_together(ranks, {"call": call}, error=error)
@@ -200,7 +200,7 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     return known
 
 
-def _is_shared(error: BaseException, ranks: ProcessGroup, handled: BaseException | None) -> bool:
+def is_shared(error: BaseException, ranks: ProcessGroup, handled: BaseException | None = None) -> bool:
     """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` on all of them.
 
     There may be no header left to join: a rank that failed earlier in ``bring`` has already joined that agreement.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -67,8 +68,9 @@ class FsdpGroup:
     Reading them is private; every change that has a public setter on FSDPModule is made by that.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, model: nn.Module) -> None:
         self.state = state
+        self._ids = set(map(id, model.parameters()))  # the group may hold parameters of other modules too
 
     @property
     def switches(self) -> tuple[bool, bool]:
@@ -117,17 +119,34 @@ class FsdpGroup:
         return info.mesh if info.mesh.ndim == len(dims) else info.mesh[tuple(info.mesh.mesh_dim_names[d] for d in dims)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters, in both forms that the modules may hold: sharded, and whole for a computation."""
-        forms = [(held.sharded_param, getattr(held, "_unsharded_param", None)) for held in self.state.fsdp_params]
-        return [form for both in forms for form in both if form is not None]
+        """Return the model's parameters, in both forms that its modules may hold: sharded, and whole for computing."""
+        return [form for held in self._held() for form in _forms(held)]
+
+    def _held(self) -> list[Any]:
+        """Return what torch keeps for each parameter of the model in this group."""
+        return [held for held in self.state.fsdp_params if any(id(form) in self._ids for form in _forms(held))]
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether a backward without reduction has left gradients of the model that no ``grad`` shows."""
+        for held in self._held():
+            whole = getattr(held, "_unsharded_param", None)
+            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                return True
+        return False
 
     def discard(self) -> None:
         """Drop every gradient of these parameters, also what a backward without reduction has left unsharded."""
         for parameter in self.parameters():
             parameter.grad = None
-        for held in self.state.fsdp_params:
+        for held in self._held():
             held.unsharded_accumulated_grad = None
         self.state._partial_reduce_output = None
+
+
+def _forms(held: Any) -> list[Any]:
+    both = held.sharded_param, getattr(held, "_unsharded_param", None)
+    return [form for form in both if form is not None]
 
 
 def forget_forward(module: DistributedDataParallel) -> None:
@@ -163,12 +182,40 @@ def has_fsdp1(model: nn.Module) -> bool:
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     """Return the groups of parameters of all FSDPModules in ``model``."""
-    groups: list[Any] = []
-    for module in fsdp_modules(model):
-        state = module._get_fsdp_state()
-        several = getattr(state, "_fsdp_param_groups", None)
-        groups += [state._fsdp_param_group] if several is None else several  # one, or None, before torch 2.12
-    return [FsdpGroup(group) for group in groups if group is not None]
+    states = [module._get_fsdp_state() for module in fsdp_modules(model)]
+    return [FsdpGroup(group, model) for state in states for group in _param_groups(state)]
+
+
+def fsdp_groups_around(model: nn.Module, ids: Container[int]) -> tuple[list[Any], list[FsdpGroup]]:
+    """Return the FSDPModules outside of ``model`` that manage some of its parameters, given by id; and their groups.
+
+    FSDP2 leaves no mark on a parameter. torch keeps a weak mapping of all modules that it has wrapped.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return [], []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    inside = set(map(id, model.modules()))
+    groups: dict[int, FsdpGroup] = {}
+    modules = []
+    wrapped: list[Any] = list(_module_state_mapping)
+    for module in wrapped:
+        if id(module) in inside or not hasattr(module, "_get_fsdp_state"):
+            continue
+        found = [
+            group
+            for group in _param_groups(module._get_fsdp_state())
+            if any(id(form) in ids for held in group.fsdp_params for form in _forms(held))
+        ]
+        modules += [module] if found else []
+        groups |= {id(group): FsdpGroup(group, model) for group in found}
+    return modules, list(groups.values())
+
+
+def _param_groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    several = [state._fsdp_param_group] if several is None else several  # one, or None, before torch 2.12
+    return [group for group in several if group is not None]
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
@@ -176,7 +223,36 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+# What ``require_forward_param_sync`` is set to at the end of a window: true, and told from the True and False that DDP
+# assigns, so that any forward of DDP since then shows.
+_AS_LEFT = 1
+
+
+def forwards_since(module: DistributedDataParallel) -> int:
+    """Return 0 if DDP has run no forward since :func:`leave_as_reduced`; else 2 if its next one broadcasts, or 1."""
+    flag: Any = module.require_forward_param_sync
+    return 0 if type(flag) is int else 1 + bool(flag)
+
+
+def leave_as_reduced(module: DistributedDataParallel) -> None:
+    """Say that the last backward has reduced, as DDP does, and that no forward has followed it."""
+    module.require_forward_param_sync = _AS_LEFT  # type: ignore[assignment]
+
+
+def rebuild_ddp_buckets(module: DistributedDataParallel) -> None:
+    """Do now what the next forward of DDP with gradients would do about its buckets; collective where it would be."""
+    reducer = _active_reducer(module)
+    if reducer is not None and reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True
+
+
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
     """Do now what the next forward of DDP would do about its buffers, and nothing if it would do nothing."""
-    if module._check_sync_bufs_pre_fwd():
+    if _active_reducer(module) is not None and module._check_sync_bufs_pre_fwd():
         module._sync_buffers()
+
+
+def _active_reducer(module: DistributedDataParallel) -> Any:
+    """Return the reducer that the forward of DDP uses; None where the compiler or a single hook reduces instead."""
+    idle = getattr(module, "_use_python_reducer", False) or getattr(module, "_delay_all_reduce_all_params", False)
+    return None if idle else module.reducer

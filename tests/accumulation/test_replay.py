@@ -104,6 +104,12 @@ def load(model: nn.Module, values: list[Tensor]) -> None:
                 parameter.copy_(value)
 
 
+def by_hand(model: nn.Module) -> Any:
+    """Return the ``group`` that a plain model needs on several ranks, or None for a wrapped one."""
+    is_plain = type(model) is nn.Sequential and dist.is_initialized()
+    return dist.group.WORLD if is_plain else None
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference over the norm of ``b``."""
     return float((a - b).norm() / b.norm())
@@ -177,7 +183,12 @@ def train_spread(rank: int, case: Case, spread: Spread, reference: Trace) -> Tra
         free = spread.wrapper in ("ddp", "plain") and spread.sync == "last"
         batches = cut(own, (rank + index) % 3 + 1 if free else 3, seed=rank + index)
         value = fullrank.pooled_backward(
-            model, batches, forward=lambda batch: model(batch.features), loss=joined_loss(loss), sync=spread.sync
+            model,
+            batches,
+            forward=lambda batch: model(batch.features),
+            loss=joined_loss(loss),
+            group=by_hand(model),
+            sync=spread.sync,
         )
         if spread.wrapper == "plain":
             for parameter in model.parameters():
@@ -304,17 +315,44 @@ class Mistake(Exception):
     """Raised by the code of a user."""
 
 
-def mistaken(rank: int, kind: str, wrapper: str, wrong: list[int]) -> dict[str, Any]:
-    """Make the mistake ``kind`` on the ranks ``wrong``; return what every rank sees, and how the next window goes."""
+class Counter(nn.Module):
+    """Counts its forwards in a buffer, which DDP broadcasts and no score depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.forwards += 1
+        return values
+
+
+def mistaken(rank: int, kind: str, wrapper: str, wrong: list[int]) -> list[dict[str, Any]]:
+    """Make the mistake ``kind`` on the ranks ``wrong``; return what every rank sees, and how the next window goes.
+
+    In the first window of a model and in its second, without and with a buffer.
+    """
+    layers = ([], [Counter()])
+    return [_mistaken(rank, kind, wrapper, wrong, more, first) for more in layers for first in (True, False)]
+
+
+def _mistaken(
+    rank: int, kind: str, wrapper: str, wrong: list[int], layers: list[nn.Module], is_first: bool
+) -> dict[str, Any]:
     case = Case("smooth_ap")
-    model = wrap(make_model(case), wrapper)
+    model = warm = wrap(make_model(case, *layers), wrapper)
+    if is_first:
+        warm = wrap(make_model(case, *layers), wrapper)
     loss = make_loss(case, local=False)
     compute = joined_loss(loss)
     batches = own_window(rank, 3)
     is_wrong = rank in wrong
+    fullrank.pooled_backward(warm, batches, forward=lambda batch: warm(batch.features), loss=compute)
+    before = gradients(warm)
+    if is_first:
+        for parameter, other in zip(model.parameters(), warm.parameters()):
+            parameter.grad = other.grad
     options: dict[str, Any] = {"forward": lambda batch: model(batch.features), "loss": compute}
-    fullrank.pooled_backward(model, batches, **options)
-    before = gradients(model)
     error = ""
     with _one_mistake(kind, is_wrong, model, batches, options):
         try:
@@ -355,6 +393,7 @@ def _one_mistake(
         "vector": lambda: options.update(loss=lambda scores, batches: compute(scores, batches).expand(2)),
         "leaf": lambda: options.update(loss=lambda scores, batches: compute(scores, batches) * _OUTSIDE),
         "replay": lambda: options.update(forward=lambda batch: score(batch) * (1 + random.random())),
+        "again": lambda: options.update(forward=_raise_at(score, 3)),
         "later": lambda: options.update(forward=_raise_at(score, 4)),
         "frozen": lambda: options.update(forward=lambda batch: score(batch).detach()),
     }
@@ -391,7 +430,12 @@ def unequal(rank: int, spread: Spread) -> str:
     batches = own_window(rank, 2 + rank)
     try:
         fullrank.pooled_backward(
-            model, batches, forward=lambda batch: model(batch.features), loss=loss, sync=spread.sync
+            model,
+            batches,
+            forward=lambda batch: model(batch.features),
+            loss=loss,
+            group=by_hand(model),
+            sync=spread.sync,
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -860,6 +904,7 @@ MISTAKES = {
 }
 IN_THE_REPLAY = {
     "replay": "RuntimeError: pooled_backward: expected the same scores in both passes.*on rank 1.*random, numpy",
+    "again": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "later": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "frozen": "ValueError: pooled_backward failed on rank 1: forward: expected scores with a graph",
 }
@@ -871,31 +916,31 @@ IN_THE_REPLAY = {
     [(kind, "ddp") for kind in MISTAKES] + [(kind, "fsdp2") for kind in MISTAKES if kind != "forward"],
 )
 def test_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, kind: str, wrapper: str) -> None:
-    first, second = pool_of_two(mistaken, kind, wrapper, [1])
-    assert first["error"] == second["error"]
-    assert re.match(MISTAKES[kind], first["error"], re.DOTALL), first["error"]
-    for result in (first, second):
-        assert result["untouched"] == 0.0
-        assert result["next"] == 0.0
+    for first, second in zip(*pool_of_two(mistaken, kind, wrapper, [1])):
+        assert first["error"] == second["error"]
+        assert re.match(MISTAKES[kind], first["error"], re.DOTALL), first["error"]
+        for result in (first, second):
+            assert result["untouched"] == 0.0
+            assert result["next"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
-    [("replay", "ddp"), ("later", "ddp"), ("frozen", "ddp"), ("replay", "fsdp2"), ("replay", "hsdp")],
+    [("replay", "ddp"), ("again", "ddp"), ("later", "ddp"), ("frozen", "ddp"), ("replay", "fsdp2"), ("replay", "hsdp")],
 )
 def test_mistake_in_the_replay_discards_the_gradients(kind: str, wrapper: str) -> None:
     """What FSDP2 and HSDP hold unreduced is discarded too."""
-    results = get_pool(4 if wrapper == "hsdp" else 2)(mistaken, kind, wrapper, [1])
-    assert len({result["error"] for result in results}) == 1
-    assert re.match(IN_THE_REPLAY[kind], results[0]["error"], re.DOTALL), results[0]["error"]
-    for result in results:
-        assert result["discarded"]
-        assert result["next"] <= 1e-12
+    for results in zip(*get_pool(4 if wrapper == "hsdp" else 2)(mistaken, kind, wrapper, [1])):
+        assert len({result["error"] for result in results}) == 1
+        assert re.match(IN_THE_REPLAY[kind], results[0]["error"], re.DOTALL), results[0]["error"]
+        for result in results:
+            assert result["discarded"]
+            assert result["next"] <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["forward", "later", "frozen"])
 def test_mistake_of_all_ranks_leaves_fsdp_working(pool_of_two: WorkerPool, kind: str) -> None:
-    for result in pool_of_two(mistaken, kind, "fsdp2", [0, 1]):
+    for result in [result for results in pool_of_two(mistaken, kind, "fsdp2", [0, 1]) for result in results]:
         assert re.match("Mistake: this is mine|ValueError: forward: expected scores with a graph", result["error"])
         assert result["untouched"] == 0.0 if kind == "forward" else result["discarded"]
         assert result["next"] <= 1e-12
