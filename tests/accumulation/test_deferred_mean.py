@@ -250,7 +250,7 @@ def context_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
 
 
 class Outcome(NamedTuple):
-    """What one rank saw of a step that one rank spoils, and the error of the step when it goes on all the same."""
+    """What one rank saw of a step that one rank spoils, and the error of the step if it continues anyway."""
 
     kind: str
     text: str
@@ -456,7 +456,7 @@ def owners(rank: int) -> list[str]:
     return outcomes
 
 
-each_dtype = pytest.mark.parametrize("dtype", LIMITS)
+each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 KINDS = ["plain", "ddp", "fsdp", "summed"]
 
 

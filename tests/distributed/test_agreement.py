@@ -1,4 +1,4 @@
-"""The agreement itself: what opens every call. What ranks do wrong in it is in test_faults.py and test_drift.py."""
+"""The agreement that opens every call. What ranks can do wrong in it is in test_faults.py and test_drift.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullrank.distributed.header import Checksum, Offer, agree_on
 
 
 def agree_on_totals(rank: int) -> tuple[list[int], list[list[float]]]:
-    """Return the row counts and the totals that the ranks tell each other, of every kind that a caller may pass."""
+    """Return the row counts and totals that the ranks exchange, for every kind of total that a caller may pass."""
     totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
     totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
     checksum = Checksum(torch.tensor(-(2**62), dtype=torch.int64), "queue", "")

@@ -1,4 +1,4 @@
-"""The gathers: rows of all ranks in rank order, gradients of one's own rows at the right scale, few collectives."""
+"""The gathers: rows of all ranks in rank order, gradients of the own rows at the right scale, few collectives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from meshes import init_device_mesh
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool, error_of
+from workers import WorkerPool, error_of, process_context
 
 import fullrank
 from fullrank import losses
 
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
-    """Return rows that tell their rank and position."""
+    """Return rows whose values encode their rank and position."""
     values = torch.arange(count * max(1, torch.Size(trailing).numel())) % 5 + 10 * rank
     values = values[: count * torch.Size(trailing).numel()].reshape(count, *trailing)
     return values % 2 == 0 if dtype == "bool" else values.to(getattr(torch, dtype))
@@ -419,7 +419,7 @@ def test_global_mean_of_two_dtypes_is_refused(pool_of_two: WorkerPool) -> None:
 
 
 def test_losses_made_on_meta(pool_of_two: WorkerPool) -> None:
-    """The queue is empty until its first rows bring their device."""
+    """The queue is empty until its first rows determine its device."""
     for differences in pool_of_two(losses_made_on_meta):
         assert differences == [0.0] * 4
 
@@ -468,9 +468,10 @@ def test_detection_and_its_override_between_steps(pool_of_two: WorkerPool) -> No
     assert first[1] != second[1]
 
 
+@pytest.mark.slow
 def test_a_process_group_that_was_destroyed_is_found_again(tmp_path: Path) -> None:
     """Local before there is one, gathered with one, local without, gathered with the next."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = process_context()
     answers = context.Queue()
     workers = [context.Process(target=generations, args=(r, str(tmp_path), answers)) for r in range(2)]
     for worker in workers:

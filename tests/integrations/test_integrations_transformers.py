@@ -30,6 +30,8 @@ from workers import WorkerPool
 import fullrank
 from fullrank.integrations.transformers import PooledLossMixin, causal_lm_loss_func
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 2
 
 

@@ -595,7 +595,7 @@ def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit:
 
 
 def test_a_mean_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = sys.modules["fullrank.losses.all_queries"]
+    kernel = sys.modules["fullrank.losses.retrieval"]
     original, calls = kernel.smooth_ap_sums, []
     monkeypatch.setattr(kernel, "smooth_ap_sums", lambda *given: calls.append(1) or original(*given))
     embeddings, labels = make_embeddings("rows that are alone")
@@ -716,6 +716,7 @@ def test_autocast_changes_no_bit() -> None:
     assert autocast_error("embeddings", guarded=False) > 1e-4  # the control
 
 
+@pytest.mark.slow
 def test_compiled_functions_call_the_losses_outside_of_their_graphs() -> None:
     embeddings, labels = make_embeddings("unequal sizes")
     (logits, targets, *_), indexes = make_queries()
@@ -801,6 +802,7 @@ def test_the_module_shows_its_settings_and_saves_its_temperature() -> None:
         loss(*make_embeddings("equal sizes"))
 
 
+@pytest.mark.slow
 def test_memory_of_four_thousand_embeddings() -> None:
     """The peak of a process, Python and torch included, with 4,096 x 64 and 64 rows of a label."""
     if not Path("/proc/self/status").exists():
