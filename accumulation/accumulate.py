@@ -45,6 +45,7 @@ from torch.autograd.graph import Node
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
 from ..errors import Words, check_positive, expected
+from ..gradients.all_reduce_grads import Count, note_count
 from ..gradients.wrappers import discard_gradients_
 from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
 from .window import Window, open_window
@@ -145,6 +146,9 @@ def accumulate(
     if terms.is_counted:
         terms = terms._replace(number=math.fsum(opened.totals[:, 0].tolist()))
     return Step(window, terms)._run()
+
+
+OTHER_TOKENS = "These ranks hold different tokens, so all of them must count: pass a group that contains them to {}."
 
 
 class _Terms(NamedTuple):
@@ -260,6 +264,7 @@ class Step:
                         self._close()  # this rank left out the last backward, and the header with it
             self._has_ended = True
         window.wrappers.leave_as_reduced()
+        note_count(window.model, Count(self._terms.number, OTHER_TOKENS.format("accumulate(..., group=...)")))
 
     def _end(self) -> None:
         self._index = -1

@@ -26,10 +26,10 @@ from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, failure, is_shared
 from ..distributed.torch_private import divide_each_, not_compiled
 from ..errors import Words, check_positive, expected
-from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
+from ..gradients.all_reduce_grads import Count, Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
-from .accumulate import check_summed_loss
+from .accumulate import OTHER_TOKENS, check_summed_loss
 from .token_count import check_scalar
 
 # All objects alive: two of them must not divide the gradients of one parameter.
@@ -202,8 +202,9 @@ class DeferredMean:
             entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
             plans = []
             if entries:
+                count = Count(sums.num_terms, OTHER_TOKENS.format("DeferredMean(model, group)"))
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, self._ranks))).value
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, self._ranks, count))).value
         for summands, group in plans:
             add_(summands, group)
         self._divide(sums.num_terms, unmanaged)
@@ -353,7 +354,9 @@ def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
     return entries
 
 
-def _plan(entries: list[_SyncEntry], ranks: ProcessGroup | None) -> list[tuple[list[Summand], ProcessGroup]]:
+def _plan(
+    entries: list[_SyncEntry], ranks: ProcessGroup | None, count: Count
+) -> list[tuple[list[Summand], ProcessGroup]]:
     """Compare over every group what its ranks hold, and return what to add over which group; or raise an error.
 
     An error does not end the loop: the ranks of the other groups wait for this one. Of several errors the one that
@@ -363,7 +366,7 @@ def _plan(entries: list[_SyncEntry], ranks: ProcessGroup | None) -> list[tuple[l
     for parameters, group, _ in entries:
         if group is not None:
             try:
-                plans.append((plan_sum(parameters, group), group))
+                plans.append((plan_sum(parameters, group, count), group))
             except Exception as error:
                 errors.append(error)
     if errors:

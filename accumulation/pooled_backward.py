@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..distributed.group import Group, group_ranks
+from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected
@@ -90,7 +90,9 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window, a loss without a graph to the scores or with one to other leaves; for different
+        ValueError: for an empty window, a loss without a graph to the scores or with one to other leaves; for a loss
+            whose ``gradient_reduction`` is not how ``model`` combines gradients, and a model that no wrapper reduces,
+            in a job of several ranks without ``group``; for different
             numbers of micro-batches on the ranks where forwards or backwards communicate (FSDP2, HSDP, SyncBatchNorm,
             ``sync="each"``).
         RuntimeError: when a replay gives other scores; without gradients enabled; inside a backward.
@@ -130,7 +132,8 @@ def pooled_backward(
         if not torch.is_grad_enabled():
             found = Words("torch.no_grad or torch.inference_mode")
             raise RuntimeError(expected(CALL, "gradients to be enabled", found, "Call it outside of them."))
-        return Offer(accelerators_in_use(model), {"scaler": scaler is not None, "check_replay": check_replay})
+        facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
+        return Offer(accelerators_in_use(model), facts)
 
     refuse_in_backward(CALL)
     window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
@@ -198,7 +201,8 @@ def _evaluate(window: Window, loss: Callable[[Tensor, list[Any]], Tensor], leaf:
     """Step 2: return the loss, a scalar with a graph to ``leaf`` and to no other leaf."""
 
     def bring() -> Offer[Tensor]:
-        value = loss(leaf, window.micro_batches)
+        with gradients_divided_by(window.wrappers.divisor):
+            value = loss(leaf, window.micro_batches)
         if not isinstance(value, Tensor):
             raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
         if value.numel() != 1:

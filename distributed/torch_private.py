@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -89,8 +89,8 @@ class FsdpGroup:
     FSDP2 has no public way to read them. Where FSDPModule has a public setter, changes go through the setter.
     """
 
-    def __init__(self, state: Any, model: nn.Module) -> None:
-        self.state = state
+    def __init__(self, state: Any, model: nn.Module, module: Any) -> None:
+        self.state, self.module = state, module  # the module is the FSDPModule that holds the group
         self._ids = set(map(id, model.parameters()))  # the group may hold parameters of other modules too
 
     @property
@@ -150,11 +150,7 @@ class FsdpGroup:
     @property
     def is_unreduced(self) -> bool:
         """Whether a backward without reduction has left gradients of the model that no ``grad`` shows."""
-        for held in self._held():
-            whole = getattr(held, "_unsharded_param", None)
-            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
-                return True
-        return False
+        return any(map(_is_unreduced, self._held()))
 
     def discard(self) -> None:
         """Drop every gradient of these parameters, and the unsharded ones that a backward without reduction leaves."""
@@ -202,38 +198,55 @@ def has_fsdp1(model: nn.Module) -> bool:
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
-    """Return the groups of parameters of all FSDPModules in ``model``."""
-    states = [module._get_fsdp_state() for module in fsdp_modules(model)]
-    return [FsdpGroup(group, model) for state in states for group in _param_groups(state)]
+    """Return the groups of parameters that FSDP2 manages for ``model``.
 
-
-def fsdp_groups_around(model: nn.Module, ids: Container[int]) -> tuple[list[Any], list[FsdpGroup]]:
-    """Return the FSDPModules outside of ``model`` that manage some of its parameters, given by id; and their groups.
-
-    FSDP2 leaves no mark on a parameter. torch keeps a weak mapping of all modules that it has wrapped.
+    They belong to FSDPModules in ``model``, and to those around it when some trainable parameters are in none of them:
+    FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
     """
+    inside = fsdp_modules(model)
+    groups = [FsdpGroup(group, model, module) for module in inside for group in _param_groups(module)]
     if "torch.distributed.fsdp" not in sys.modules:
-        return [], []
+        return groups
+    managed = {id(form) for group in groups for form in group.parameters()}
+    left = {id(p) for p in model.parameters() if p.requires_grad} - managed
+    if left:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        known = {id(group.state) for group in groups}
+        wrapped: list[Any] = list(_module_state_mapping)
+        for module in wrapped:
+            for group in _param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
+                has_some = any(id(form) in left for held in group.fsdp_params for form in _forms(held))
+                if has_some and id(group) not in known:
+                    known.add(id(group))
+                    groups.append(FsdpGroup(group, model, module))
+    return groups
+
+
+def count_unreduced(parameters: Iterable[Tensor]) -> int:
+    """Return how many of ``parameters`` have a gradient that FSDP2 has not reduced yet and that no ``grad`` shows."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return 0
     from torch.distributed._composable_state import _module_state_mapping
 
-    inside = set(map(id, model.modules()))
-    groups: dict[int, FsdpGroup] = {}
-    modules = []
     wrapped: list[Any] = list(_module_state_mapping)
-    for module in wrapped:
-        if id(module) in inside or not hasattr(module, "_get_fsdp_state"):
-            continue
-        found = [
-            group
-            for group in _param_groups(module._get_fsdp_state())
-            if any(id(form) in ids for held in group.fsdp_params for form in _forms(held))
-        ]
-        modules += [module] if found else []
-        groups |= {id(group): FsdpGroup(group, model) for group in found}
-    return modules, list(groups.values())
+    groups = [group for module in wrapped if hasattr(module, "_get_fsdp_state") for group in _param_groups(module)]
+    unreduced: dict[int, int] = {}  # of every form, the place of its parameter
+    for group in groups:
+        is_partial = getattr(group, "_partial_reduce_output", None) is not None  # HSDP, over the shards alone
+        for held in group.fsdp_params:
+            if is_partial or _is_unreduced(held):
+                unreduced |= dict.fromkeys(map(id, _forms(held)), id(held))
+    return len({unreduced[id(parameter)] for parameter in parameters if id(parameter) in unreduced}) if unreduced else 0
 
 
-def _param_groups(state: Any) -> list[Any]:
+def _is_unreduced(held: Any) -> bool:
+    whole = getattr(held, "_unsharded_param", None)
+    return held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     several = [state._fsdp_param_group] if several is None else several  # one, or None, before torch 2.12
     return [group for group in several if group is not None]

@@ -31,7 +31,6 @@ from ..distributed.torch_private import (
     forget_forward,
     forwards_since,
     fsdp_groups,
-    fsdp_groups_around,
     fsdp_modules,
     has_fsdp1,
     leave_as_reduced,
@@ -73,6 +72,14 @@ class GradientSync(NamedTuple):
             found = Words(f"divisors {sorted(divisors)}")
             raise ValueError(expected("model", "gradients that are all divided by the same number", found, fix))
         return divisors.pop() if divisors else 1.0
+
+    @property
+    def divisor(self) -> float | None:
+        """The number that every gradient is divided by; None when it is unknown: no wrapper, or several numbers."""
+        try:
+            return self.multiplier if self.ddp or self.fsdp else None
+        except ValueError:
+            return None
 
     @property
     def is_lockstep(self) -> bool:
@@ -267,28 +274,17 @@ def find_sync(model: nn.Module) -> GradientSync:
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    modules, fsdp = fsdp_modules(model), fsdp_groups(model)
+    fsdp = fsdp_groups(model)
+    modules = {id(module): module for module in [*fsdp_modules(model), *(group.module for group in fsdp)]}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
         managed |= set(map(id, reduced))
-
-    def list_unmanaged() -> dict[str, int]:
-        named = model.named_parameters()
-        return {
-            name: id(parameter) for name, parameter in named if parameter.requires_grad and id(parameter) not in managed
-        }
-
-    unmanaged = list_unmanaged()
-    if unmanaged:
-        outer, around = fsdp_groups_around(model, set(unmanaged.values()))
-        modules, fsdp = [*modules, *outer], [*fsdp, *around]
-        managed |= {id(parameter) for group in around for parameter in group.parameters()}
-        unmanaged = list_unmanaged()
+    unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, len(unmanaged))
-    return GradientSync(ddp, modules, fsdp, list(unmanaged), shares_statistics)
+    return GradientSync(ddp, list(modules.values()), fsdp, unmanaged, shares_statistics)
 
 
 def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:

@@ -33,11 +33,12 @@ from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.nn import functional
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, error_of, get_pool
 
 from fullrank import (
     DeferredMean,
     accumulate,
+    all_reduce_grads_,
     clip_grad_norm_,
     count_valid_tokens,
     sequence_sync_group,
@@ -247,6 +248,54 @@ def context_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
         deferred.finish([group])
         errors[mode] = error(flat(model), expected)
     return errors
+
+
+def forgotten_group(rank: int, mode: str, way: str) -> tuple[tuple[str, str], bool]:
+    """Return what is raised with tokens of one sequence on two ranks, counted over the data ranks alone.
+
+    And whether the gradients are untouched. ``way``: DeferredMean, or accumulate and ``all_reduce_grads_``.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
+    model = Model(torch.float64)
+    fully_shard(model, mesh=mesh["data"])
+    deferred, batches = DeferredMean(model), _cut(make_window("full", data_rank), part)
+    group = mesh["context"].get_group()
+
+    def loss(batch: Batch) -> Tensor:
+        logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        return functional.cross_entropy(logits, labels, reduction="sum")
+
+    def valid(batch: Batch) -> Tensor:
+        same = _cut(make_window("full", data_rank), 0)[0] if mode == "equal" else batch
+        return (same["labels"] != -100).sum()
+
+    if way == "deferred":
+        for batch in batches:
+            deferred.backward(loss(batch), valid(batch))
+    else:
+        for step, batch in accumulate(model, batches, valid):
+            step.backward(loss(batch))
+    if mode == "stale":
+        model.zero_grad()
+        loss(batches[0]).backward()
+    before = flat(model)
+    found = error_of(lambda: deferred.finish([group]) if way == "deferred" else all_reduce_grads_(model, group))
+    return found, torch.equal(flat(model), before)
+
+
+def overlapping_groups(rank: int) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return what finish raises when two sums fail, over ranks 0 and 1 and over all; and a call after it."""
+    model = Model(torch.float64)
+    deferred, parameters = DeferredMean(model, group=dist.group.WORLD), list(model.parameters())
+    pair = dist.new_group([0, 1])
+    deferred.backward(sum_loss(model, make_batch(rank, 0)), 1)
+    own = (parameters[: 2 - rank], pair) if rank < 2 else (parameters[:1], None)
+    everyone = (parameters[2 : 5 if rank else 4], dist.group.WORLD)
+    first = error_of(lambda: deferred.finish([own, everyone]))
+    return first, error_of(lambda: deferred.finish([dist.group.WORLD]))
 
 
 class Outcome(NamedTuple):
@@ -533,6 +582,32 @@ def test_experts(way: str, world_size: int, dtype: str) -> None:
     """Dense parameters over all ranks, experts over their copies; without a copy there is nothing to add."""
     for errors in get_pool(world_size)(expert_errors, way, dtype):
         assert max(errors) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("way", ["deferred", "accumulate"])
+def test_a_count_over_the_data_ranks_alone_is_seen(pool_of_four: WorkerPool, way: str) -> None:
+    """Ranks that are added up have divided by different counts; equal ones, as of tensor parallelism, pass."""
+    for found, untouched in pool_of_four(forgotten_group, "different", way):
+        assert found[0] == "ValueError"
+        assert "count of terms: expected the same on all ranks that are added up, got" in found[1]
+        assert "pass a group that contains them to " in found[1]
+        assert untouched
+    for found, untouched in pool_of_four(forgotten_group, "equal", way):
+        assert found == ("none", "")
+        assert not untouched
+
+
+def test_a_count_of_older_gradients_is_not_compared(pool_of_four: WorkerPool) -> None:
+    for found, _ in pool_of_four(forgotten_group, "stale", "accumulate"):
+        assert found == ("none", "")
+
+
+def test_two_sums_that_fail_over_groups_that_overlap() -> None:
+    """All ranks raise, and the next call works: no header was left over."""
+    for first, second in get_pool(3)(overlapping_groups):
+        assert first[0] == "ValueError"
+        assert "number of parameters: 2 on rank 0, 3 on ranks 1, 2." in first[1]
+        assert second == ("none", "")
 
 
 @each_dtype

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, error_of, get_pool
 
 import fullrank
 from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
@@ -236,6 +236,34 @@ def own_window(rank: int, count: int, case: Case | None = None, index: int = 0) 
     case = case or Case("smooth_ap")
     step = make_step(case, index)
     return cut(shard(step, split(step.features.shape[0], dist.get_world_size(), index), rank), count, seed=rank)
+
+
+def mean_of_squares(scores: Tensor, batches: list[Step], reduction: str | int) -> Tensor:
+    """Return a summed loss over all ranks."""
+    return fullrank.global_mean(scores.square().sum(), scores.numel(), gradient_reduction=reduction)
+
+
+def reductions_of_the_loss(rank: int, wrapper: str, name: str) -> dict[str, tuple[str, float]]:
+    """Return what each ``gradient_reduction`` leads to: the error that is raised, or that of the gradient."""
+    found, size = {}, dist.get_world_size()
+    for reduction in ("mean", "sum", size, 2 * size):
+        case = Case("smooth_ap" if name == "global_mean" else name, gradient_reduction=reduction)
+        losses = [joined_loss(make_loss(case, local=False)) for _ in range(2)]
+        loss_alone = joined_loss(make_loss(case._replace(gradient_reduction="mean"), local=True))
+        if name == "global_mean":
+            losses = [functools.partial(mean_of_squares, reduction=reduction)] * 2
+            loss_alone = lambda scores, given: scores.square().mean()  # noqa: E731
+        model, alone = wrap(make_model(case), wrapper), make_model(case)
+        run = functools.partial(_features_through, model)
+        options: dict[str, Any] = {"forward": run, "loss": losses[0], "group": by_hand(model)}
+        text = error_of(functools.partial(fullrank.pooled_backward, model, own_window(rank, 3), **options))[1]
+        step = make_step(case, 0)
+        loss_alone(alone(step.features), [step]).backward()
+        # The gradient as it was before the check, for the control: of the loss alone, with retained graphs.
+        raw = wrap(make_model(case), wrapper)
+        retained(raw, own_window(rank, 3), functools.partial(_features_through, raw), losses[1])
+        found[str(reduction)] = text, relative(gradients(raw), gradients(alone))
+    return found
 
 
 def dropout_errors(rank: int, wrapper: str) -> tuple[float, bool]:
@@ -880,6 +908,27 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(pool_of_two: WorkerPo
         assert result["gradient"] <= 1e-12
         assert result["mean"] <= 1e-12
         assert result["next forward broadcasts"]
+
+
+@pytest.mark.parametrize("name", ["smooth_ap", "global_mean"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "summed"])
+def test_a_loss_whose_gradient_does_not_fit_the_model(pool: WorkerPool, wrapper: str, name: str) -> None:
+    """Every setting whose gradient is wrong is refused on every rank, and no other one."""
+    results = pool(reductions_of_the_loss, wrapper, name)
+    size = pool.world_size
+    right = {"sum"} if wrapper == "summed" else {"mean", str(size)}
+    for reduction in results[0]:
+        texts = {found[reduction][0] for found in results}
+        assert len(texts) == 1
+        (text,) = texts
+        wrong = results[0][reduction][1]
+        assert (wrong <= 1e-12) == (reduction in right)
+        if reduction in right:
+            assert text == ""
+        else:
+            assert "gradient_reduction: expected the way the model combines gradients" in text
+            fix = {"summed": '"sum"'}.get(wrapper, '"mean"')
+            assert f"times the right one: pass gradient_reduction={fix}." in text
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
