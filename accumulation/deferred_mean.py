@@ -170,6 +170,8 @@ class DeferredMean:
             N, an int when it is whole. With N = 0 every gradient that exists is set to 0.
 
         Raises:
+            ValueError: when ranks that are added up have divided by different counts: tokens of one sequence on several
+                ranks need the ``group`` of the constructor.
             TypeError, ValueError: for an entry that is none of these; parameters that are not the model's; the same
                 parameter and group twice; parameters that no wrapper reduces, unless pairs, or the ``group`` of the
                 constructor, say that this is known; see also :func:`all_reduce_grads_`.
@@ -214,7 +216,9 @@ class DeferredMean:
         return int(sums.num_terms) if sums.num_terms.is_integer() else sums.num_terms
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the step that was finished last: a detached scalar, the same on every rank; local.
+        """Return the loss of the step that was finished last: a detached scalar, the same on every rank of the group.
+
+        No communication.
 
         In the dtype of the losses, float32 for half precision.
 

@@ -76,7 +76,8 @@ def pooled_backward(
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
             It may depend on no other tensor that requires grad: no wrapper would reduce that gradient.
         group: the ranks that call this together, and that ``loss`` gathers over; None for those that ``model`` reduces
-            its gradients over, else the default group.
+            its gradients over. A model that no wrapper reduces needs it on several ranks: it says that you add up the
+            gradients.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"``, or for HSDP ``"shard"``,
             over the shards after each and over the replicas after the last.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.

@@ -59,6 +59,8 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
             its parameter is not.
         ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards.
             A DTensor that is sharded over ``group``, or Partial, is such a case.
+        ValueError: for a Module whose gradients are known to have been divided by a count of terms, when the counts of
+            the ranks differ: they hold different tokens, so all of them must count.
         RuntimeError: when this rank's process group has been destroyed.
 
     Degenerate:
