@@ -151,6 +151,8 @@ class DeferredMean:
             totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
             _check_totals(totals, self._ranks)
         loss_sum.backward()
+        # Now, and not in the next forward: a rank that makes no forward must not leave the others waiting there.
+        self._sync.rebuild_buckets()
         num_terms, loss = (math.fsum(column) for column in list(zip(*totals))[:2])
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         self._loss_kind = loss_sum.device, torch.promote_types(loss_sum.dtype, torch.float32)

@@ -149,6 +149,7 @@ def pooled_backward(
             _replay(window, forward, devices, scored, value, scaler, check_replay)
         except BaseException:
             window.wrappers.reshard()
+            window.wrappers.expect_broadcasts()
             raise
     window.wrappers.leave_as_reduced()
     return value.detach().reshape(())

@@ -216,6 +216,11 @@ class GradientSync(NamedTuple):
             rebuild_ddp_buckets(module)
             broadcast_ddp_buffers(module)
 
+    def rebuild_buckets(self) -> None:
+        """Let DDP rebuild its buckets now, which it does once, after its first reduction; collective where it does."""
+        for module in self.ddp:
+            rebuild_ddp_buckets(module)
+
     @contextmanager
     def no_broadcasts(self) -> Iterator[None]:
         """Let no forward of DDP inside broadcast its buffers, so that a rank may leave out a forward or fail in it."""
@@ -227,7 +232,11 @@ class GradientSync(NamedTuple):
         finally:
             for module, broadcasts in zip(self.ddp, found):
                 module.broadcast_buffers = broadcasts
-                module.require_forward_param_sync = True  # as DDP leaves it after a backward that reduced
+
+    def expect_broadcasts(self) -> None:
+        """Let the next forward of DDP broadcast its buffers, as after a backward that reduced."""
+        for module in self.ddp:
+            module.require_forward_param_sync = True
 
     def hold_broadcasts(self) -> None:
         """Let the next forward of DDP broadcast no buffers."""

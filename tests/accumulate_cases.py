@@ -149,8 +149,8 @@ def reduced(model: nn.Module, kind: str) -> Tensor:
 
 def by_hand(model: nn.Module) -> Any:
     """Return the ``group`` that a plain model needs on several ranks, or None for a wrapped one."""
-    is_plain = type(model) in (Model, Counting, Experts)
-    return dist.group.WORLD if is_plain and dist.is_initialized() else None
+    wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel) or hasattr(m, "_get_fsdp_state")]
+    return dist.group.WORLD if dist.is_initialized() and not wrapped else None
 
 
 def run_window(model: nn.Module, batches: Sequence[Batch], **options: Any) -> Tensor:

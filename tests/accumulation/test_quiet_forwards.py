@@ -177,6 +177,22 @@ def deferred_fails(rank: int, call: int, num_before: int, buffers: bool) -> tupl
     return found, error(flat(model), expected.gradient)
 
 
+def deferred_without_forward(rank: int, num_before: int) -> tuple[tuple[str, str], float]:
+    """Return what is raised when the last rank finishes while the others back-propagate; a last error."""
+    model, batch = wrap("default", False), make_batch(rank, 0)
+    deferred = DeferredMean(model)
+    for _ in range(num_before):
+        deferred.backward(sum_loss(model, batch), 1)
+    odd = rank == dist.get_world_size() - 1
+    found = error_of(lambda: deferred.finish() if odd else deferred.backward(sum_loss(model, batch), 1))
+    deferred.discard()
+    deferred.backward(sum_loss(model, batch), 1)
+    deferred.finish()
+    batches = [make_batch(other, 0) for other in range(dist.get_world_size())]
+    expected = whole(Model(torch.float64), batches, total=float(dist.get_world_size()))
+    return found, error(flat(model), expected.gradient)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_that_skips_its_only_micro_batch(pool: WorkerPool, form: str) -> None:
     """In the first, the second and the third window, with and without buffers that DDP broadcasts."""
@@ -236,3 +252,12 @@ def test_a_bad_count_in_any_step(pool: WorkerPool, call: int) -> None:
                 assert found[0] == "ValueError"
                 assert f"failed on rank {pool.world_size - 1}: n: expected a finite number >= 0" in found[1]
                 assert wrong <= 1e-12
+
+
+def test_a_rank_that_finishes_instead_of_a_forward(pool: WorkerPool) -> None:
+    """Without buffers: DDP broadcasts those in every forward, and DeferredMean does not see a forward coming."""
+    for num_before in (1, 2):
+        for found, wrong in pool(deferred_without_forward, num_before):
+            assert found[0] == "RuntimeError"
+            assert "DeferredMean.finish on rank" in found[1]
+            assert wrong <= 1e-12
