@@ -17,9 +17,9 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_int, check_positive, check_tensor, expected
+from ..errors import check_choice, check_int, check_positive, check_tensor, expected, first_order_only
 from ..kernels.costs import costs_of
-from ..kernels.registration import exact, first_order_only
+from ..kernels.registration import exact
 from ..kernels.soft_ranks import smooth_ap_sums
 from .batch import check_device, compute_dtype, is_integer
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
@@ -99,6 +99,8 @@ class RetrievalSmoothAPLoss(DistributedLoss):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
             label and no check reads values. Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with
@@ -136,8 +138,9 @@ class RetrievalSmoothAPLoss(DistributedLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args)
+        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
         self.temperature = check_positive("temperature", temperature)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -161,6 +164,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
             return _check_rows(embeddings, labels)
 
         def prepare() -> Rows:
+            self._check_not_gathered(group, embeddings=embeddings, labels=labels)
             return Rows(check(), {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)})
 
         group = self._resolve_group()

@@ -53,7 +53,7 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
     warnings.simplefilter("ignore")  # pytest's filters do not reach here; tests of warnings set their own
     timeout = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
-    while (task := tasks.get()) is not None:
+    while (task := _next(tasks)) is not None:
         function, args = task
         try:
             results.put((rank, True, function(rank, *args)))
@@ -64,6 +64,17 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
     results.close()
     results.join_thread()
     os._exit(0)  # gloo's threads may abort the interpreter's own teardown
+
+
+def _next(tasks: Any) -> Any:
+    """Return the next task. A worker ends when its pytest process was killed: no task would ever come."""
+    while True:
+        try:
+            return tasks.get(timeout=GRACE_S)
+        except queue.Empty:
+            parent = mp.parent_process()
+            if parent is None or not parent.is_alive():
+                os._exit(1)
 
 
 class WorkerPool:
@@ -91,6 +102,8 @@ class WorkerPool:
 
         Results travel as bytes: return numbers, strings, numpy arrays or lists of them, not tensors.
         """
+        if self.broken:
+            raise RemoteError("the pool was closed after an earlier failure")
         for tasks in self._tasks:
             tasks.put((function, args))
         results: dict[int, Any] = {}
@@ -142,9 +155,14 @@ def close_pools() -> None:
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the class and the text of what ``call`` raises."""
+    """Return the class, as :func:`class_of` names it, and the text of what ``call`` raises."""
     try:
         call()
     except (ValueError, TypeError, RuntimeError) as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
+
+
+def class_of(error: BaseException) -> str:
+    """Return the name of the class of ``error``; of a ``RankError``, the built-in class that it also is."""
+    return type(error).__name__.removeprefix("Rank")

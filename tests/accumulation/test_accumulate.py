@@ -40,7 +40,7 @@ from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, class_of, get_pool
 
 import fullrank
 from fullrank import accumulate, count_valid_tokens, discard_gradients_, sum_gradients_, windows
@@ -481,7 +481,7 @@ def _spoil(rank: int, model: nn.Module, kind: str, case: str, bad_rank: int, num
         run = _spoiled_opening if case in BAD_OPENINGS else _spoiled_loop
         run(model, batches, case, bad)
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     untouched = all(parameter.grad is None for parameter in model.parameters())
     restored = switches(model) == before
     run_window(model, batches)

@@ -33,7 +33,7 @@ from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.nn import functional
-from workers import WorkerPool, error_of, get_pool
+from workers import WorkerPool, class_of, error_of, get_pool
 
 from fullrank import (
     DeferredMean,
@@ -341,7 +341,7 @@ def _spoil_call(rank: int, model: nn.Module, case: str, bad_rank: int) -> Outcom
         else:
             deferred.backward(loss, num_valid(batches[1]))
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     run_step(deferred, model, batches[1:])
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
 
@@ -367,7 +367,7 @@ def spoil_call_everywhere(rank: int, kind: str, case: str) -> Outcome:
             run_step(deferred, model, batches)
             del newer
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     if case == "no_sync" and kind == "fsdp":
         model.set_requires_gradient_sync(True)
     optimizer.zero_grad()
@@ -430,7 +430,7 @@ def spoil_finish(rank: int, case: str, bad_rank: int) -> Outcome:
     try:
         deferred.finish(BAD_FINISHES[case](model) if bad_rank in (rank, -1) else [dist.group.WORLD])
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     deferred.finish([dist.group.WORLD])
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
 
@@ -443,7 +443,7 @@ def second_sync(rank: int, kind: str) -> Outcome:
     try:
         deferred.finish(sync_groups(kind))
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
 
 
@@ -456,7 +456,7 @@ def changed_reduction(rank: int) -> Outcome:
     try:
         run_step(deferred, model, batches[1:])
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     deferred.discard()
     run_step(deferred, model, batches)
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
@@ -473,7 +473,7 @@ def forgotten_parameters(rank: int) -> Outcome:
     try:
         run_step(deferred, model, make_window("full", rank))
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     deferred.finish([(inner.up, dist.group.WORLD)])
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
 
@@ -744,7 +744,7 @@ def test_one_process() -> None:
 @pytest.mark.parametrize("model", [None, "model", torch.ones(2)])
 def test_no_model(model: object) -> None:
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):
-        DeferredMean(model, by_hand(model))
+        DeferredMean(model)
 
 
 def test_the_loss_of_half_precision_is_reported_in_float32() -> None:

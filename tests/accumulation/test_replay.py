@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
-from workers import WorkerPool, error_of, get_pool
+from workers import WorkerPool, class_of, error_of, get_pool
 
 import fullrank
 from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
@@ -386,7 +386,7 @@ def _mistaken(
         try:
             fullrank.pooled_backward(model, options.pop("batches", batches), **options)
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
+            error = f"{class_of(caught)}: {caught}"
     after, discarded = gradients(model), not has_gradients(model)
     loss.reset_queue()
     for parameter in model.parameters():
@@ -466,7 +466,7 @@ def unequal(rank: int, spread: Spread) -> str:
             sync=spread.sync,
         )
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{class_of(error)}: {error}"
     return "passed"
 
 

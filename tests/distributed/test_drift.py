@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradient_cases import Case
 from torch import Tensor
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, class_of, get_pool
 
 import fullrank
 from fullrank.losses.ranking import RankingLoss
@@ -119,6 +119,7 @@ OTHER_VALUES: dict[str, Any] = {
     "gamma": 1.0,
     "label_smoothing": 0.1,
     "background_class": 1,
+    "name": "other",
 }
 # What OTHER_VALUES has is no value for this loss, or is its default.
 OWN_VALUES: dict[tuple[str, str], Any] = {("SoftmaxFocalLoss", "alpha"): [1.0, 2.0]}
@@ -135,7 +136,7 @@ def _error_of(call: Callable[[], object]) -> tuple[str, str]:
     try:
         call()
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
 
 

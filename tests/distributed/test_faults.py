@@ -23,7 +23,7 @@ from gradient_cases import Case
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from workers import WorkerPool, get_pool, process_context
+from workers import WorkerPool, class_of, get_pool, process_context
 
 import fullrank
 from fullrank.distributed import collectives
@@ -169,7 +169,7 @@ def _error_of(subject: Any, arguments: Arguments) -> tuple[str, str]:
     try:
         subject(**arguments)
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
 
 
@@ -222,7 +222,7 @@ def _live(
     try:
         scenario(rank, *arguments)
     except Exception as error:
-        content = "\0".join([type(error).__name__, str(error), traceback.format_exc()])
+        content = "\0".join([class_of(error), str(error), traceback.format_exc()])
         # Renamed into place: whoever waits for the report must not read half of it.
         part = _report(folder, rank).with_suffix(".part")
         part.write_text(content)

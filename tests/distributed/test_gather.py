@@ -118,6 +118,41 @@ def world_mean(rank: int, total: list[float], count: list[float], as_tensor: boo
     return mean.item(), own.grad.item(), forward.total, backward.total
 
 
+COUPLED = {  # a value that depends on the rows of all ranks, and is not linear in them
+    "gather_rows": lambda x: fullrank.gather_rows(x)[0].pow(3).sum(),
+    "all_gather_with_grad": lambda x: fullrank.all_gather_with_grad(x).pow(3).sum(),
+    "all_gather_with_grad, reduce_scatter": lambda x: (
+        fullrank.all_gather_with_grad(x, backward="reduce_scatter").pow(3).sum()
+    ),
+    "global_mean": lambda x: fullrank.global_mean(x.pow(3).sum(), len(x)).square(),
+}
+
+
+def second_derivative(rank: int, name: str) -> tuple[bool, list[tuple[str, str]]]:
+    """Return whether ``create_graph`` leaves the first derivative as it is, and the errors of penalties on it."""
+    own = torch.arange(1.0, 4.0 + rank, dtype=torch.float64)[:, None].requires_grad_()
+    value = COUPLED[name](own)
+    (expected,) = torch.autograd.grad(value, own, retain_graph=True)
+    (found,) = torch.autograd.grad(value, own, create_graph=True)
+    penalty = found.square().sum()
+    errors = [
+        error_of(lambda: torch.autograd.grad(penalty, own, allow_unused=True, retain_graph=True)),
+        error_of(lambda: torch.autograd.grad(own.sum() + penalty, own, retain_graph=True)),
+        error_of(penalty.backward),
+    ]
+    return torch.equal(found, expected), errors
+
+
+def penalty_on_a_plain_gather(rank: int) -> tuple[float, float]:
+    """Return the gradient of a penalty through a gather without the guard, and the right one: the control."""
+    own = torch.full((1, 1), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+    gathered = torch.cat([own if r == rank else torch.full_like(own, 1.0 + r) for r in range(dist.get_world_size())])
+    gathered.register_hook(lambda grad: grad * dist.get_world_size())  # k = W, differentiated once more
+    (found,) = torch.autograd.grad(gathered.pow(2).sum(), own, create_graph=True)
+    (second,) = torch.autograd.grad(found.sum(), own)
+    return second.item(), 2.0 * dist.get_world_size()  # k times the second derivative, which the wrapper divides by W
+
+
 def mean_of_two_dtypes(rank: int) -> tuple[str, str]:
     """Return the error of a global mean of float32 on rank 0 and bfloat16 on the others."""
     total = torch.tensor(1 / 3, dtype=torch.float32 if rank == 0 else torch.bfloat16)
@@ -397,6 +432,21 @@ def test_conjugates_negatives_and_changes_in_place(pool_of_two: WorkerPool) -> N
 
 def test_a_group_of_one_gives_the_same_objects_back(pool_of_two: WorkerPool) -> None:
     assert pool_of_two(identity_at_world_size_one) == [True, True]
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_second_derivative_is_refused(pool: WorkerPool, name: str) -> None:
+    """It would be multiplied by k twice. A penalty raises also where only the rows are asked for."""
+    for is_equal, errors in pool(second_derivative, name):
+        assert is_equal
+        for error, text in errors:
+            assert error == "RuntimeError"
+            assert text.startswith(f"{name.split(',')[0]}: expected a first derivative, got a second one.")
+
+
+def test_control_a_factor_in_the_backward_counts_twice(pool: WorkerPool) -> None:
+    for found, right in pool(penalty_on_a_plain_gather):
+        assert found == right * pool.world_size
 
 
 def test_global_mean(pool: WorkerPool) -> None:

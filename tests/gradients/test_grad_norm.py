@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from workers import WorkerPool
+from workers import WorkerPool, class_of
 
 import fullrank
 from fullrank.gradients import grad_norm, norm_plan
@@ -366,7 +366,7 @@ def outcome_of(call: Callable[[], Tensor]) -> tuple[str, str]:
     try:
         return "", str(call().item())
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
 
 
 def bad_input(rank: int, kind: str, bad_rank: int) -> tuple[str, str, bool, float]:

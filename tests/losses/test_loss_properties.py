@@ -557,5 +557,11 @@ def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     (found,) = torch.autograd.grad(value, leaf, create_graph=True)
     assert torch.equal(found, expected)
     assert found.requires_grad
-    with pytest.raises(RuntimeError, match="a ranking loss: expected a first derivative, got a second one"):
-        found.square().sum().backward()
+    penalty = found.square().sum()
+    for second in (
+        lambda: torch.autograd.grad(penalty, leaf, allow_unused=True, retain_graph=True),
+        lambda: torch.autograd.grad(value + penalty, leaf, retain_graph=True),
+        penalty.backward,
+    ):
+        with pytest.raises(RuntimeError, match="a ranking loss: expected a first derivative, got a second one"):
+            second()

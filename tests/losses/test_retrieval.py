@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool
+from workers import WorkerPool, class_of
 
 import fullrank
 from fullrank.kernels.costs import TABLE
@@ -197,7 +197,7 @@ def disagree(rank: int, what: str) -> tuple[str, str]:
         else:
             fullrank.SmoothAPLoss(1)(logits, targets, indexes=None if odd else targets)
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
 
 
