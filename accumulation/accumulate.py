@@ -18,17 +18,14 @@ rank must not raise, because the others may be micro-batches away from any excha
 backward of zeros instead, and continues.
 
 A header never meets a collective of the wrapper in the same group. Between the two headers a wrapper communicates
-either nothing (DDP and plain modules, whose ranks may therefore have different numbers of micro-batches; DDP
-broadcasts its buffers in the first forward of a window only, and every rank has a first), or the same on all ranks
-(FSDP2, SyncBatchNorm and sync="each", where different numbers are refused). What a forward or backward has enqueued on
-a device's stream was enqueued before the header on every rank.
+either nothing (DDP and plain modules, whose ranks may therefore have different numbers of micro-batches, and leave one
+out), or the same on all ranks (FSDP2, SyncBatchNorm and sync="each", where different numbers are refused). What the
+first forward of DDP would communicate, its buckets and its buffers, is communicated right after the opening header.
+What a forward or backward has enqueued on a device's stream was enqueued before the header on every rank.
 
 Not covered, because no exchange is left for it: a rank that leaves the loop early while others continue, a rank that
-fails in a forward, and a rank that calls ``backward`` a second time in the last micro-batch. Ranks outside the group,
-such as those of tensor parallelism, do not learn of a mistake that they have not made too. After a forward of DDP with
-gradients enabled and without a backward, DDP reduces in the first backward of the next window although it is switched
-off, and nothing shows this in advance: ranks with different numbers of micro-batches then hang.
-``discard_gradients_`` resets DDP.
+raises in the loop, and a rank that calls ``backward`` a second time in the last micro-batch. Ranks outside the group,
+such as those of tensor parallelism, do not learn of a mistake that they have not made too.
 """
 
 from __future__ import annotations
@@ -45,6 +42,7 @@ from torch.autograd.graph import Node
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
 from ..errors import Words, check_positive, expected
+from ..gradients.all_reduce_grads import Count, note_count
 from ..gradients.wrappers import discard_gradients_
 from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
 from .window import Window, open_window
@@ -76,13 +74,15 @@ def accumulate(
             log(step.mean_loss())
 
     Args:
-        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. The way it reduces is read and not changed.
+        model: with DDP, FSDP2 or HSDP modules anywhere in it, a part of a model under FSDP2, or plain. The way it
+            reduces is read and not changed. Under DDP pass the DDP module, not its ``module``.
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
         count: how many terms the losses sum: a function of a micro-batch that returns its number of terms, or their
             mass of weights, on this rank; or :func:`count_valid_tokens`, keywords bound by ``functools.partial``; or
             one number, already over all ranks and micro-batches.
         group: the ranks that hold different rows. None for those that ``model`` reduces its gradients over, else the
-            default group. With context parallelism that is not part of the wrapper's mesh, the larger group.
+            default group. With context parallelism that is not part of the wrapper's mesh, the larger group. A model
+            that no wrapper reduces needs it on several ranks: it says that you add up the gradients.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"`` (needs less memory under
             FSDP2), or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
         multiplier: what gradients are divided by after the loss; None to read it from ``model``. Pass it when a hook of
@@ -96,9 +96,9 @@ def accumulate(
         TypeError: for micro-batches without a length, such as a generator; a bad ``count``.
         ValueError: for no micro-batch on some rank; different numbers of them under FSDP2, HSDP, SyncBatchNorm or
             ``sync="each"``; counts that are negative or not finite; gradients that are divided by several numbers
-            (experts: see :func:`sum_gradients_`); trainable parameters that no wrapper reduces, unless ``group`` says
-            that this is known; DDP with ``static_graph`` whose very first backward would not reduce; arguments that
-            differ between ranks.
+            (experts: see :func:`sum_gradients_`); trainable parameters that no wrapper reduces, on several ranks,
+            unless ``group`` (or ``multiplier``, if there is no wrapper at all) says that this is known; DDP with
+            ``static_graph`` whose very first backward would not reduce; arguments that differ between ranks.
 
     Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank, or a
         micro-batch, without terms takes part like any other.
@@ -145,6 +145,9 @@ def accumulate(
     if terms.is_counted:
         terms = terms._replace(number=math.fsum(opened.totals[:, 0].tolist()))
     return Step(window, terms)._run()
+
+
+OTHER_TOKENS = "These ranks hold different tokens, so all of them must count: pass a group that contains them to {}."
 
 
 class _Terms(NamedTuple):
@@ -220,8 +223,9 @@ class Step:
     def mean_loss(self) -> Tensor:
         """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
 
-        A detached scalar, the same on every rank, on the device and in the dtype of the losses, float32 for half
-        precision. A window without terms gives the sum, which is 0. Local: the last micro-batch has exchanged it.
+        A detached scalar, the same on every rank of the group over which the terms were counted, on the device and in
+        the dtype of the losses, float32 for half precision. A window without terms gives the sum, which is 0. Local:
+        the last micro-batch has exchanged it.
 
         Raises:
             RuntimeError: before the loop has ended, or when it was left early.
@@ -237,6 +241,10 @@ class Step:
         window = self._window
         with self._switched as switched:
             switched.enter_context(window.wrappers.restored())
+            if window.sync == "each":
+                window.wrappers.hold_broadcasts()  # of the first forward alone: the others follow a reduction
+            else:
+                switched.enter_context(window.wrappers.no_broadcasts())
             switched.callback(self._end)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
@@ -255,6 +263,8 @@ class Step:
                     if self._is_last:
                         self._close()  # this rank left out the last backward, and the header with it
             self._has_ended = True
+        window.wrappers.leave_as_reduced()
+        note_count(window.model, Count(self._terms.number, OTHER_TOKENS.format("accumulate(..., group=...)")))
 
     def _end(self) -> None:
         self._index = -1

@@ -23,17 +23,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import Offer, agree_on, failure
+from ..distributed.header import Offer, agree_on, failure, is_shared
 from ..distributed.torch_private import divide_each_, not_compiled
-from ..errors import Words, expected
-from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
+from ..errors import Words, check_positive, expected
+from ..gradients.all_reduce_grads import Count, Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
-from .accumulate import check_summed_loss
+from .accumulate import OTHER_TOKENS, check_summed_loss
 from .token_count import check_scalar
 
-# The object that divides the gradients of a model; weak on both sides.
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeferredMean]] = weakref.WeakKeyDictionary()
+# All objects alive: two of them must not divide the gradients of one parameter.
+_ALIVE: weakref.WeakSet[DeferredMean] = weakref.WeakSet()
+
+_BY_HAND = (
+    "If you add up the gradients yourself, say so by passing group. If DDP around the model reduces them, pass "
+    "multiplier, the number of its ranks."
+)
 
 
 class DeferredMean:
@@ -56,12 +61,19 @@ class DeferredMean:
         model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. The way it reduces is read and not changed.
         group: the ranks that hold different rows, over which counts and losses are added. None for those that ``model``
             reduces its gradients over, else the default group. With tokens of one sequence on several ranks that FSDP
-            does not reduce over, the group of all of them; each rank counts its own tokens.
+            does not reduce over, the group of all of them; each rank counts its own tokens. A model that no wrapper
+            reduces needs it on several ranks: it says that you add up the gradients, as with ``sync_groups``.
+        multiplier: what a backward has divided gradients by; None to read it from ``model``. Pass the number of ranks
+            for a part of a model under DDP, such as one of several adapters: a parameter does not show that DDP reduces
+            it.
+
+    Several objects may serve parts of one model, such as adapters, if they have no trainable parameter in common.
 
     Raises:
         TypeError: when ``model`` is not a module.
-        ValueError: when its gradients are divided by several numbers (experts: see :func:`sum_gradients_`).
-        RuntimeError: when another object has collected gradients of ``model`` and has not finished them.
+        ValueError: when its gradients are divided by several numbers (experts: see :func:`sum_gradients_`); when no
+            wrapper reduces them, in a job of several ranks without ``group`` and ``multiplier``.
+        RuntimeError: when another object has collected gradients of the same parameters and has not finished them.
 
     Numerics:
         Counts in float64, exact up to 2**53. Gradients grow as large as their sums before the division: they need the
@@ -82,18 +94,23 @@ class DeferredMean:
         tensor([[3.]])
     """
 
-    def __init__(self, model: nn.Module, group: Group = None) -> None:
-        self._model, self._group = model, group
+    def __init__(self, model: nn.Module, group: Group = None, *, multiplier: float | None = None) -> None:
+        self._model, self._group, self._given_multiplier = model, group, multiplier
+        self._is_replaced = False  # by a newer object for the same parameters
         self._read_wrappers()
         self._ranks = find_ranks(model, group)
-        owner = _owner(model)
-        if owner is not None and owner._sums.num_calls:
-            found = Words(f"one with {owner._sums.num_calls} calls of backward that are not finished")
+        self._trainable = _trainable(model)
+        older = [one for one in _ALIVE if self._trainable & (one._trainable | _trainable(one._model))]
+        num_open = max((one._sums.num_calls for one in older), default=0)
+        if num_open:
+            found = Words(f"one with {num_open} calls of backward that are not finished")
             fix = "Call finish() or discard() on it first. One object serves all steps."
             raise RuntimeError(expected("model", "no DeferredMean that is collecting gradients", found, fix))
+        for one in older:
+            one._is_replaced = True
         self._sums: _Sums = _Sums()
         self._mean_loss: Tensor | None = None
-        _OWNERS[model] = weakref.ref(self)
+        _ALIVE.add(self)
 
     @not_compiled
     def backward(self, loss_sum: Tensor, n: Tensor | float) -> None:
@@ -118,7 +135,7 @@ class DeferredMean:
         def bring() -> Offer[None]:
             if is_first:
                 self._read_wrappers()
-            if _owner(self._model) is not self:
+            if self._is_replaced:
                 fix = "Keep one object for each model, and use it in every step."
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
             check_summed_loss("loss_sum", loss_sum)
@@ -134,6 +151,8 @@ class DeferredMean:
             totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
             _check_totals(totals, self._ranks)
         loss_sum.backward()
+        # Now, and not in the next forward: a rank that makes no forward must not leave the others waiting there.
+        self._sync.rebuild_buckets()
         num_terms, loss = (math.fsum(column) for column in list(zip(*totals))[:2])
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         self._loss_kind = loss_sum.device, torch.promote_types(loss_sum.dtype, torch.float32)
@@ -153,6 +172,8 @@ class DeferredMean:
             N, an int when it is whole. With N = 0 every gradient that exists is set to 0.
 
         Raises:
+            ValueError: when ranks that are added up have divided by different counts: tokens of one sequence on several
+                ranks need the ``group`` of the constructor.
             TypeError, ValueError: for an entry that is none of these; parameters that are not the model's; the same
                 parameter and group twice; parameters that no wrapper reduces, unless pairs, or the ``group`` of the
                 constructor, say that this is known; see also :func:`all_reduce_grads_`.
@@ -171,7 +192,7 @@ class DeferredMean:
                 fix = "A second sync would add and divide final gradients again. Call backward first."
                 raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
             sync = find_sync(self._model)
-            if sync.multiplier != self._multiplier:
+            if self._given_multiplier is None and sync.multiplier != self._multiplier:
                 found = Words(f"{sync.multiplier:g} after {self._multiplier:g}")
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
                 raise RuntimeError(expected("model", "gradients divided by one number throughout", found, fix))
@@ -185,8 +206,9 @@ class DeferredMean:
             entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
             plans = []
             if entries:
+                count = Count(sums.num_terms, OTHER_TOKENS.format("DeferredMean(model, group)"))
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries))).value
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, self._ranks, count))).value
         for summands, group in plans:
             add_(summands, group)
         self._divide(sums.num_terms, unmanaged)
@@ -196,7 +218,9 @@ class DeferredMean:
         return int(sums.num_terms) if sums.num_terms.is_integer() else sums.num_terms
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the step that was finished last: a detached scalar, the same on every rank; local.
+        """Return the loss of the step that was finished last: a detached scalar, the same on every rank of the group.
+
+        No communication.
 
         In the dtype of the losses, float32 for half precision.
 
@@ -217,8 +241,10 @@ class DeferredMean:
 
     def _read_wrappers(self) -> None:
         """Read for one step how the model reduces."""
+        given = self._given_multiplier
         self._sync: GradientSync = find_sync(self._model)
-        self._multiplier = self._sync.multiplier
+        self._sync.check_wrapped(others_reduce=self._group is not None or given is not None, fix=_BY_HAND)
+        self._multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
         self._sync.check_group(self._group)
 
     @contextmanager
@@ -271,10 +297,9 @@ class _Sums(NamedTuple):
     loss: float = 0.0
 
 
-def _owner(model: nn.Module) -> DeferredMean | None:
-    """Return the object that divides the gradients of ``model``, if it is alive."""
-    reference = _OWNERS.get(model)
-    return None if reference is None else reference()
+def _trainable(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that get gradients."""
+    return {id(parameter) for _, parameter in distinct_entries(model) if parameter.requires_grad}
 
 
 def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None:
@@ -335,18 +360,21 @@ def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
     return entries
 
 
-def _plan(entries: list[_SyncEntry]) -> list[tuple[list[Summand], ProcessGroup]]:
-    """Compare over every group what its ranks hold, and return what to add over which group; or raise the first error.
+def _plan(
+    entries: list[_SyncEntry], ranks: ProcessGroup | None, count: Count
+) -> list[tuple[list[Summand], ProcessGroup]]:
+    """Compare over every group what its ranks hold, and return what to add over which group; or raise an error.
 
-    An error does not end the loop: the ranks of the other groups wait for this one.
+    An error does not end the loop: the ranks of the other groups wait for this one. Of several errors the one that
+    all of ``ranks`` have raised counts, because a rank that knows of no other does not exchange a header after it.
     """
     plans, errors = [], []
     for parameters, group, _ in entries:
         if group is not None:
             try:
-                plans.append((plan_sum(parameters, group), group))
+                plans.append((plan_sum(parameters, group, count), group))
             except Exception as error:
                 errors.append(error)
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if ranks is not None and is_shared(error, ranks)), errors[0])
     return plans

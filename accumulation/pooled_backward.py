@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..distributed.group import Group, group_ranks
+from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected
@@ -76,7 +76,8 @@ def pooled_backward(
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
             It may depend on no other tensor that requires grad: no wrapper would reduce that gradient.
         group: the ranks that call this together, and that ``loss`` gathers over; None for those that ``model`` reduces
-            its gradients over, else the default group.
+            its gradients over. A model that no wrapper reduces needs it on several ranks: it says that you add up the
+            gradients.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"``, or for HSDP ``"shard"``,
             over the shards after each and over the replicas after the last.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.
@@ -90,7 +91,9 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window, a loss without a graph to the scores or with one to other leaves; for different
+        ValueError: for an empty window, a loss without a graph to the scores or with one to other leaves; for a loss
+            whose ``gradient_reduction`` is not how ``model`` combines gradients, and a model that no wrapper reduces,
+            in a job of several ranks without ``group``; for different
             numbers of micro-batches on the ranks where forwards or backwards communicate (FSDP2, HSDP, SyncBatchNorm,
             ``sync="each"``).
         RuntimeError: when a replay gives other scores; without gradients enabled; inside a backward.
@@ -130,12 +133,13 @@ def pooled_backward(
         if not torch.is_grad_enabled():
             found = Words("torch.no_grad or torch.inference_mode")
             raise RuntimeError(expected(CALL, "gradients to be enabled", found, "Call it outside of them."))
-        return Offer(accelerators_in_use(model), {"scaler": scaler is not None, "check_replay": check_replay})
+        facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
+        return Offer(accelerators_in_use(model), facts)
 
     refuse_in_backward(CALL)
     window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
     devices = opened.value
-    with window.wrappers.restored(), window.wrappers.buffers_broadcast_once():
+    with window.wrappers.restored(), window.wrappers.no_broadcasts():
         try:
             # 1. Score every micro-batch without a graph.
             scored = _score(window, forward, devices)
@@ -145,7 +149,9 @@ def pooled_backward(
             _replay(window, forward, devices, scored, value, scaler, check_replay)
         except BaseException:
             window.wrappers.reshard()
+            window.wrappers.expect_broadcasts()
             raise
+    window.wrappers.leave_as_reduced()
     return value.detach().reshape(())
 
 
@@ -197,7 +203,8 @@ def _evaluate(window: Window, loss: Callable[[Tensor, list[Any]], Tensor], leaf:
     """Step 2: return the loss, a scalar with a graph to ``leaf`` and to no other leaf."""
 
     def bring() -> Offer[Tensor]:
-        value = loss(leaf, window.micro_batches)
+        with gradients_divided_by(window.wrappers.divisor):
+            value = loss(leaf, window.micro_batches)
         if not isinstance(value, Tensor):
             raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
         if value.numel() != 1:
@@ -260,7 +267,6 @@ def _replay(
         for index, (batch, state, first, grad) in enumerate(zip(window.micro_batches, scored.states, firsts, grads)):
             is_last = index == len(firsts) - 1
             window.wrappers.switch(window.sync, is_last)
-            window.wrappers.hold_broadcasts()
             restore_rng(state)
             scores = forward(batch)
             _check_replayed(scores, first)

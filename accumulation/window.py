@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks
-from ..distributed.header import Agreement, Offer, agree_on
+from ..distributed.header import NUM_TOTALS, Agreement, Offer, agree_on
 from ..errors import Words, check_count, expected
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync
+
+_BY_HAND = "If you add up the gradients yourself, with all_reduce_grads_, say so by passing group."
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -113,16 +115,19 @@ def open_window(
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
             raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
         wrappers.check_sync(sync, count)
+        wrappers.check_wrapped(others_reduce=group is not None or multiplier is not None, fix=_BY_HAND)
         wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
         offer = bring(window)
         facts = {"sync": sync, "wrapper": wrappers.kind, "SyncBatchNorm": wrappers.shares_statistics}
-        return Offer((window, offer.value), {**facts, **offer.facts}, count, offer.totals)
+        totals = [*offer.totals, *[0] * (NUM_TOTALS - 1 - len(offer.totals)), wrappers.forwards_since]
+        return Offer((window, offer.value), {**facts, **offer.facts}, count, totals)
 
     agreed = agree_on(call, ranks, bring_all)
     window, value = agreed.value
     window = window._replace(num_micro_batches=agreed.rows)
     if window.is_lockstep:
         window.check_equal_numbers()
+    window.wrappers.communicate_before_forwards(ranks, [int(number) for number in agreed.totals[:, -1].tolist()])
     return window, Agreement(value, agreed.rows, agreed.totals)
 
 

@@ -164,7 +164,9 @@ def gather_agreed(
     agreed = agree_on(call, group, bring)
     tensors, rows = agreed.value, agreed.rows
     present = [tensor for tensor in tensors if tensor is not None]
-    plan = _Plan(call, group, rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
+    scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad)
+    plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
     anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
     outputs = iter(_GatherRows.apply(plan, len(anchors), *anchors, *present) if present else ())
     return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows)

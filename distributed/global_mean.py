@@ -76,7 +76,8 @@ def mean_agreed(
     summed = summed.to(total.device)
     divisor = torch.where(summed[1] == 0, torch.ones_like(summed[1]), summed[1])
     ratio = summed[0] / divisor
-    scale = gradient_scale(gradient_reduction, group) / divisor
+    needs_grad = total.requires_grad and torch.is_grad_enabled()
+    scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor
     return _GlobalRatio.apply(call, total, anchor_of(total), ratio, scale)
 
 

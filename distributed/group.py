@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -71,15 +74,42 @@ def group_ranks(group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def gradient_scale(gradient_reduction: str | int, group: ProcessGroup) -> int:
+# The number that the model's gradients are divided by, while a caller that knows it evaluates a loss; else None.
+_DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
+
+
+@contextmanager
+def gradients_divided_by(divisor: float | None) -> Iterator[None]:
+    """Let gathers and global means inside raise if their gradient does not fit a model that divides by ``divisor``."""
+    token = _DIVISOR.set(divisor)
+    try:
+        yield
+    finally:
+        _DIVISOR.reset(token)
+
+
+def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_grad: bool = True) -> int:
     """Return k, the factor on this rank's rows in the backward of a gather.
 
     ``"mean"``: the wrapper averages parameter gradients over the ranks of the gather (DDP, FSDP2), so k is their
     number. ``"sum"``: it adds them, so k is 1. An int: it averages over that many ranks.
+
+    Raises:
+        ValueError: inside :func:`gradients_divided_by`, when the wrapper is known to combine them in another way.
     """
+    scale = int(gradient_reduction) if isinstance(gradient_reduction, int) else 1
     if gradient_reduction == "mean":
-        return group.size()
-    return 1 if gradient_reduction == "sum" else int(gradient_reduction)
+        scale = group.size()
+    divisor = _DIVISOR.get()
+    if needs_grad and divisor is not None:
+        # A mean over more ranks than those of the gather is the mean over several pools.
+        fits = divisor % scale == 0 if gradient_reduction == "mean" else divisor == scale
+        if not fits:
+            what = f"the way the model combines gradients, which divides their sum over the ranks by {divisor:g}"
+            right = '"sum"' if divisor == 1 else '"mean"' if divisor == group.size() else f"{divisor:g}"
+            fix = f"The gradient would be {scale / divisor:g} times the right one: pass gradient_reduction={right}."
+            raise ValueError(expected("gradient_reduction", what, gradient_reduction, fix))
+    return scale
 
 
 SAME_REDUCTION = "Set the same gradient_reduction on every rank."

@@ -145,7 +145,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         words = (0, digest(texts), offer.rows, 0 if checksum is None else checksum.value)
         header = _pack(words, offer.totals, device)
     except Exception as error:
-        if _is_shared(error, ranks, number):
+        if is_shared(error, ranks, number):
             raise
         mine = error
         header = _pack((1, digest({"reason": reason_of(error)}), 0, 0), (), device)
@@ -215,7 +215,7 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     return known
 
 
-def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
+def is_shared(error: BaseException, ranks: ProcessGroup, number: int = -1) -> bool:
     """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` inside this one.
 
     There may be no header left to join: a rank that failed earlier in ``bring`` has already joined that agreement. An

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -96,8 +96,9 @@ class FsdpGroup:
     FSDP2 has no public way to read them. Where FSDPModule has a public setter, changes go through the setter.
     """
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
+    def __init__(self, state: Any, model: nn.Module, module: Any) -> None:
+        self.state, self.module = state, module  # the module is the FSDPModule that holds the group
+        self._ids = set(map(id, model.parameters()))  # the group may hold parameters of other modules too
 
     @property
     def switches(self) -> tuple[bool, bool]:
@@ -146,17 +147,30 @@ class FsdpGroup:
         return info.mesh if info.mesh.ndim == len(dims) else info.mesh[tuple(info.mesh.mesh_dim_names[d] for d in dims)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters in both forms that the modules may hold: sharded, and whole during a computation."""
-        forms = [(held.sharded_param, getattr(held, "_unsharded_param", None)) for held in self.state.fsdp_params]
-        return [form for both in forms for form in both if form is not None]
+        """Return the model's parameters, in both forms that its modules may hold: sharded, and whole for computing."""
+        return [form for held in self._held() for form in _forms(held)]
+
+    def _held(self) -> list[Any]:
+        """Return what torch keeps for each parameter of the model in this group."""
+        return [held for held in self.state.fsdp_params if any(id(form) in self._ids for form in _forms(held))]
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether a backward without reduction has left gradients of the model that no ``grad`` shows."""
+        return any(map(_is_unreduced, self._held()))
 
     def discard(self) -> None:
         """Drop every gradient of these parameters, and the unsharded ones that a backward without reduction leaves."""
         for parameter in self.parameters():
             parameter.grad = None
-        for held in self.state.fsdp_params:
+        for held in self._held():
             held.unsharded_accumulated_grad = None
         self.state._partial_reduce_output = None
+
+
+def _forms(held: Any) -> list[Any]:
+    both = held.sharded_param, getattr(held, "_unsharded_param", None)
+    return [form for form in both if form is not None]
 
 
 def forget_forward(module: DistributedDataParallel) -> None:
@@ -191,13 +205,58 @@ def has_fsdp1(model: nn.Module) -> bool:
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
-    """Return the groups of parameters of all FSDPModules in ``model``."""
-    groups: list[Any] = []
-    for module in fsdp_modules(model):
-        state = module._get_fsdp_state()
-        several = getattr(state, "_fsdp_param_groups", None)
-        groups += [state._fsdp_param_group] if several is None else several  # one, or None, before torch 2.12
-    return [FsdpGroup(group) for group in groups if group is not None]
+    """Return the groups of parameters that FSDP2 manages for ``model``.
+
+    They belong to FSDPModules in ``model``, and to those around it when some trainable parameters are in none of them:
+    FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
+    """
+    inside = fsdp_modules(model)
+    groups = [FsdpGroup(group, model, module) for module in inside for group in _param_groups(module)]
+    if "torch.distributed.fsdp" not in sys.modules:
+        return groups
+    managed = {id(form) for group in groups for form in group.parameters()}
+    left = {id(p) for p in model.parameters() if p.requires_grad} - managed
+    if left:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        known = {id(group.state) for group in groups}
+        wrapped: list[Any] = list(_module_state_mapping)
+        for module in wrapped:
+            for group in _param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
+                has_some = any(id(form) in left for held in group.fsdp_params for form in _forms(held))
+                if has_some and id(group) not in known:
+                    known.add(id(group))
+                    groups.append(FsdpGroup(group, model, module))
+    return groups
+
+
+def count_unreduced(parameters: Iterable[Tensor]) -> int:
+    """Return how many of ``parameters`` have a gradient that FSDP2 has not reduced yet and that no ``grad`` shows."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return 0
+    from torch.distributed._composable_state import _module_state_mapping
+
+    wrapped: list[Any] = list(_module_state_mapping)
+    groups = [group for module in wrapped if hasattr(module, "_get_fsdp_state") for group in _param_groups(module)]
+    unreduced: dict[int, int] = {}  # of every form, the place of its parameter
+    for group in groups:
+        is_partial = getattr(group, "_partial_reduce_output", None) is not None  # HSDP, over the shards alone
+        for held in group.fsdp_params:
+            if is_partial or _is_unreduced(held):
+                unreduced |= dict.fromkeys(map(id, _forms(held)), id(held))
+    return len({unreduced[id(parameter)] for parameter in parameters if id(parameter) in unreduced}) if unreduced else 0
+
+
+def _is_unreduced(held: Any) -> bool:
+    whole = getattr(held, "_unsharded_param", None)
+    return held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    several = [state._fsdp_param_group] if several is None else several  # one, or None, before torch 2.12
+    return [group for group in several if group is not None]
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
@@ -205,7 +264,36 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+# What ``require_forward_param_sync`` is set to at the end of a window: true, and told from the True and False that DDP
+# assigns, so that any forward of DDP since then shows.
+_AS_LEFT = 1
+
+
+def forwards_since(module: DistributedDataParallel) -> int:
+    """Return 0 if DDP has run no forward since :func:`leave_as_reduced`; else 2 if its next one broadcasts, or 1."""
+    flag: Any = module.require_forward_param_sync
+    return 0 if type(flag) is int else 1 + bool(flag)
+
+
+def leave_as_reduced(module: DistributedDataParallel) -> None:
+    """Say that the last backward has reduced, as DDP does, and that no forward has followed it."""
+    module.require_forward_param_sync = _AS_LEFT  # type: ignore[assignment]
+
+
+def rebuild_ddp_buckets(module: DistributedDataParallel) -> None:
+    """Do now what the next forward of DDP with gradients would do about its buckets; collective where it would be."""
+    reducer = _active_reducer(module)
+    if reducer is not None and reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True
+
+
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Broadcast the buffers now if the next forward of DDP would; otherwise do nothing."""
-    if module._check_sync_bufs_pre_fwd():
+    """Do now what the next forward of DDP would do about its buffers, and nothing if it would do nothing."""
+    if _active_reducer(module) is not None and module._check_sync_bufs_pre_fwd():
         module._sync_buffers()
+
+
+def _active_reducer(module: DistributedDataParallel) -> Any:
+    """Return the reducer that the forward of DDP uses; None where the compiler or a single hook reduces instead."""
+    idle = getattr(module, "_use_python_reducer", False) or getattr(module, "_delay_all_reduce_all_params", False)
+    return None if idle else module.reducer

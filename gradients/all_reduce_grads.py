@@ -11,14 +11,17 @@ The ranks compare layouts before the first bucket, so a mismatch raises on every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import TensorWeakRef
 
 from ..distributed.collectives import all_gather, lost
 from ..distributed.group import Group, group_ranks, resolve_group
@@ -56,6 +59,8 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
             its parameter is not.
         ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards.
             A DTensor that is sharded over ``group``, or Partial, is such a case.
+        ValueError: for a Module whose gradients are known to have been divided by a count of terms, when the counts of
+            the ranks differ: they hold different tokens, so all of them must count.
         RuntimeError: when this rank's process group has been destroyed.
 
     Degenerate:
@@ -76,7 +81,7 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     if resolved is None or resolved.size() == 1:
         list_summands(parameters)
         return
-    add_(plan_sum(parameters, resolved), resolved)
+    add_(plan_sum(parameters, resolved, _count_of(parameters)), resolved)
 
 
 def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | None:
@@ -102,6 +107,46 @@ def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | No
     """
     left: dict[str, G | None] = {"all": None, "ulysses_only": ring, "ring_only": ulysses, "none": unified}
     return left[check_choice("mode", mode, tuple(left))]
+
+
+class Count(NamedTuple):
+    """What the losses of a window were divided by, and what to do when the ranks that are added up differ in it."""
+
+    number: float
+    advice: str
+
+
+# The last count of each model, with one of its gradients: another gradient there means that the count is out of date.
+_COUNTS: WeakKeyDictionary[nn.Module, tuple[Count, Tensor, TensorWeakRef]] = WeakKeyDictionary()
+
+
+def note_count(model: nn.Module, count: Count | None) -> None:
+    """Remember what the gradients of ``model`` have been divided by, None to forget it.
+
+    A later :func:`all_reduce_grads_` of the model, or of a module around it, compares it over the ranks.
+    """
+    noted = next((p for p in model.parameters() if p.grad is not None), None)
+    _COUNTS.pop(model, None)
+    if count is not None and noted is not None and noted.grad is not None:
+        _COUNTS[model] = count, noted, TensorWeakRef(noted.grad)
+
+
+def _count_of(parameters: Any) -> Count | None:
+    """Return the count of the gradients that a module holds now, if there is one."""
+    for module in parameters.modules() if isinstance(parameters, nn.Module) and _COUNTS else ():
+        if module in _COUNTS:
+            count, noted, grad = _COUNTS[module]
+            if noted.grad is not None and grad() is noted.grad:
+                return count
+    return None
+
+
+def _check_counts(counts: list[float], advice: str, group: ProcessGroup) -> None:
+    """Raise ValueError on every rank when ranks that are added up have divided by different counts; NaN is unknown."""
+    known = [(count, rank) for rank, count in zip(group_ranks(group), counts) if count == count]
+    if known and max(known)[0] - min(known)[0] > 1e-6 * max(known)[0]:  # weights may be summed in another order
+        found = Words(", ".join(f"{count:.17g} on rank {rank}" for count, rank in known))
+        raise ValueError(expected("count of terms", "the same on all ranks that are added up", found, advice))
 
 
 class Summand(NamedTuple):
@@ -171,7 +216,7 @@ def _gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-def plan_sum(parameters: Any, group: ProcessGroup) -> list[Summand]:
+def plan_sum(parameters: Any, group: ProcessGroup, count: Count | None = None) -> list[Summand]:
     """Compare the parameters of all ranks, and return the summands of the gradients that at least one rank has.
 
     Raises:
@@ -180,9 +225,12 @@ def plan_sum(parameters: Any, group: ProcessGroup) -> list[Summand]:
 
     def bring() -> Offer[list[Summand]]:
         summands = list_summands(parameters)
-        return Offer(summands, {"number of parameters": len(summands)})
+        number = math.nan if count is None else count.number
+        return Offer(summands, {"number of parameters": len(summands)}, totals=(number,))
 
-    summands = agree_on(CALL, group, bring).value
+    agreed = agree_on(CALL, group, bring)
+    summands = agreed.value
+    _check_counts(agreed.totals[:, 0].tolist(), "" if count is None else count.advice, group)
     if not summands:
         return []
     # One int64 per parameter: a hash of its layout, whose last bit is replaced by whether there is a gradient.

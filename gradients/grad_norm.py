@@ -39,7 +39,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ..distributed.collectives import all_gather
 from ..distributed.group import is_initialized
 from ..distributed.header import backend_by_device, cause_of, disagreement, failure, public_class, reason_of
-from ..distributed.torch_private import not_compiled
+from ..distributed.torch_private import count_unreduced, not_compiled
 from ..errors import Words, expected, warn
 from .norm_measure import join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
@@ -247,6 +247,12 @@ def _measure(
     listed: list[Entry] = []
     with postponed:
         listed = list_entries(parameters)
+    with postponed:
+        num_unreduced = count_unreduced(entry.parameter for entry in listed)
+        if num_unreduced:
+            found = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
+            fix = "Reduce in the last backward: maybe_no_sync does, or call set_requires_gradient_sync(True) before it."
+            raise RuntimeError(expected("gradients", "final gradients", found, fix))
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
     for entry in listed:
@@ -289,6 +295,9 @@ def _measure(
 
 
 def _number(name: str, value: Any, what: str, is_right: Callable[[float], bool]) -> float:
+    if isinstance(value, bool):  # which float() takes for 1 or 0
+        fix = "The arguments are in torch's order: pass error_if_nonfinite by its name." if name == "norm_type" else ""
+        raise TypeError(expected(name, what, value, fix))
     try:
         number = float(value)  # torch takes the same: "inf", numpy's numbers, tensors of one element
     except (TypeError, ValueError, RuntimeError):

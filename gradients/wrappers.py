@@ -14,7 +14,7 @@ multiplier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,9 +29,12 @@ from ..distributed.torch_private import (
     awaits_first_reduction,
     broadcast_ddp_buffers,
     forget_forward,
+    forwards_since,
     fsdp_groups,
     fsdp_modules,
     has_fsdp1,
+    leave_as_reduced,
+    rebuild_ddp_buckets,
 )
 from ..errors import Words, check_choice, check_count, expected
 
@@ -46,6 +49,7 @@ class GradientSync(NamedTuple):
     fsdp: list[FsdpGroup]  # their groups of parameters
     unmanaged: list[str]  # trainable parameters that no wrapper reduces, in a model that has wrappers
     shares_statistics: bool  # SyncBatchNorm, which communicates in every forward and backward
+    num_unwrapped: int = 0  # trainable parameters of a model that no wrapper manages any of
 
     @property
     def kind(self) -> str:
@@ -68,6 +72,14 @@ class GradientSync(NamedTuple):
             found = Words(f"divisors {sorted(divisors)}")
             raise ValueError(expected("model", "gradients that are all divided by the same number", found, fix))
         return divisors.pop() if divisors else 1.0
+
+    @property
+    def divisor(self) -> float | None:
+        """The number that every gradient is divided by; None when it is unknown: no wrapper, or several numbers."""
+        try:
+            return self.multiplier if self.ddp or self.fsdp else None
+        except ValueError:
+            return None
 
     @property
     def is_lockstep(self) -> bool:
@@ -117,6 +129,21 @@ class GradientSync(NamedTuple):
             found = Words(f"{num_micro_batches} micro-batches that are added up before the first reduction")
             raise ValueError(expected("model", what, found, fix))
 
+    def check_wrapped(self, *, others_reduce: bool, fix: str) -> None:
+        """Raise ValueError for a model without wrappers in a job of several ranks, unless others reduce its gradients.
+
+        DDP leaves no mark on its parameters, so ``ddp.module`` looks like a model that nobody reduces; its gradients
+        would be divided by the number of ranks.
+        """
+        if self.num_unwrapped and not others_reduce and is_initialized() and dist.get_world_size() > 1:
+            what = "a model whose gradients a wrapper reduces over the ranks"
+            found = Words(f"{self.num_unwrapped} trainable parameters in no wrapper, on {dist.get_world_size()} ranks")
+            advice = (
+                "Pass the model as DDP or fully_shard returned it: not ddp.module, not "
+                f"accelerator.unwrap_model(model), not Lightning's self but self.trainer.model. {fix}"
+            )
+            raise ValueError(expected("model", what, found, advice))
+
     def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
         """Raise ValueError when some gradients would be left unreduced, or would be too large once they are added.
 
@@ -161,27 +188,65 @@ class GradientSync(NamedTuple):
             for group, switches in zip(self.fsdp, found[1]):
                 group.switches = switches
 
-    @contextmanager
-    def buffers_broadcast_once(self) -> Iterator[None]:
-        """Let DDP broadcast its buffers now, and not in the forwards inside, which then do not communicate.
+    @property
+    def forwards_since(self) -> int:
+        """What the ranks compare before a window: 0 when DDP has run no forward since the last one.
 
-        Several forwards inside then start from the same buffers, the ranks may make different numbers of them, and a
-        rank that fails in one leaves no other rank waiting in a broadcast. Collective where DDP would have broadcast.
-        After a forward inside that reduces, call :meth:`hold_broadcasts` before the next one.
+        Otherwise it has a bit for each module that would broadcast its buffers in its next forward.
         """
+        states = [forwards_since(module) for module in self.ddp]
+        return 1 + sum((state > 1) << (1 + index % 50) for index, state in enumerate(states)) if any(states) else 0
+
+    def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[int]) -> None:
+        """Do now what the next forwards of DDP would communicate: rebuild buckets once, and broadcast buffers.
+
+        Collective: every rank calls it right after a header. ``forwards`` is :attr:`forwards_since` of ``ranks``.
+
+        A forward with gradients and without a backward makes DDP reduce in the next backward even when it is switched
+        off. Nothing shows whether there was one, so any forward on any rank resets DDP on every rank. DDP rebuilds its
+        buckets again after the next reduction.
+        """
+        known = set() if ranks is None else set(group_ranks(ranks))
         for module in self.ddp:
+            all_know = set(group_ranks(module.process_group)) <= known
+            if all_know and any(forwards):
+                forget_forward(module)
+            if all_know and len(set(forwards)) > 1:
+                module.require_forward_param_sync = True  # the ranks differ in it: all of them broadcast
+            rebuild_ddp_buckets(module)
             broadcast_ddp_buffers(module)
-        self.hold_broadcasts()
+
+    def rebuild_buckets(self) -> None:
+        """Let DDP rebuild its buckets now, which it does once, after its first reduction; collective where it does."""
+        for module in self.ddp:
+            rebuild_ddp_buckets(module)
+
+    @contextmanager
+    def no_broadcasts(self) -> Iterator[None]:
+        """Let no forward of DDP inside broadcast its buffers, so that a rank may leave out a forward or fail in it."""
+        found = [module.broadcast_buffers for module in self.ddp]
+        for module in self.ddp:
+            module.broadcast_buffers = False
         try:
             yield
         finally:
-            for module in self.ddp:
-                module.require_forward_param_sync = True  # as DDP leaves it after a backward that reduced
+            for module, broadcasts in zip(self.ddp, found):
+                module.broadcast_buffers = broadcasts
+
+    def expect_broadcasts(self) -> None:
+        """Let the next forward of DDP broadcast its buffers, as after a backward that reduced."""
+        for module in self.ddp:
+            module.require_forward_param_sync = True
 
     def hold_broadcasts(self) -> None:
         """Let the next forward of DDP broadcast no buffers."""
         for module in self.ddp:
             module.require_forward_param_sync = False
+
+    def leave_as_reduced(self) -> None:
+        """Note that the last backward has reduced on every rank; a later forward of DDP shows in the next window."""
+        for module in self.ddp:
+            leave_as_reduced(module)
 
     def forget_forwards(self) -> None:
         """Undo what forwards without a backward have prepared in the wrappers; call it on every rank."""
@@ -208,7 +273,10 @@ def shorten(names: list[str]) -> str:
 
 
 def find_sync(model: nn.Module) -> GradientSync:
-    """Return the wrappers inside ``model``, itself included; TypeError or ValueError for what is not supported."""
+    """Return the wrappers that manage parameters of ``model``; TypeError or ValueError for what is not supported.
+
+    They are inside the model, itself included; FSDP2 also around it, as when a part of the wrapped model is passed.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
     if has_fsdp1(model):
@@ -216,13 +284,16 @@ def find_sync(model: nn.Module) -> GradientSync:
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     fsdp = fsdp_groups(model)
+    modules = {id(module): module for module in [*fsdp_modules(model), *(group.module for group in fsdp)]}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
         managed |= set(map(id, reduced))
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    return GradientSync(ddp, fsdp_modules(model), fsdp, unmanaged if fsdp or ddp else [], shares_statistics)
+    if not (ddp or fsdp):
+        return GradientSync([], [], [], [], shares_statistics, len(unmanaged))
+    return GradientSync(ddp, list(modules.values()), fsdp, unmanaged, shares_statistics)
 
 
 def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:

@@ -42,6 +42,18 @@ class Model(nn.Module):
         return self.down(torch.tanh(self.up(self.embed(tokens))))
 
 
+class Counting(Model):
+    """Also counts its forwards in a buffer, which DDP broadcasts."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__(dtype, seed)
+        self.register_buffer("forwards", torch.zeros(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(tokens)
+
+
 def make_batch(rank: int, index: int, empty: bool = False) -> Batch:
     """Return a micro-batch of two rows with 1 to 15 valid tokens, or with none; the first labels would count too."""
     generator = torch.Generator().manual_seed(1000 * rank + index)
@@ -135,8 +147,15 @@ def reduced(model: nn.Module, kind: str) -> Tensor:
     return gradient
 
 
+def by_hand(model: nn.Module) -> Any:
+    """Return the ``group`` that a plain model needs on several ranks, or None for a wrapped one."""
+    wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel) or hasattr(m, "_get_fsdp_state")]
+    return dist.group.WORLD if dist.is_initialized() and not wrapped else None
+
+
 def run_window(model: nn.Module, batches: Sequence[Batch], **options: Any) -> Tensor:
     """Accumulate one window and return its mean loss."""
+    options.setdefault("group", by_hand(model))
     for step, batch in accumulate(model, batches, options.pop("count", count_valid_tokens), **options):
         step.backward(sum_loss(model, batch))
     return step.mean_loss()

@@ -16,12 +16,14 @@ from accumulate_cases import (
     LIMITS,
     VOCABULARY,
     Batch,
+    Counting,
     Experts,
     Model,
     Result,
     _cut,
     all_batches,
     assert_exact,
+    by_hand,
     error,
     flat,
     make_batch,
@@ -99,7 +101,7 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
 
     def in_a_loop(count: Any, call: Callable[[Any, Batch], None], of: Sequence[Batch] = batches) -> float:
         def run() -> Tensor:
-            for step, batch in accumulate(model, of, count):
+            for step, batch in accumulate(model, of, count, group=by_hand(model)):
                 call(step, batch)
             return step.mean_loss()
 
@@ -235,8 +237,9 @@ def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[
     reference, model = Model(kept), wrap(Model(kept), kind)
     batches, errors = make_window("full", rank), []
     expected = whole(reference, all_batches("full")).gradient
+    options: dict[str, Any] = {"sync": sync, "group": by_hand(model)}
     for last in (0, 2):
-        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, sync=sync)):
+        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, **options)):
             loss = sum_loss(model, batch)
             if index == last == 2:
                 break
@@ -455,12 +458,24 @@ class Outcome(NamedTuple):
     next_error: float
 
 
-def spoil(rank: int, kind: str, case: str, bad_rank: int, dtype: str = "float64") -> Outcome:
-    """Run a window in which ``bad_rank`` (-1: every rank) does something wrong."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
-    batches = make_window("full", rank)
+def spoil(rank: int, kind: str, case: str, bad_rank: int) -> list[Outcome]:
+    """Run a window in which ``bad_rank`` (-1: every rank) does something wrong: the first, and the second.
+
+    Without and with a buffer, which DDP broadcasts.
+    """
+    return [
+        _spoil(rank, wrap(make(torch.float64), kind), kind, case, bad_rank, num_before)
+        for make in (Model, Counting)
+        for num_before in (0, 1)
+    ]
+
+
+def _spoil(rank: int, model: nn.Module, kind: str, case: str, bad_rank: int, num_before: int) -> Outcome:
+    reference, batches = Model(torch.float64), make_window("full", rank)
     bad = rank == bad_rank or bad_rank < 0
+    for _ in range(num_before):
+        run_window(model, batches)
+        model.zero_grad()
     before, found = switches(model), ("nothing", "")
     try:
         run = _spoiled_opening if case in BAD_OPENINGS else _spoiled_loop
@@ -514,7 +529,7 @@ def _spoiled_loop(model: nn.Module, batches: list[Batch], case: str, bad: bool) 
     """``case`` is a mistake and the micro-batch that it is made in."""
     mistake, _, place = case.rpartition(" in ")
     num_items = mistake in ("negative items", "too many items", "items that are text")
-    for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens)):
+    for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, group=by_hand(model))):
         loss = sum_loss(model, batch)
         items = num_valid(batch)
         if bad and index == int(place):
@@ -809,15 +824,16 @@ LOCAL_LOOPS = {
 }
 
 
-def assert_refused(outcomes: list[Outcome], name: str, text: str) -> None:
+def assert_refused(of_ranks: list[list[Outcome]], name: str, text: str) -> None:
     """Assert the same error on every rank, nothing left behind, and that the next window is exact."""
-    for outcome in outcomes:
-        assert outcome.kind == name, outcome
-        assert text in outcome.text
-        assert outcome.text == outcomes[0].text
-        assert outcome.untouched
-        assert outcome.restored
-        assert outcome.next_error <= LIMITS["float64"]
+    for outcomes in zip(*of_ranks, strict=True):
+        for outcome in outcomes:
+            assert outcome.kind == name, outcome
+            assert text in outcome.text
+            assert outcome.text == outcomes[0].text
+            assert outcome.untouched
+            assert outcome.restored
+            assert outcome.next_error <= LIMITS["float64"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])

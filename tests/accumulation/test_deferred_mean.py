@@ -13,11 +13,13 @@ import torch.distributed as dist
 from accumulate_cases import (
     LIMITS,
     Batch,
+    Counting,
     Experts,
     Model,
     _cut,
     all_batches,
     assert_exact,
+    by_hand,
     error,
     flat,
     make_batch,
@@ -31,11 +33,12 @@ from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.nn import functional
-from workers import WorkerPool, class_of, get_pool
+from workers import WorkerPool, class_of, error_of, get_pool
 
 from fullrank import (
     DeferredMean,
     accumulate,
+    all_reduce_grads_,
     clip_grad_norm_,
     count_valid_tokens,
     sequence_sync_group,
@@ -67,7 +70,7 @@ def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch],
 def exactness(rank: int, kind: str, num_calls: int, dtype: str) -> dict[str, float]:
     """Return the errors of gradient, loss and count, one object serving a step for every layout."""
     reference, model = make_pair(kind, dtype)
-    deferred, errors = DeferredMean(model), {}
+    deferred, errors = DeferredMean(model, by_hand(model)), {}
     for layout in ("full", "uneven", "none"):
         model.zero_grad()
         everything = [b for other in range(dist.get_world_size()) for b in make_window(layout, other)[:num_calls]]
@@ -87,7 +90,7 @@ def exactness(rank: int, kind: str, num_calls: int, dtype: str) -> dict[str, flo
 def nothing_but_nan(rank: int, kind: str, dtype: str) -> float:
     """Return the largest gradient of a step without terms, whose losses are means over nothing."""
     _, model = make_pair(kind, dtype)
-    deferred = DeferredMean(model)
+    deferred = DeferredMean(model, by_hand(model))
     for batch in make_window("none", rank):
         deferred.backward(model(batch["tokens"]).sum() * torch.nan, 0)
     assert flat(model).isnan().any()
@@ -98,7 +101,7 @@ def nothing_but_nan(rank: int, kind: str, dtype: str) -> float:
 def weighted(rank: int, kind: str, dtype: str) -> float:
     """Return the error with weights for counts, given as tensors."""
     reference, model = make_pair(kind, dtype)
-    everything, deferred = all_batches("full"), DeferredMean(model)
+    everything, deferred = all_batches("full"), DeferredMean(model, by_hand(model))
     weight = 0.37 * (1 + rank)
     losses = [
         0.37 * (1 + r) * sum_loss(reference, b) for r in range(dist.get_world_size()) for b in make_window("full", r)
@@ -117,7 +120,7 @@ def weighted(rank: int, kind: str, dtype: str) -> float:
 def objects(rank: int, kind: str) -> dict[str, Any]:
     """Return whether finish keeps gradients and what DTensors say, and the error of clipping them afterwards."""
     reference, model = make_pair(kind, "float64")
-    deferred = DeferredMean(model)
+    deferred = DeferredMean(model, by_hand(model))
     for batch in make_window("full", rank):
         deferred.backward(sum_loss(model, batch), num_valid(batch))
     before = [p.grad for p in model.parameters()]
@@ -143,7 +146,7 @@ def left_unsharded(rank: int, dtype: str) -> float:
     """Return the error when FSDP2 keeps the parameters whole after the backward, so that the module shows no shards."""
     reference, model = make_pair("fsdp", dtype)
     model.set_reshard_after_backward(False)
-    deferred = DeferredMean(model)
+    deferred = DeferredMean(model, by_hand(model))
     expected = whole(reference, all_batches("full")).gradient
     run_step(deferred, model, make_window("full", rank))
     model.reshard()
@@ -154,7 +157,7 @@ def left_unsharded(rank: int, dtype: str) -> float:
 def collectives(rank: int, kind: str) -> list[dict[str, int]]:
     """Return the collectives of one call of backward, forward not included, and of finish."""
     _, model = make_pair(kind, "float32")
-    deferred = DeferredMean(model)
+    deferred = DeferredMean(model, by_hand(model))
     found = []
     for _ in range(3):  # DDP arranges its buckets in the second
         found.clear()
@@ -212,7 +215,7 @@ def expert_errors(rank: int, way: str, dtype: str) -> tuple[float, float]:
         groups = []
     if "summed" in way:
         sum_gradients_(model)
-    run_step(DeferredMean(model), model, make_window("full", rank), groups)
+    run_step(DeferredMean(model, by_hand(model)), model, make_window("full", rank), groups)
     reference = Experts(kept)
     whole(reference, all_batches("full"))
     own = reference.experts[str(dist.get_rank(model.group))].weight.grad
@@ -247,6 +250,54 @@ def context_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
     return errors
 
 
+def forgotten_group(rank: int, mode: str, way: str) -> tuple[tuple[str, str], bool]:
+    """Return what is raised with tokens of one sequence on two ranks, counted over the data ranks alone.
+
+    And whether the gradients are untouched. ``way``: DeferredMean, or accumulate and ``all_reduce_grads_``.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
+    model = Model(torch.float64)
+    fully_shard(model, mesh=mesh["data"])
+    deferred, batches = DeferredMean(model), _cut(make_window("full", data_rank), part)
+    group = mesh["context"].get_group()
+
+    def loss(batch: Batch) -> Tensor:
+        logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        return functional.cross_entropy(logits, labels, reduction="sum")
+
+    def valid(batch: Batch) -> Tensor:
+        same = _cut(make_window("full", data_rank), 0)[0] if mode == "equal" else batch
+        return (same["labels"] != -100).sum()
+
+    if way == "deferred":
+        for batch in batches:
+            deferred.backward(loss(batch), valid(batch))
+    else:
+        for step, batch in accumulate(model, batches, valid):
+            step.backward(loss(batch))
+    if mode == "stale":
+        model.zero_grad()
+        loss(batches[0]).backward()
+    before = flat(model)
+    found = error_of(lambda: deferred.finish([group]) if way == "deferred" else all_reduce_grads_(model, group))
+    return found, torch.equal(flat(model), before)
+
+
+def overlapping_groups(rank: int) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return what finish raises when two sums fail, over ranks 0 and 1 and over all; and a call after it."""
+    model = Model(torch.float64)
+    deferred, parameters = DeferredMean(model, group=dist.group.WORLD), list(model.parameters())
+    pair = dist.new_group([0, 1])
+    deferred.backward(sum_loss(model, make_batch(rank, 0)), 1)
+    own = (parameters[: 2 - rank], pair) if rank < 2 else (parameters[:1], None)
+    everyone = (parameters[2 : 5 if rank else 4], dist.group.WORLD)
+    first = error_of(lambda: deferred.finish([own, everyone]))
+    return first, error_of(lambda: deferred.finish([dist.group.WORLD]))
+
+
 class Outcome(NamedTuple):
     """What one rank saw of a step that one rank spoils, and the error of the step if it continues anyway."""
 
@@ -268,10 +319,19 @@ BAD_CALLS: dict[str, Callable[[DeferredMean, nn.Module, Tensor], Any]] = {
 }
 
 
-def spoil_call(rank: int, kind: str, case: str, bad_rank: int) -> Outcome:
-    """Run a step whose second call fails on ``bad_rank``, and then continues."""
-    reference, model = make_pair(kind, "float64")
-    deferred, batches = DeferredMean(model), make_window("full", rank)
+def spoil_call(rank: int, kind: str, case: str, bad_rank: int) -> list[Outcome]:
+    """Run a step whose second call goes wrong on ``bad_rank``, and which continues: the first step, and the second.
+
+    Without and with a buffer, which DDP broadcasts.
+    """
+    models = [wrap(make(torch.float64), kind) for make in (Model, Counting)]
+    return [_spoil_call(rank, model, case, bad_rank) for model in models for _ in range(2)]
+
+
+def _spoil_call(rank: int, model: nn.Module, case: str, bad_rank: int) -> Outcome:
+    model.zero_grad()
+    reference = Model(torch.float64)
+    deferred, batches = DeferredMean(model, by_hand(model)), make_window("full", rank)
     deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
     loss = sum_loss(model, batches[1])
     found = "nothing", ""
@@ -282,14 +342,14 @@ def spoil_call(rank: int, kind: str, case: str, bad_rank: int) -> Outcome:
             deferred.backward(loss, num_valid(batches[1]))
     except Exception as raised:
         found = class_of(raised), str(raised)
-    run_step(deferred, model, batches[1:], sync_groups(kind))
+    run_step(deferred, model, batches[1:])
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
 
 
 def spoil_call_everywhere(rank: int, kind: str, case: str) -> Outcome:
     """Run a step that starts wrongly on every rank, and again."""
     reference, model = make_pair(kind, "float64")
-    deferred, batches = DeferredMean(model), make_window("full", rank)
+    deferred, batches = DeferredMean(model, by_hand(model)), make_window("full", rank)
     optimizer = torch.optim.SGD(model.parameters())
     found = "nothing", ""
     try:
@@ -303,7 +363,7 @@ def spoil_call_everywhere(rank: int, kind: str, case: str) -> Outcome:
             run_step(deferred, model, batches)
             run_step(deferred, model, batches)
         else:
-            newer = DeferredMean(model)
+            newer = DeferredMean(model, by_hand(model))
             run_step(deferred, model, batches)
             del newer
     except Exception as raised:
@@ -311,7 +371,7 @@ def spoil_call_everywhere(rank: int, kind: str, case: str) -> Outcome:
     if case == "no_sync" and kind == "fsdp":
         model.set_requires_gradient_sync(True)
     optimizer.zero_grad()
-    run_step(DeferredMean(model), model, batches)
+    run_step(DeferredMean(model, by_hand(model)), model, batches)
     return Outcome(*found, error(flat(model), whole(reference, all_batches("full")).gradient))
 
 
@@ -321,7 +381,7 @@ def parameters_after_an_error(rank: int, way: str) -> float:
     ``way``: "ours", or "no reshard", the control.
     """
     reference, model = make_pair("fsdp", "float64")
-    deferred, batches, held = DeferredMean(model), make_window("full", rank), list(model.parameters())
+    deferred, batches, held = DeferredMean(model, by_hand(model)), make_window("full", rank), list(model.parameters())
     loss = sum_loss(model, batches[0])
     if way == "no reshard":
         for module in (model, model.up):
@@ -341,7 +401,7 @@ def window_after_an_error(rank: int) -> float:
     reference, model = make_pair("ddp", "float64")
     loss = sum_loss(model, make_batch(rank, 0))
     with contextlib.suppress(ValueError):
-        DeferredMean(model).backward(loss, -1)
+        DeferredMean(model, by_hand(model)).backward(loss, -1)
     for step, batch in accumulate(model, make_window("unequal", rank), count_valid_tokens):
         step.backward(sum_loss(model, batch))
     return error(flat(model), whole(reference, all_batches("unequal")).gradient)
@@ -363,7 +423,7 @@ BAD_FINISHES: dict[str, Callable[[nn.Module], Any]] = {
 def spoil_finish(rank: int, case: str, bad_rank: int) -> Outcome:
     """Finish a plain model wrongly on ``bad_rank`` (-1: every rank), and then rightly."""
     reference, model = make_pair("plain", "float64")
-    deferred, batches = DeferredMean(model), make_window("full", rank)
+    deferred, batches = DeferredMean(model, by_hand(model)), make_window("full", rank)
     for batch in batches:
         deferred.backward(sum_loss(model, batch), num_valid(batch))
     found = "nothing", ""
@@ -378,7 +438,7 @@ def spoil_finish(rank: int, case: str, bad_rank: int) -> Outcome:
 def second_sync(rank: int, kind: str) -> Outcome:
     """Finish twice; the gradient afterwards is that of once."""
     reference, model = make_pair(kind, "float64")
-    deferred, found = DeferredMean(model), ("nothing", "")
+    deferred, found = DeferredMean(model, by_hand(model)), ("nothing", "")
     run_step(deferred, model, make_window("full", rank), sync_groups(kind))
     try:
         deferred.finish(sync_groups(kind))
@@ -390,7 +450,7 @@ def second_sync(rank: int, kind: str) -> Outcome:
 def changed_reduction(rank: int) -> Outcome:
     """Change how FSDP2 reduces in the middle of a step; discard it and begin again."""
     reference, model = make_pair("fsdp", "float64")
-    deferred, batches, found = DeferredMean(model), make_window("full", rank), ("nothing", "")
+    deferred, batches, found = DeferredMean(model, by_hand(model)), make_window("full", rank), ("nothing", "")
     deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
     sum_gradients_(model)
     try:
@@ -409,7 +469,7 @@ def forgotten_parameters(rank: int) -> Outcome:
     reference, inner = Model(torch.float64), Model(torch.float64)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["up.weight", "up.bias"])
     model = DistributedDataParallel(inner)
-    deferred, found = DeferredMean(model), ("nothing", "")
+    deferred, found = DeferredMean(model, by_hand(model)), ("nothing", "")
     try:
         run_step(deferred, model, make_window("full", rank))
     except Exception as raised:
@@ -425,7 +485,7 @@ def owners(rank: int) -> list[str]:
 
     def construct() -> DeferredMean | None:
         try:
-            made = DeferredMean(model)
+            made = DeferredMean(model, by_hand(model))
             outcomes.append("nothing")
             return made
         except RuntimeError as raised:
@@ -524,6 +584,32 @@ def test_experts(way: str, world_size: int, dtype: str) -> None:
         assert max(errors) <= LIMITS[dtype]
 
 
+@pytest.mark.parametrize("way", ["deferred", "accumulate"])
+def test_a_count_over_the_data_ranks_alone_is_seen(pool_of_four: WorkerPool, way: str) -> None:
+    """Ranks that are added up have divided by different counts; equal ones, as of tensor parallelism, pass."""
+    for found, untouched in pool_of_four(forgotten_group, "different", way):
+        assert found[0] == "ValueError"
+        assert "count of terms: expected the same on all ranks that are added up, got" in found[1]
+        assert "pass a group that contains them to " in found[1]
+        assert untouched
+    for found, untouched in pool_of_four(forgotten_group, "equal", way):
+        assert found == ("none", "")
+        assert not untouched
+
+
+def test_a_count_of_older_gradients_is_not_compared(pool_of_four: WorkerPool) -> None:
+    for found, _ in pool_of_four(forgotten_group, "stale", "accumulate"):
+        assert found == ("none", "")
+
+
+def test_two_sums_that_fail_over_groups_that_overlap() -> None:
+    """All ranks raise, and the next call works: no header was left over."""
+    for first, second in get_pool(3)(overlapping_groups):
+        assert first[0] == "ValueError"
+        assert "number of parameters: 2 on rank 0, 3 on ranks 1, 2." in first[1]
+        assert second == ("none", "")
+
+
 @each_dtype
 def test_context_parallel(pool_of_four: WorkerPool, dtype: str) -> None:
     for errors in pool_of_four(context_parallel_errors, dtype):
@@ -547,12 +633,12 @@ CALLS = {
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", CALLS)
 def test_a_bad_call_raises_on_every_rank_and_the_step_goes_on(pool_of_two: WorkerPool, kind: str, case: str) -> None:
-    outcomes = pool_of_two(spoil_call, kind, case, 1)
-    assert {(outcome.kind, outcome.text) for outcome in outcomes} == {outcomes[0][:2]}
-    kind, text = CALLS[case]
-    assert outcomes[0].kind == kind
-    assert text.replace("'", "") in outcomes[0].text.replace("'", "")
-    assert max(outcome.error for outcome in outcomes) <= 1e-12
+    for outcomes in zip(*pool_of_two(spoil_call, kind, case, 1)):
+        assert {(outcome.kind, outcome.text) for outcome in outcomes} == {outcomes[0][:2]}
+        name, text = CALLS[case]
+        assert outcomes[0].kind == name
+        assert text.replace("'", "") in outcomes[0].text.replace("'", "")
+        assert max(outcome.error for outcome in outcomes) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -637,7 +723,7 @@ def test_one_object_for_each_model(pool_of_two: WorkerPool) -> None:
 
 def test_one_process() -> None:
     model, reference = Model(torch.float64), Model(torch.float64)
-    deferred, batches = DeferredMean(model), [make_batch(0, index) for index in range(3)]
+    deferred, batches = DeferredMean(model, by_hand(model)), [make_batch(0, index) for index in range(3)]
     with pytest.raises(RuntimeError, match="expected a step that is finished"):
         deferred.mean_loss()
     with pytest.raises(RuntimeError, match=r"^gradients: expected a backward since the last finish, got none"):
@@ -663,7 +749,7 @@ def test_no_model(model: object) -> None:
 
 def test_the_loss_of_half_precision_is_reported_in_float32() -> None:
     model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
-    deferred = DeferredMean(model)
+    deferred = DeferredMean(model, by_hand(model))
     deferred.backward(model(torch.ones(3, 2, dtype=torch.bfloat16)).sum(), 3)
     deferred.finish()
     assert deferred.mean_loss().dtype == torch.float32

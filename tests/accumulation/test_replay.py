@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
-from workers import WorkerPool, class_of, get_pool
+from workers import WorkerPool, class_of, error_of, get_pool
 
 import fullrank
 from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
@@ -104,6 +104,12 @@ def load(model: nn.Module, values: list[Tensor]) -> None:
                 parameter.copy_(value)
 
 
+def by_hand(model: nn.Module) -> Any:
+    """Return the ``group`` that a plain model needs on several ranks, or None for a wrapped one."""
+    is_plain = type(model) is nn.Sequential and dist.is_initialized()
+    return dist.group.WORLD if is_plain else None
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference over the norm of ``b``."""
     return float((a - b).norm() / b.norm())
@@ -177,7 +183,12 @@ def train_spread(rank: int, case: Case, spread: Spread, reference: Trace) -> Tra
         free = spread.wrapper in ("ddp", "plain") and spread.sync == "last"
         batches = cut(own, (rank + index) % 3 + 1 if free else 3, seed=rank + index)
         value = fullrank.pooled_backward(
-            model, batches, forward=lambda batch: model(batch.features), loss=joined_loss(loss), sync=spread.sync
+            model,
+            batches,
+            forward=lambda batch: model(batch.features),
+            loss=joined_loss(loss),
+            group=by_hand(model),
+            sync=spread.sync,
         )
         if spread.wrapper == "plain":
             for parameter in model.parameters():
@@ -225,6 +236,34 @@ def own_window(rank: int, count: int, case: Case | None = None, index: int = 0) 
     case = case or Case("smooth_ap")
     step = make_step(case, index)
     return cut(shard(step, split(step.features.shape[0], dist.get_world_size(), index), rank), count, seed=rank)
+
+
+def mean_of_squares(scores: Tensor, batches: list[Step], reduction: str | int) -> Tensor:
+    """Return a summed loss over all ranks."""
+    return fullrank.global_mean(scores.square().sum(), scores.numel(), gradient_reduction=reduction)
+
+
+def reductions_of_the_loss(rank: int, wrapper: str, name: str) -> dict[str, tuple[str, float]]:
+    """Return what each ``gradient_reduction`` leads to: the error that is raised, or that of the gradient."""
+    found, size = {}, dist.get_world_size()
+    for reduction in ("mean", "sum", size, 2 * size):
+        case = Case("smooth_ap" if name == "global_mean" else name, gradient_reduction=reduction)
+        losses = [joined_loss(make_loss(case, local=False)) for _ in range(2)]
+        loss_alone = joined_loss(make_loss(case._replace(gradient_reduction="mean"), local=True))
+        if name == "global_mean":
+            losses = [functools.partial(mean_of_squares, reduction=reduction)] * 2
+            loss_alone = lambda scores, given: scores.square().mean()  # noqa: E731
+        model, alone = wrap(make_model(case), wrapper), make_model(case)
+        run = functools.partial(_features_through, model)
+        options: dict[str, Any] = {"forward": run, "loss": losses[0], "group": by_hand(model)}
+        text = error_of(functools.partial(fullrank.pooled_backward, model, own_window(rank, 3), **options))[1]
+        step = make_step(case, 0)
+        loss_alone(alone(step.features), [step]).backward()
+        # The gradient as it was before the check, for the control: of the loss alone, with retained graphs.
+        raw = wrap(make_model(case), wrapper)
+        retained(raw, own_window(rank, 3), functools.partial(_features_through, raw), losses[1])
+        found[str(reduction)] = text, relative(gradients(raw), gradients(alone))
+    return found
 
 
 def dropout_errors(rank: int, wrapper: str) -> tuple[float, bool]:
@@ -304,17 +343,44 @@ class Mistake(Exception):
     """Raised by the code of a user."""
 
 
-def mistaken(rank: int, kind: str, wrapper: str, wrong: list[int]) -> dict[str, Any]:
-    """Make the mistake ``kind`` on the ranks ``wrong``; return what every rank sees, and how the next window goes."""
+class Counter(nn.Module):
+    """Counts its forwards in a buffer, which DDP broadcasts and no score depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.forwards += 1
+        return values
+
+
+def mistaken(rank: int, kind: str, wrapper: str, wrong: list[int]) -> list[dict[str, Any]]:
+    """Make the mistake ``kind`` on the ranks ``wrong``; return what every rank sees, and how the next window goes.
+
+    In the first window of a model and in its second, without and with a buffer.
+    """
+    layers = ([], [Counter()])
+    return [_mistaken(rank, kind, wrapper, wrong, more, first) for more in layers for first in (True, False)]
+
+
+def _mistaken(
+    rank: int, kind: str, wrapper: str, wrong: list[int], layers: list[nn.Module], is_first: bool
+) -> dict[str, Any]:
     case = Case("smooth_ap")
-    model = wrap(make_model(case), wrapper)
+    model = warm = wrap(make_model(case, *layers), wrapper)
+    if is_first:
+        warm = wrap(make_model(case, *layers), wrapper)
     loss = make_loss(case, local=False)
     compute = joined_loss(loss)
     batches = own_window(rank, 3)
     is_wrong = rank in wrong
+    fullrank.pooled_backward(warm, batches, forward=lambda batch: warm(batch.features), loss=compute)
+    before = gradients(warm)
+    if is_first:
+        for parameter, other in zip(model.parameters(), warm.parameters()):
+            parameter.grad = other.grad
     options: dict[str, Any] = {"forward": lambda batch: model(batch.features), "loss": compute}
-    fullrank.pooled_backward(model, batches, **options)
-    before = gradients(model)
     error = ""
     with _one_mistake(kind, is_wrong, model, batches, options):
         try:
@@ -355,6 +421,7 @@ def _one_mistake(
         "vector": lambda: options.update(loss=lambda scores, batches: compute(scores, batches).expand(2)),
         "leaf": lambda: options.update(loss=lambda scores, batches: compute(scores, batches) * _OUTSIDE),
         "replay": lambda: options.update(forward=lambda batch: score(batch) * (1 + random.random())),
+        "again": lambda: options.update(forward=_raise_at(score, 3)),
         "later": lambda: options.update(forward=_raise_at(score, 4)),
         "frozen": lambda: options.update(forward=lambda batch: score(batch).detach()),
     }
@@ -391,7 +458,12 @@ def unequal(rank: int, spread: Spread) -> str:
     batches = own_window(rank, 2 + rank)
     try:
         fullrank.pooled_backward(
-            model, batches, forward=lambda batch: model(batch.features), loss=loss, sync=spread.sync
+            model,
+            batches,
+            forward=lambda batch: model(batch.features),
+            loss=loss,
+            group=by_hand(model),
+            sync=spread.sync,
         )
     except Exception as error:
         return f"{class_of(error)}: {error}"
@@ -838,6 +910,27 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(pool_of_two: WorkerPo
         assert result["next forward broadcasts"]
 
 
+@pytest.mark.parametrize("name", ["smooth_ap", "global_mean"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "summed"])
+def test_a_loss_whose_gradient_does_not_fit_the_model(pool: WorkerPool, wrapper: str, name: str) -> None:
+    """Every setting whose gradient is wrong is refused on every rank, and no other one."""
+    results = pool(reductions_of_the_loss, wrapper, name)
+    size = pool.world_size
+    right = {"sum"} if wrapper == "summed" else {"mean", str(size)}
+    for reduction in results[0]:
+        texts = {found[reduction][0] for found in results}
+        assert len(texts) == 1
+        (text,) = texts
+        wrong = results[0][reduction][1]
+        assert (wrong <= 1e-12) == (reduction in right)
+        if reduction in right:
+            assert text == ""
+        else:
+            assert "gradient_reduction: expected the way the model combines gradients" in text
+            fix = {"summed": '"sum"'}.get(wrapper, '"mean"')
+            assert f"times the right one: pass gradient_reduction={fix}." in text
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_switches_are_put_back(pool_of_two: WorkerPool, wrapper: str) -> None:
     for before, after in pool_of_two(switches_afterwards, wrapper):
@@ -864,6 +957,7 @@ MISTAKES = {
 }
 IN_THE_REPLAY = {
     "replay": "RuntimeError: pooled_backward: expected the same scores in both passes.*on rank 1.*random, numpy",
+    "again": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "later": "RuntimeError: pooled_backward failed on rank 1: Mistake: this is mine",
     "frozen": "ValueError: pooled_backward failed on rank 1: forward: expected scores with a graph",
 }
@@ -875,31 +969,31 @@ IN_THE_REPLAY = {
     [(kind, "ddp") for kind in MISTAKES] + [(kind, "fsdp2") for kind in MISTAKES if kind != "forward"],
 )
 def test_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, kind: str, wrapper: str) -> None:
-    first, second = pool_of_two(mistaken, kind, wrapper, [1])
-    assert first["error"] == second["error"]
-    assert re.match(MISTAKES[kind], first["error"], re.DOTALL), first["error"]
-    for result in (first, second):
-        assert result["untouched"] == 0.0
-        assert result["next"] == 0.0
+    for first, second in zip(*pool_of_two(mistaken, kind, wrapper, [1])):
+        assert first["error"] == second["error"]
+        assert re.match(MISTAKES[kind], first["error"], re.DOTALL), first["error"]
+        for result in (first, second):
+            assert result["untouched"] == 0.0
+            assert result["next"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
-    [("replay", "ddp"), ("later", "ddp"), ("frozen", "ddp"), ("replay", "fsdp2"), ("replay", "hsdp")],
+    [("replay", "ddp"), ("again", "ddp"), ("later", "ddp"), ("frozen", "ddp"), ("replay", "fsdp2"), ("replay", "hsdp")],
 )
 def test_mistake_in_the_replay_discards_the_gradients(kind: str, wrapper: str) -> None:
     """What FSDP2 and HSDP hold unreduced is discarded too."""
-    results = get_pool(4 if wrapper == "hsdp" else 2)(mistaken, kind, wrapper, [1])
-    assert len({result["error"] for result in results}) == 1
-    assert re.match(IN_THE_REPLAY[kind], results[0]["error"], re.DOTALL), results[0]["error"]
-    for result in results:
-        assert result["discarded"]
-        assert result["next"] <= 1e-12
+    for results in zip(*get_pool(4 if wrapper == "hsdp" else 2)(mistaken, kind, wrapper, [1])):
+        assert len({result["error"] for result in results}) == 1
+        assert re.match(IN_THE_REPLAY[kind], results[0]["error"], re.DOTALL), results[0]["error"]
+        for result in results:
+            assert result["discarded"]
+            assert result["next"] <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["forward", "later", "frozen"])
 def test_mistake_of_all_ranks_leaves_fsdp_working(pool_of_two: WorkerPool, kind: str) -> None:
-    for result in pool_of_two(mistaken, kind, "fsdp2", [0, 1]):
+    for result in [result for results in pool_of_two(mistaken, kind, "fsdp2", [0, 1]) for result in results]:
         assert re.match("Mistake: this is mine|ValueError: forward: expected scores with a graph", result["error"])
         assert result["untouched"] == 0.0 if kind == "forward" else result["discarded"]
         assert result["next"] <= 1e-12

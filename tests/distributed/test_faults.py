@@ -229,6 +229,8 @@ def _live(
         part.rename(_report(folder, rank))
     if scenario in SILENT and rank == DOOMED:
         _outlive([_report(folder, other) for other in range(world_size) if other != rank])
+    if scenario is notices_and_stays:
+        _outlive([_report(folder, other) for other in range(world_size) if other != DOOMED])
     os._exit(0)  # the group is broken: nothing can be torn down in order
 
 
@@ -318,6 +320,25 @@ def validates_alone(rank: int) -> None:
         loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
 
 
+def notices(rank: int) -> None:
+    """One rank dies between two steps; each other one raises with the seconds after which its next step failed."""
+    loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
+    loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+    dist.barrier()
+    if rank == DOOMED:
+        _die()
+    begin = time.monotonic()
+    try:
+        loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+    except RuntimeError as error:
+        raise RuntimeError(f"{time.monotonic() - begin}") from error
+
+
+def notices_and_stays(rank: int) -> None:
+    """The same, but a rank that has noticed stays alive until the others have too, as one that catches the error."""
+    notices(rank)
+
+
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
 
 
@@ -390,6 +411,7 @@ def test_a_value_that_is_not_finite_on_one_rank(world_size: int, name: str, valu
 
 
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
+DEATH_S = 10  # what a rank waits that nobody lets notice a death, long compared with a broken connection
 SHORT_S = 2  # where the timeout itself is what ends the others
 
 # Each call, and its collectives in the forward.
@@ -442,6 +464,21 @@ def test_a_rank_killed_while_reasons_are_exchanged() -> None:
     fates = run_group(3, TIMEOUT_S, killed_among_reasons)
     assert_told(fates, "SmoothAPLoss: the exchange of what went wrong failed.")
     assert "targets: expected shape (4,)" in fates[0].trace  # its own error is the cause
+
+
+@pytest.mark.slow
+def test_four_ranks_notice_a_death_when_those_that_notice_leave() -> None:
+    """Under gloo only the neighbours in the ring notice at once. Their exit closes the connections of the rest.
+
+    The control: they catch the error and stay, and the rank on the other side waits until the timeout.
+    """
+    for scenario in (notices, notices_and_stays):
+        fates = run_group(4, DEATH_S, scenario)
+        assert_told(fates)
+        seconds = [float(fate.text) for rank, fate in enumerate(fates) if rank != DOOMED]
+        opposite = seconds.pop()  # rank 3 of 0, 2 and 3
+        assert max(seconds) < DEATH_S / 2
+        assert opposite < DEATH_S / 2 if scenario is notices else opposite > 0.9 * DEATH_S
 
 
 @pytest.mark.slow

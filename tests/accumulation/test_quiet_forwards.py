@@ -1,0 +1,263 @@
+"""The forwards inside a window of DDP communicate nothing, so a rank that leaves one out does not hang the others."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accumulate_cases import (
+    Batch,
+    Counting,
+    Model,
+    all_batches,
+    error,
+    flat,
+    make_batch,
+    make_window,
+    run_window,
+    sum_loss,
+    whole,
+)
+from collective_counter import CollectiveCounter
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import WorkerPool, error_of
+
+from fullrank import DeferredMean, accumulate, count_valid_tokens, pooled_backward
+
+FORMS = ["default", "find unused", "static graph", "no broadcasts", "nested"]
+
+
+class Around(nn.Module):
+    """A model that DDP wraps a part of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens)
+
+
+def wrap(form: str, buffers: bool) -> nn.Module:
+    """Return a model under DDP."""
+    options = {
+        "find unused": {"find_unused_parameters": True},
+        "static graph": {"static_graph": True},
+        "no broadcasts": {"broadcast_buffers": False},
+    }.get(form, {})
+    module = DistributedDataParallel((Counting if buffers else Model)(torch.float64), **options)
+    return Around(module) if form == "nested" else module
+
+
+def clean_error(rank: int, model: nn.Module, layout: str = "full") -> float:
+    """Return the error of a window without faults; with one micro-batch a rank where DDP with static_graph needs it."""
+    batches = make_window(layout, rank)[:1] if layout == "full" else make_window(layout, rank)
+    everything = all_batches(layout)
+    if layout == "full":
+        everything = [make_window(layout, other)[0] for other in range(dist.get_world_size())]
+    model.zero_grad()
+    run_window(model, batches)
+    return error(flat(model), whole(Model(torch.float64), everything).gradient)
+
+
+def skipped(rank: int, form: str, num_before: int, buffers: bool) -> tuple[tuple[str, str], list[float]]:
+    """Return what is raised when the last rank leaves out its only micro-batch, and the errors before and after it."""
+    model, odd = wrap(form, buffers), rank == dist.get_world_size() - 1
+    errors = [clean_error(rank, model) for _ in range(num_before)]
+
+    def window() -> None:
+        for step, batch in accumulate(model, make_window("full", rank)[:1], count_valid_tokens):
+            if odd:
+                continue
+            step.backward(sum_loss(model, batch))
+
+    found = error_of(window)
+    return found, errors + [clean_error(rank, model) for _ in range(2)]
+
+
+def quiet(rank: int, form: str, buffers: bool, raw: bool) -> list[int]:
+    """Return the collectives in the first forward of three windows; ``raw``: of plain steps of DDP, the control."""
+    model, counts = wrap(form, buffers), []
+    for _ in range(3):
+        for step, batch in [(None, make_batch(rank, 0))] if raw else accumulate(model, [make_batch(rank, 0)], 5.0):
+            with CollectiveCounter() as counter:
+                loss = sum_loss(model, batch)
+            (loss if step is None else step).backward(*[] if step is None else [loss])
+            counts.append(counter.total)
+    return counts
+
+
+STRAYS = ["every rank", "one rank", "one rank, no_sync", "one rank, no_grad"]
+
+
+def stray(rank: int, way: str, layout: str, num_before: int) -> list[float]:
+    """Return the errors of two windows after a forward of DDP without a backward, made on some ranks."""
+    model = wrap("default", False)
+    errors = [clean_error(rank, model) for _ in range(num_before)]
+    if way == "every rank" or rank == 0:
+        kept = {"no_sync": model.no_sync, "no_grad": torch.no_grad}.get(way.partition(", ")[2], contextlib.nullcontext)
+        with kept():
+            sum_loss(model, make_batch(rank, 0))
+    batches = make_window(layout, rank)
+    for _ in range(2):
+        model.zero_grad()
+        run_window(model, batches)
+        errors.append(error(flat(model), whole(Model(torch.float64), all_batches(layout)).gradient))
+    return errors
+
+
+def buffers_differ(rank: int) -> list[Any]:
+    """Return the buffers after windows that begin with other buffers on each rank, and a count of broadcasts."""
+    model, found = wrap("default", True), []
+    for _ in range(3):
+        model.module.forwards.fill_(10.0 * rank)
+        with CollectiveCounter() as counter:
+            run_window(model, make_window("full", rank))
+        found += [float(model.module.forwards), counter.counts["broadcast_.default"]]
+    return found
+
+
+def replay_fails(rank: int, call: int, num_before: int, buffers: bool) -> tuple[tuple[str, str], float, float]:
+    """Return what is raised when the last rank fails in forward number ``call`` of a window of two micro-batches.
+
+    Then the relative difference of the next gradient to one without the fault; the control makes no fault.
+    """
+
+    def scores_of(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["tokens"]).flatten(0, 1)[:, :1]
+
+    def run(fails: bool) -> tuple[tuple[str, str], Tensor]:
+        model = wrap("default", buffers)
+        batches, found = [make_batch(rank, index) for index in range(2)], ("none", "")
+        for index in range(num_before + 3):
+            model.zero_grad()
+            calls = iter(range(100))
+
+            def forward(batch: Batch, *, now: bool = index == num_before, calls: Any = calls) -> Tensor:
+                if fails and now and rank == dist.get_world_size() - 1 and next(calls) == call:
+                    raise KeyError("mine")
+                return scores_of(model, batch)
+
+            def window(forward: Any = forward) -> None:
+                pooled_backward(model, batches, forward=forward, loss=lambda scores, _: scores.square().mean())
+
+            if index == num_before:
+                found = error_of(window)
+            else:
+                window()
+        return found, flat(model)
+
+    (found, spoiled), (none, clean) = run(True), run(False)
+    assert none == ("none", "")
+    return found, error(spoiled, clean), float(clean.norm())
+
+
+def deferred_fails(rank: int, call: int, num_before: int, buffers: bool) -> tuple[tuple[str, str], float]:
+    """Return what is raised when the last rank passes a bad count in ``call`` of a step, and the error of the next."""
+    model = wrap("default", buffers)
+    deferred, batches = DeferredMean(model), make_window("full", rank)
+
+    def step(fails: bool) -> None:
+        for index, batch in enumerate(batches):
+            bad = fails and index == call and rank == dist.get_world_size() - 1
+            deferred.backward(sum_loss(model, batch), -1 if bad else 1)
+        deferred.finish()
+
+    for _ in range(num_before):
+        step(False)
+        model.zero_grad()
+    found = error_of(lambda: step(True))
+    deferred.discard()
+    step(False)
+    expected = whole(Model(torch.float64), all_batches("full"), total=3.0 * dist.get_world_size())
+    return found, error(flat(model), expected.gradient)
+
+
+def deferred_without_forward(rank: int, num_before: int) -> tuple[tuple[str, str], float]:
+    """Return what is raised when the last rank finishes while the others back-propagate; a last error."""
+    model, batch = wrap("default", False), make_batch(rank, 0)
+    deferred = DeferredMean(model)
+    for _ in range(num_before):
+        deferred.backward(sum_loss(model, batch), 1)
+    odd = rank == dist.get_world_size() - 1
+    found = error_of(lambda: deferred.finish() if odd else deferred.backward(sum_loss(model, batch), 1))
+    deferred.discard()
+    deferred.backward(sum_loss(model, batch), 1)
+    deferred.finish()
+    batches = [make_batch(other, 0) for other in range(dist.get_world_size())]
+    expected = whole(Model(torch.float64), batches, total=float(dist.get_world_size()))
+    return found, error(flat(model), expected.gradient)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_that_skips_its_only_micro_batch(pool: WorkerPool, form: str) -> None:
+    """In the first, the second and the third window, with and without buffers that DDP broadcasts."""
+    for buffers in (False, True):
+        for num_before in (0, 1, 2):
+            outcomes = pool(skipped, form, num_before, buffers)
+            text = f"failed on rank {pool.world_size - 1}: micro-batch 0: expected one backward, got 0"
+            for found, errors in outcomes:
+                assert found == outcomes[0][0]
+                assert found[0] == "RuntimeError"
+                assert text in found[1]
+                assert max(errors) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forwards_inside_a_window_communicate_nothing(pool_of_two: WorkerPool, form: str) -> None:
+    for buffers in (False, True):
+        assert pool_of_two(quiet, form, buffers, False) == [[0, 0, 0]] * 2
+
+
+def test_control_forwards_of_ddp_alone_communicate(pool_of_two: WorkerPool) -> None:
+    for first, second, third in pool_of_two(quiet, "default", True, True):
+        assert first == third > 0  # buffers
+        assert second > first  # and buckets
+
+
+@pytest.mark.parametrize("layout", ["full", "unequal"])
+@pytest.mark.parametrize("way", STRAYS)
+def test_a_forward_without_a_backward_before_the_window(pool: WorkerPool, way: str, layout: str) -> None:
+    for num_before in (0, 1, 2):
+        if num_before == 1 and way in ("one rank", "one rank, no_sync"):
+            continue  # DDP itself hangs: it rebuilds its buckets in the second forward with gradients
+        for errors in pool(stray, way, layout, num_before):
+            assert max(errors) <= 1e-12
+
+
+def test_buffers_are_broadcast_once_a_window(pool_of_two: WorkerPool) -> None:
+    """From rank 0, whose three forwards count; two more broadcasts arrange the buckets, in the second window."""
+    assert pool_of_two(buffers_differ) == [[3.0, 1, 3.0, 3, 3.0, 1]] * 2
+
+
+@pytest.mark.parametrize("call", [0, 1, 2, 3])
+def test_a_rank_that_fails_in_either_pass(pool: WorkerPool, call: int) -> None:
+    for buffers in (False, True):
+        for num_before in (0, 1, 2):
+            for found, difference, norm in pool(replay_fails, call, num_before, buffers):
+                text = f"pooled_backward failed on rank {pool.world_size - 1}: KeyError: 'mine'"
+                assert found == ("RuntimeError", text)
+                assert difference <= 1e-12 < norm
+
+
+@pytest.mark.parametrize("call", [0, 2])
+def test_a_bad_count_in_any_step(pool: WorkerPool, call: int) -> None:
+    for buffers in (False, True):
+        for num_before in (0, 1):
+            for found, wrong in pool(deferred_fails, call, num_before, buffers):
+                assert found[0] == "ValueError"
+                assert f"failed on rank {pool.world_size - 1}: n: expected a finite number >= 0" in found[1]
+                assert wrong <= 1e-12
+
+
+def test_a_rank_that_finishes_instead_of_a_forward(pool: WorkerPool) -> None:
+    """Without buffers: DDP broadcasts those in every forward, and DeferredMean does not see a forward coming."""
+    for num_before in (1, 2):
+        for found, wrong in pool(deferred_without_forward, num_before):
+            assert found[0] == "RuntimeError"
+            assert "DeferredMean.finish on rank" in found[1]
+            assert wrong <= 1e-12

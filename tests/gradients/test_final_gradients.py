@@ -1,0 +1,96 @@
+"""Clipping refuses gradients that FSDP2 has not reduced, and arguments in the order of another function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import accumulate_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from workers import WorkerPool, error_of, get_pool
+
+import fullrank
+
+
+def unreduced(rank: int, kind: str, listed: bool) -> dict[str, Any]:
+    """Return what the norms say after a backward that did not reduce, and after one that did.
+
+    Whether the gradients that another model reduced can be clipped meanwhile.
+    """
+    model, other = cases.wrap(cases.Model(torch.float64), kind), cases.wrap(cases.Model(torch.float64), kind)
+    batches = cases.make_window("full", rank)
+    for _ in range(2):  # the second time .grad is there, from before
+        if kind == "hsdp":
+            model.set_requires_all_reduce(False)
+        else:
+            model.set_requires_gradient_sync(False)
+        cases.sum_loss(model, batches[0]).backward()
+    cases.sum_loss(other, batches[0]).backward()
+    parameters = list(model.parameters()) if listed else model
+    found: dict[str, Any] = {
+        "clip": error_of(lambda: fullrank.clip_grad_norm_(parameters, 1.0)),
+        "norm": error_of(lambda: fullrank.total_grad_norm(parameters)),
+        "other": float(fullrank.total_grad_norm(other)),
+    }
+    found["torch"] = [parameter.grad is None for parameter in model.parameters()]
+    fullrank.discard_gradients_(model)
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(True)
+    cases.run_window(model, batches)
+    expected = cases.whole(cases.Model(torch.float64), cases.all_batches("full")).gradient.norm()
+    found["after"] = cases.error(fullrank.clip_grad_norm_(parameters, None), expected)
+    return found
+
+
+def unreduced_under_ddp(rank: int) -> list[float]:
+    """Return the norms of DDP after a backward in no_sync, and after one more that reduces."""
+    model = cases.wrap(cases.Model(torch.float64), "ddp")
+    with model.no_sync():
+        cases.sum_loss(model, cases.make_batch(rank, 0)).backward()
+    before = float(fullrank.total_grad_norm(model))
+    cases.sum_loss(model, cases.make_batch(rank, 1)).backward()
+    return [before, float(fullrank.total_grad_norm(model))]
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["module", "list"])
+@pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 2), ("hsdp", 4)])
+def test_gradients_that_fsdp_holds_back_are_refused(kind: str, world_size: int, listed: bool) -> None:
+    for found in get_pool(world_size)(unreduced, kind, listed):
+        for call, name in (("clip", "clip_grad_norm_"), ("norm", "total_grad_norm")):
+            error, text = found[call]
+            assert error == "RuntimeError"
+            assert text.startswith(f"{name} failed on ranks ")
+            assert "gradients: expected final gradients, got 5 that FSDP2 holds back unreduced" in text
+            assert "maybe_no_sync does, or call set_requires_gradient_sync(True)" in text
+        assert found["other"] > 0
+        assert all(found["torch"])  # control: no .grad shows them, so their norm would be 0
+        assert found["after"] <= 1e-12
+
+
+def test_what_ddp_has_not_reduced_differs_between_the_ranks(pool_of_two: WorkerPool) -> None:
+    """Nothing shows it without communication, so the page on the norm says so."""
+    (first, final), (second, other) = pool_of_two(unreduced_under_ddp)
+    assert abs(first - second) > 0.01 * first
+    assert abs(final - other) <= 1e-12 * final
+
+
+@pytest.mark.parametrize(
+    "call", [fullrank.clip_grad_norm_, lambda p, most, kind=2.0: fullrank.total_grad_norm(p, kind)]
+)
+def test_a_bool_is_no_norm_type(call: Callable[..., Any]) -> None:
+    model = nn.Linear(2, 1)
+    for flag in (True, False):
+        with pytest.raises(
+            TypeError, match=r"norm_type: expected a number > 0, or inf, got (True|False)\. .* error_if_nonf"
+        ):
+            call(model, 1.0, flag)
+    call(model, 1.0, 1)
+
+
+def test_a_bool_is_no_largest_norm() -> None:
+    with pytest.raises(TypeError, match="max_norm: expected a number >= 0, or None to measure only, got True"):
+        fullrank.clip_grad_norm_(nn.Linear(2, 1), True)
+    assert not dist.is_initialized()
