@@ -41,7 +41,7 @@ from torch.autograd.graph import Node
 
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
-from ..errors import Words, check_positive, expected
+from ..errors import RankValueError, Words, check_positive, expected
 from ..gradients.all_reduce_grads import Count, note_count
 from ..gradients.wrappers import discard_gradients_
 from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
@@ -323,7 +323,8 @@ class Step:
             if is_complete and not abs(items - terms.number) <= _ROUNDING * terms.number:
                 fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
                 what = f"a sum over the window equal to its count, {terms.number:.17g}"
-                raise ValueError(expected("num_items", what, items, fix))
+                kind = ValueError if window.ranks is None else RankValueError
+                raise kind(expected("num_items", what, items, fix))
         except Exception:
             self._abandon()
             raise

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, expected
+from ..errors import RankRuntimeError, Words, expected
 from ..gradients.wrappers import discard_gradients_
 from .replay_state import RngState, accelerators_in_use, buffers_kept, restore_rng, save_rng
 from .window import Window, open_window
@@ -351,7 +351,8 @@ def _check_differences(totals: Tensor, ranks: Sequence[int]) -> None:
         parts = [f"{off:.3g} on rank {rank}, where scores reach {top:.3g}" for rank, off, _, top, _ in wrong]
         found = Words(f"a difference of {', and of '.join(parts)}")
         fix = f"{_CAUSES} The gradients were discarded; check_replay=False accepts the difference."
-        raise RuntimeError(expected(CALL, "the same scores in both passes over the window", found, fix))
+        kind = RuntimeError if len(ranks) == 1 else RankRuntimeError
+        raise kind(expected(CALL, "the same scores in both passes over the window", found, fix))
 
 
 def _agree_after(

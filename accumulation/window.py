@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks
 from ..distributed.header import NUM_TOTALS, Agreement, Offer, agree_on
-from ..errors import Words, check_count, expected
+from ..errors import RankValueError, Words, check_count, expected
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync
 
 _BY_HAND = "If you add up the gradients yourself, with all_reduce_grads_, say so by passing group."
@@ -75,7 +75,7 @@ class Window(NamedTuple):
         return self.wrappers.is_lockstep or (self.sync == "each" and bool(self.wrappers.ddp or self.wrappers.fsdp))
 
     def check_equal_numbers(self) -> None:
-        """Raise ValueError when the ranks have different numbers of micro-batches; on all of them."""
+        """Raise RankValueError when the ranks have different numbers of micro-batches; on all of them."""
         if self.ranks is not None and len(set(self.num_micro_batches)) > 1:
             counts = zip(group_ranks(self.ranks), self.num_micro_batches)
             found = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
@@ -83,7 +83,7 @@ class Window(NamedTuple):
                 "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch. "
                 "Fill up with micro-batches of 0 rows, or without valid labels."
             )
-            raise ValueError(expected("micro_batches", "the same number on every rank", found, fix))
+            raise RankValueError(expected("micro_batches", "the same number on every rank", found, fix))
 
 
 def open_window(
