@@ -29,7 +29,7 @@ class RankError(Exception):
 
     One rank has failed a check, or the ranks disagree. The text names the ranks and the reasons, at most four of each.
     What is raised is a :class:`RankValueError`, a :class:`RankTypeError` or a :class:`RankRuntimeError`, which are also
-    a ValueError, a TypeError and a RuntimeError. All ranks can go on after it, because none of them waits.
+    a ValueError, a TypeError and a RuntimeError. All ranks can continue after it, because none of them waits.
 
     A collective that fails, because a rank has died, raises a plain RuntimeError: the other ranks may not have it.
     """

@@ -212,8 +212,8 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype that a gradient will have; since torch 2.9 it may differ from the parameter's."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    """Return the dtype that a gradient will have, which may differ from the parameter's."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def plan_sum(parameters: Any, group: ProcessGroup, count: Count | None = None) -> list[Summand]:

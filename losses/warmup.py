@@ -62,7 +62,7 @@ class LossWarmupWrapper(nn.Module):
 
     Distributed:
         The collectives of the two losses. If they are losses of this package, they compare the temperature and the
-        weight of ``main_loss``, and ranks whose schedules differ raise.
+        weight of ``main_loss``, and ranks whose schedules differ raise. With several wrappers, name the losses in them.
 
     Example:
         >>> import torch

@@ -77,6 +77,11 @@ def smooth_ap(scores: Tensor, targets: Tensor) -> Tensor:
     return fullrank.losses.smooth_ap(scores, targets, temperature=0.1)
 
 
+def two_heads(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the losses of the page, of which the second is of the negated scores."""
+    return smooth_ap(scores, targets) + smooth_ap(-scores, targets)
+
+
 def squared_margin(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the user-written loss of the page, pair by pair."""
     pairs = [(1 - p + n).clamp_min(0) ** 2 for p in scores[targets == 1] for n in scores[targets == 0]]
@@ -207,7 +212,7 @@ IN_ORDER = [
     f"{name}.md"
     for name in ("choosing", "index", "logging", "migrating", "queue", "retrieval", "temperature", "tutorial")
 ]
-DDP, FSDP, SUM, OWN_LOSS, VALIDATION = blocks("distributed.md")
+DDP, FSDP, SUM, OWN_LOSS, TWO_HEADS, VALIDATION = blocks("distributed.md")
 (DIFFERENT_STEPS,) = blocks("agreement.md")
 CLIP, EXPERTS, STAGES, TIED = blocks("gradient-norm.md")
 *_, TRAIN = blocks("tutorial.md")
@@ -312,6 +317,7 @@ WITH_NETWORK = [
     pytest.param(HSDP, 4, "smooth_ap", False, id="HSDP"),
     pytest.param(SUM, 2, "smooth_ap", False, id="sum"),
     pytest.param(OWN_LOSS, 2, "squared_margin", True, id="own loss"),
+    pytest.param(TWO_HEADS, 2, "two_heads", True, id="two heads"),
 ]
 
 
@@ -328,8 +334,9 @@ def test_a_step(block: str, world_size: int, loss: str, wrapped: bool) -> None:
         (DDP, "temperature=0.1", "temperature=0.1, gather_distributed=False", "smooth_ap", False),
         (SUM, ', gradient_reduction="sum"', "", "smooth_ap", False),
         (OWN_LOSS, "gather_rows(scores, targets)", "scores, targets", "squared_margin", True),
+        (TWO_HEADS, "-network(features)", "network(features)", "two_heads", True),
     ],
-    ids=["no gather", "mean instead of sum", "own rows alone"],
+    ids=["no gather", "mean instead of sum", "own rows alone", "one head twice"],
 )
 def test_control_a_wrong_step(
     pool_of_two: WorkerPool, block: str, old: str, new: str, loss: str, wrapped: bool
