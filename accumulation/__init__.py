@@ -1,12 +1,14 @@
 """One loss over several micro-batches: the gradient of the whole window, in the memory of one micro-batch."""
 
-from .accumulate import accumulate
+from .accumulate import Step, accumulate
 from .deferred_mean import DeferredMean
 from .pooled_backward import pooled_backward
-from .window import count_valid_tokens, windows
+from .token_count import count_valid_tokens
+from .window import windows
 
 __all__ = [
     "DeferredMean",
+    "Step",
     "accumulate",
     "count_valid_tokens",
     "pooled_backward",

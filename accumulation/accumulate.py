@@ -1,50 +1,53 @@
 """Accumulation of summed losses over micro-batches and ranks, with one division by one global count.
 
-The loss of a window is ``(sum over ranks and micro-batches of S) / N``. N is counted before the first backward, and
-every micro-batch back-propagates ``m * S / N`` at once, m being what the wrapper divides gradients by. So the gradients
-that are added up, and reduced once per window, are those of one process with all the rows.
+The loss of a window is ``(sum over ranks and micro-batches of S) / N``. The ranks count N before the first backward,
+and each micro-batch back-propagates ``m * S / N``, where m is what the wrapper divides gradients by. The gradients
+are added up and reduced once per window, and equal those of one process with all the rows.
 
 What happens in a window, on every rank and whatever the data::
 
-    opening header      number of micro-batches, local count, what must be equal
-    all but the last    forward, backward: what they communicate is the wrapper's
+    opening header      number of micro-batches, local count, what must be equal        open_window
+    all but the last    forward, backward: only the wrapper communicates                Step._run
     the last            forward
-    closing header      sum of losses, and what this rank has done wrong since the opening
+    closing header      sum of losses, and any mistake of this rank since the opening   Step._close
     the last            backward, in which the wrapper reduces
 
-The closing header stands in front of the last backward because there, and not later, a mistake can still be answered on
-every rank alike: DDP has not begun to reduce, so nobody waits in a collective that others will not enter. Before it no
-rank may raise, because the others may be micro-batches away from any exchange. It notes the mistake, runs a backward of
-zeros in its place and goes on.
+The closing header stands in front of the last backward, because that is the last place where all ranks can raise the
+same error: DDP has not begun to reduce, so no rank waits in a collective that the others will not enter. Before it a
+rank must not raise, because the others may be micro-batches away from any exchange. It keeps the mistake, runs a
+backward of zeros instead, and continues.
 
 A header never meets a collective of the wrapper in the same group. Between the two headers a wrapper communicates
-either nothing (DDP and plain modules, whose ranks may therefore bring different numbers of micro-batches; DDP
+either nothing (DDP and plain modules, whose ranks may therefore have different numbers of micro-batches; DDP
 broadcasts its buffers in the first forward of a window only, and every rank has a first), or the same on all ranks
 (FSDP2, SyncBatchNorm and sync="each", where different numbers are refused). What a forward or backward has enqueued on
 a device's stream was enqueued before the header on every rank.
 
-Not covered, because no exchange is left for it: a rank that leaves the loop early while others go on, one that fails in
-a forward, and one that calls ``backward`` a second time in the last micro-batch. Ranks outside the group, as those of
-tensor parallelism, hear nothing of a mistake that they have not made too. And after a forward of DDP with gradients on
-that no backward has followed, DDP reduces in the first backward of a window though it is told not to, and nothing shows
-that it will: ranks with different numbers of micro-batches then hang. ``discard_gradients_`` makes it forget.
+Not covered, because no exchange is left for it: a rank that leaves the loop early while others continue, a rank that
+fails in a forward, and a rank that calls ``backward`` a second time in the last micro-batch. Ranks outside the group,
+such as those of tensor parallelism, do not learn of a mistake that they have not made too. After a forward of DDP with
+gradients enabled and without a backward, DDP reduces in the first backward of the next window although it is switched
+off, and nothing shows this in advance: ranks with different numbers of micro-batches then hang.
+``discard_gradients_`` resets DDP.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.autograd.graph import Node
 
-from ..distributed.group import Group, group_ranks
-from ..distributed.header import agree
-from ..errors import Words, attempt, check_positive, expected
-from ..gradients.wrappers import GradientSync, find_sync
-from .accumulation_step import Step, Window
-from .window import add_counts, as_numbers, check_amount, check_scalar, check_window, token_rule
+from ..distributed.group import Group
+from ..distributed.header import Offer, agree_on
+from ..errors import Words, check_positive, expected
+from ..gradients.wrappers import discard_gradients_
+from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
+from .window import Window, open_window
 
 B = TypeVar("B")
 
@@ -62,8 +65,8 @@ def accumulate(
 
     .. math:: \frac{\sum_r \sum_g S_{rg}}{\sum_r \sum_g n_{rg}}
 
-    over ranks r and micro-batches g: what one process computes from the whole batch. The mean of the micro-batches'
-    means, which accumulation usually computes, weights a micro-batch of 100 tokens like one of 900. ::
+    over ranks r and micro-batches g: what one process computes from the whole batch. Accumulation usually computes the
+    mean of the micro-batches' means instead, which weights a micro-batch of 100 tokens like one of 900. ::
 
         for micro_batches in windows(loader, 4):
             optimizer.zero_grad()
@@ -73,7 +76,7 @@ def accumulate(
             log(step.mean_loss())
 
     Args:
-        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. How it reduces is read off it and not changed.
+        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. The way it reduces is read and not changed.
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
         count: how many terms the losses sum: a function of a micro-batch that returns its number of terms, or their
             mass of weights, on this rank; or :func:`count_valid_tokens`, keywords bound by ``functools.partial``; or
@@ -82,7 +85,7 @@ def accumulate(
             default group. With context parallelism that is not part of the wrapper's mesh, the larger group.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"`` (needs less memory under
             FSDP2), or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
-        multiplier: what gradients are divided by after the loss; None for what ``model`` says. Give it when a hook of
+        multiplier: what gradients are divided by after the loss; None to read it from ``model``. Pass it when a hook of
             yours divides by another number.
 
     Returns:
@@ -100,8 +103,8 @@ def accumulate(
     Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank, or a
         micro-batch, without terms takes part like any other.
     Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
-    Distributed: one header of 64 bytes before the first micro-batch, where the device is read once for the counts, and
-        one in the last, where it is read once for the losses; none in between. One reduction of the gradients with
+    Distributed: one header of 64 bytes before the first micro-batch, where the host reads the counts from the device
+        once, and one in the last, where it reads the losses once; none in between. One reduction of the gradients with
         ``sync="last"``. Errors are raised on every rank, see :meth:`Step.backward`. Without a process group, or with
         one rank, nothing is exchanged. Leave the loop early on every rank or on none, and call
         :func:`discard_gradients_` then.
@@ -114,68 +117,256 @@ def accumulate(
         >>> model.weight.grad
         tensor([[3.]])
     """
-    ranks = _find_ranks(model, group)
-    brought = _open(lambda: _bring(model, micro_batches, count, sync, multiplier, group is not None), ranks)
-    return Step(brought.window).run(brought.micro_batches)
+
+    def bring(window: Window) -> Offer[_Terms]:
+        window.wrappers.check_group(group)
+        factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
+        rule = token_rule(count)
+        count_one = count if rule is None else rule.num_valid
+        if callable(count_one):
+            number = add_counts(window.micro_batches, count_one)
+            # A function is not compared between the ranks: each has its own, and they have no common name.
+            terms, kind = _Terms(number, True, factor), rule or Words("a function")
+        elif isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
+            number = float(check_amount("count", as_numbers([check_scalar("count", count)])[0]))
+            # It is over all ranks already, so ranks that pass different numbers have counted their own rows only.
+            terms, kind = _Terms(number, False, factor), Words(f"{number:.17g} over all ranks")
+        else:
+            what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
+            raise TypeError(expected("count", what, count))
+        return Offer(terms, {"multiplier": factor, "count": kind}, totals=(number,))
+
+    window, opened = open_window(
+        "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
+    )
+    if sync == "each":
+        window.check_equal_numbers()  # also of a plain model: a hook may reduce after each
+    terms = opened.value
+    if terms.is_counted:
+        terms = terms._replace(number=math.fsum(opened.totals[:, 0].tolist()))
+    return Step(window, terms)._run()
 
 
-class _Brought(NamedTuple):
-    """What this rank brings to a window, checked: its count and micro-batches, and what all ranks must share."""
+class _Terms(NamedTuple):
+    """What divides and multiplies the losses of a window."""
 
-    window: Window
-    micro_batches: list[Any]
-    facts: Mapping[str, object]
-
-
-def _find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
-    """Return the ranks that agree, None when this process is alone; a bad model is reported to the default group."""
-    wrappers, _ = attempt(lambda: find_sync(model))
-    return (wrappers or GradientSync([], [], [])).resolve_group(group)
+    number: float  # N, over all ranks and micro-batches
+    is_counted: bool  # False when the caller has given N
+    multiplier: float  # m
 
 
-def _bring(
-    model: nn.Module, micro_batches: Any, count: Any, sync: str, multiplier: float | None, others_reduce: bool
-) -> _Brought:
-    """Check the arguments and count on this rank."""
-    wrappers, batches = find_sync(model), check_window(micro_batches)
-    if not batches:
-        fix = "Give a rank without rows a micro-batch without valid labels: it has to take part in the reduction."
-        raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
-    wrappers.check(sync, len(batches))
-    wrappers.check_managed(others_reduce=others_reduce, multiplier=multiplier)
-    factor = wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
-    rule = token_rule(count)
-    is_counted = rule is not None or callable(count)
-    number = add_counts(batches, rule.num_valid if rule is not None else count) if is_counted else _check_total(count)
-    # Counts that the ranks made by themselves differ, and so cannot pass for the one that is over all of them.
-    kind: object = rule or Words("a function" if is_counted else f"{number:.17g} over all ranks")
-    facts = {"sync": sync, "wrapper": wrappers.kind, "multiplier": factor, "count": kind}
-    window = Window(model, wrappers, sync, None, (len(batches),), number, is_counted, factor)
-    return _Brought(window, batches, facts)
+class Step:
+    """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
+
+    def __init__(self, window: Window, terms: _Terms) -> None:
+        self._window, self._terms = window, terms
+        self._index = -1  # of the current micro-batch; -1 outside of the loop
+        self._is_last = False
+        self._num_calls = self._num_backward = 0  # in this micro-batch
+        self._losses: list[Tensor] = []  # sums of the losses, one per micro-batch; read when the window closes
+        self._items: list[Tensor | float] = []
+        self._mistake: Exception | None = None
+        self._is_closed = self._has_ended = False
+        self._switched = ExitStack()  # restores the wrappers' switches
+        self._total = 0.0  # sum of the losses over all ranks
+
+    def backward(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> None:
+        """Back-propagate this micro-batch's share of the window's loss; once per micro-batch.
+
+        Args:
+            loss: scalar, the *sum* of the losses of this micro-batch's terms.
+            num_items: when ``loss`` is their *mean* instead, the number of terms in it. A mean over 0 terms is NaN; it
+                counts as nothing, in value and gradient. The host does not read a tensor, and with one the gradient is
+                zero only if the loss turns a gradient of 0 into zeros; torch's losses do, a division by the 0 does not.
+
+        Raises:
+            TypeError: when ``loss`` is not a floating-point tensor, or ``num_items`` not a number.
+            ValueError: when ``loss`` is not a scalar or has no graph; for negative ``num_items``, or ones that do not
+                add up to the count that ``accumulate`` made.
+            RuntimeError: for a micro-batch with two calls, or with none.
+
+        Distributed:
+            The call for the last micro-batch exchanges one header of 64 bytes before it back-propagates. There every
+            rank raises any mistake that a rank has made since the window began, and the gradients of the model are
+            discarded. A rank raises at once, alone, only where the others wait for a backward that it cannot run:
+            without a loss that has a graph, under FSDP2 or ``sync="each"``.
+        """
+        self.scale(loss, num_items=num_items).backward()
+
+    def scale(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> Tensor:
+        """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
+
+        ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``; ``accelerator.backward(step.scale(loss))``
+        with an Accelerator whose ``gradient_accumulation_steps`` is 1, or it divides once more.
+
+        Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
+        """
+        if self._index < 0:
+            fix = "Call it inside the loop over accumulate(...)."
+            raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
+        self._num_calls += 1
+        try:
+            share = self._share(loss, num_items)
+        except Exception as mistake:
+            can_run = self._num_calls == 1 and _has_graph(loss)
+            self._note(mistake, keeps_step=self._num_calls > 1 or can_run)
+            # Zeros, through the graph if there is one: the others run a backward now, and may communicate in it.
+            share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
+        if self._is_last:
+            self._close()
+        share.register_hook(self._count_backward)
+        return share
+
+    def mean_loss(self) -> Tensor:
+        """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
+
+        A detached scalar, the same on every rank, on the device and in the dtype of the losses, float32 for half
+        precision. A window without terms gives the sum, which is 0. Local: the last micro-batch has exchanged it.
+
+        Raises:
+            RuntimeError: before the loop has ended, or when it was left early.
+        """
+        if not self._has_ended:
+            fix = "Call it after the loop over accumulate(...), which must have run to its end."
+            raise RuntimeError(expected("mean_loss", "a window that has ended", Words("one that has not"), fix))
+        last = self._losses[-1]
+        return torch.full((), self._total / (self._terms.number or 1.0), dtype=last.dtype, device=last.device)
+
+    def _run(self) -> Iterator[tuple[Step, Any]]:
+        """Yield this step with each micro-batch, after switching the wrappers for it; check what was done with it."""
+        window = self._window
+        with self._switched as switched:
+            switched.enter_context(window.wrappers.restored())
+            switched.callback(self._end)
+            for index, micro_batch in enumerate(window.micro_batches):
+                self._index, self._is_last = index, index == len(window.micro_batches) - 1
+                self._num_calls = self._num_backward = 0
+                window.wrappers.switch(window.sync, self._is_last)
+                yield self, micro_batch
+                if self._index < 0:
+                    return  # the step has raised, and the caller has continued the loop
+                if self._num_backward != 1:
+                    name, found = f"micro-batch {index}", Words(f"{self._num_backward}")
+                    fix = (
+                        "Call step.backward(loss) once per iteration, or backward() on the result of step.scale(loss)."
+                    )
+                    mistake = RuntimeError(expected(name, "one backward", found, fix))
+                    self._note(mistake, keeps_step=self._num_backward > 0)
+                    if self._is_last:
+                        self._close()  # this rank left out the last backward, and the header with it
+            self._has_ended = True
+
+    def _end(self) -> None:
+        self._index = -1
+
+    def _share(self, loss: Tensor, num_items: Tensor | float | None) -> Tensor:
+        """Check and add up one micro-batch, and return ``m * S / N``."""
+        where = f"of micro-batch {self._index}"
+        if self._num_calls > 1:
+            fix = "Add the losses of a micro-batch, then call it once."
+            raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
+        check_summed_loss(f"loss {where}", loss)
+        # Half precision would round m / N, and its sums end at 65504.
+        total = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss).reshape(())
+        if num_items is not None:
+            items = check_scalar(f"num_items {where}", num_items)
+            if isinstance(items, Tensor):
+                factor = items.to(total.device, total.dtype)
+                total = torch.where(factor == 0, torch.zeros_like(total), total * factor)
+            else:
+                total = total * items if check_amount(f"num_items {where}", items) else _zero_loss(total)
+            self._items.append(items)
+        detached = total.detach()
+        self._losses.append(detached.full_tensor() if hasattr(detached, "full_tensor") else detached.clone())
+        number = self._terms.number
+        return total * (self._terms.multiplier / number) if number else _zero_loss(total)
+
+    def _count_backward(self, grad: Tensor) -> None:
+        self._num_backward += 1
+
+    def _note(self, mistake: Exception, *, keeps_step: bool) -> None:
+        """Keep ``mistake`` for the closing header; raise it at once where no header follows, or where ranks would hang.
+
+        ``keeps_step`` says that this rank runs its backward all the same, so that nobody waits for it.
+        """
+        hangs = self._window.is_lockstep and not self._is_last and not keeps_step
+        if self._window.ranks is None or self._is_closed or hangs:
+            if not self._is_closed:
+                self._abandon()
+            raise mistake
+        self._mistake = self._mistake or mistake
+
+    def _close(self) -> None:
+        """Exchange the closing header, before the last backward: on every rank add the losses, or raise any mistake."""
+        window, terms = self._window, self._terms
+
+        def bring() -> Offer[None]:
+            if self._mistake is not None:
+                raise self._mistake
+            items = [check_amount("num_items", number) for number in as_numbers(self._items)]
+            return Offer(None, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
+
+        try:
+            closed = agree_on("accumulate (end of the window)", window.ranks, bring)
+            losses, items, num_with_items, _ = (sum(column) for column in zip(*closed.totals.tolist()))
+            is_complete = terms.is_counted and num_with_items == sum(window.num_micro_batches)
+            if is_complete and not abs(items - terms.number) <= _ROUNDING * terms.number:
+                fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
+                what = f"a sum over the window equal to its count, {terms.number:.17g}"
+                raise ValueError(expected("num_items", what, items, fix))
+        except Exception:
+            self._abandon()
+            raise
+        self._is_closed, self._total = True, losses
+
+    def _abandon(self) -> None:
+        """Leave nothing of the window behind; keep the gradients from before it if no rank has run a backward."""
+        window = self._window
+        has_begun = self._index > 0 if window.ranks is None else max(window.num_micro_batches) > 1
+        if has_begun:
+            discard_gradients_(window.model)
+        else:
+            window.wrappers.forget_forwards()
+        self._switched.close()  # now: the generator does not end while the caller keeps it
 
 
-def _check_total(count: Any) -> float:
-    """Return a count that was given as a number, or raise."""
-    if not isinstance(count, (Tensor, int, float)) or isinstance(count, bool):
-        what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
-        raise TypeError(expected("count", what, count))
-    return float(check_amount("count", as_numbers([check_scalar("count", count)])[0]))
+# Between the sum of num_items and the count: integers agree exactly, weights up to the rounding of their float32 sums.
+_ROUNDING = 1e-5
 
 
-def _open(bring: Callable[[], _Brought], ranks: ProcessGroup | None) -> _Brought:
-    """Exchange the opening header, and return what this rank brings with what it needs of the others."""
-    if ranks is None:
-        return bring()
-    brought, error = attempt(bring)
-    if brought is None:
-        agree("accumulate", ranks, error=error)
-        raise AssertionError("unreachable: agree raises when a rank failed")
-    window = brought.window
-    agreed = agree("accumulate", ranks, facts=brought.facts, rows=window.rows[0], totals=(window.num_terms,))
-    in_lockstep = window.wrappers.is_lockstep or window.sync == "each"
-    if in_lockstep and len(set(agreed.rows)) > 1:
-        found = Words(", ".join(f"{rows} on rank {rank}" for rank, rows in zip(group_ranks(ranks), agreed.rows)))
-        fix = "FSDP2, SyncBatchNorm and sync='each' communicate in each: fill up with ones that have no valid labels."
-        raise ValueError(expected("micro_batches", "as many on every rank", found, fix))
-    num_terms = math.fsum(agreed.totals[:, 0].tolist()) if window.is_counted else window.num_terms
-    return brought._replace(window=window._replace(group=ranks, rows=agreed.rows, num_terms=num_terms))
+def check_summed_loss(name: str, loss: Any) -> None:
+    """Raise TypeError or ValueError when ``loss`` cannot be back-propagated as a scalar."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise TypeError(expected(name, "a floating-point tensor", loss, "Pass the summed loss, with its graph."))
+    if loss.numel() != 1:
+        raise ValueError(expected(name, "one element", loss, "Use loss.sum(), the sum over the terms."))
+    if not _has_graph(loss):
+        fix = "Compute it with gradients enabled, and do not detach it. A model without trainable parameters has none."
+        raise ValueError(expected(name, "a loss with a graph", Words("one without"), fix))
+
+
+def _has_graph(loss: object) -> bool:
+    return isinstance(loss, Tensor) and loss.is_floating_point() and loss.requires_grad and torch.is_grad_enabled()
+
+
+def _zero_loss(loss: Tensor) -> Tensor:
+    """Return 0, connected to the graph of ``loss``, with exactly zero gradients for all that it reaches.
+
+    Equal to ``loss * 0`` where everything is finite. A mean over no rows is 0 / 0, and its backward turns even a
+    gradient of 0 into NaN. The backward must run all the same, for the collectives of the wrapper in it. So hooks
+    replace what each node of the graph returns by zeros.
+    """
+    seen: set[Node] = set()
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        # Not the leaves: they return nothing, and DDP keeps them, so that the hooks would stay for good.
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            node.register_hook(_zeros_like)
+            pending += [following for following, _ in node.next_functions]
+    return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0
+
+
+def _zeros_like(grads: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)

@@ -1,43 +1,38 @@
 """Gradients of sums, divided once by a count that is known only at the end.
 
-A server that is told ``backward`` and ``step`` by its clients does not know which backward is the last of a step, so it
-cannot scale a loss by a count that is still growing. It back-propagates sums, and divides the gradients instead::
+A server that receives ``backward`` and ``step`` as separate requests does not know which backward is the last of a
+step, so it cannot scale a loss by a count that still grows. It back-propagates sums, and divides the gradients later::
 
-    backward    header (count, sum of losses, mistakes); backward, in which the wrapper reduces; any number of times
+    backward    header (count, sum of losses); backward, in which the wrapper reduces; any number of times
     finish      header; all-reduces over the ranks that no wrapper reduces over; one division by N / m
 
-N is the sum of all counts over all ranks, m what the wrapper has divided gradients by. Each header stands in front of
-what it decides about, so a mistake of one rank is raised on all of them while the gradients are as they were.
+N is the sum of all counts over all ranks, m is what the wrapper has divided gradients by. Each header stands in front
+of what it decides about, so a mistake of one rank is raised on all of them while the gradients are untouched.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from ..distributed.group import Group
-from ..distributed.torch_private import not_compiled
-from ..errors import Words, attempt, expected
-from ..gradients.all_reduce_grads import distinct_entries
-from ..gradients.wrappers import GradientSync, discard_gradients_, find_sync
-from .accumulation_step import _check_loss
-from .deferred_header import Sums, Told, exchange
-from .deferred_sync import (
-    SyncEntry,
-    add_planned_,
-    check_whole,
-    count_nonzero,
-    divide_,
-    plan_sync,
-    read_sync_groups,
-)
-from .window import check_scalar
+from ..distributed.group import Group, group_ranks, resolve_group
+from ..distributed.header import Offer, agree_on, failure
+from ..distributed.torch_private import divide_each_, not_compiled
+from ..errors import Words, expected
+from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
+from ..gradients.parameters import Entry, held_gradient
+from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
+from .accumulate import check_summed_loss
+from .token_count import check_scalar
 
-# Who divides the gradients of a model; weak on both sides.
+# The object that divides the gradients of a model; weak on both sides.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeferredMean]] = weakref.WeakKeyDictionary()
 
 
@@ -47,7 +42,7 @@ class DeferredMean:
     .. math:: \frac{\sum_r \sum_k S_{rk}}{\sum_r \sum_k n_{rk}}
 
     over ranks r and calls k: what one process computes from all the rows. For a server, or a loop, that does not know
-    which backward is the last; one that does takes :func:`accumulate`, which reduces once per step. ::
+    which backward is the last. A loop that knows uses :func:`accumulate`, which reduces once per step. ::
 
         deferred = DeferredMean(model)
         for batch in requests_of_this_step:  # as many on every rank
@@ -58,7 +53,7 @@ class DeferredMean:
         optimizer.zero_grad()
 
     Args:
-        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. How it reduces is read off it and not changed.
+        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. The way it reduces is read and not changed.
         group: the ranks that hold different rows, over which counts and losses are added. None for those that ``model``
             reduces its gradients over, else the default group. With tokens of one sequence on several ranks that FSDP
             does not reduce over, the group of all of them; each rank counts its own tokens.
@@ -66,11 +61,11 @@ class DeferredMean:
     Raises:
         TypeError: when ``model`` is not a module.
         ValueError: when its gradients are divided by several numbers (experts: see :func:`sum_gradients_`).
-        RuntimeError: when another object has collected gradients of ``model`` that are not finished.
+        RuntimeError: when another object has collected gradients of ``model`` and has not finished them.
 
     Numerics:
         Counts in float64, exact up to 2**53. Gradients grow as large as their sums before the division: they need the
-        range of float32 or bfloat16. A model whose gradients are float16 takes :func:`accumulate`.
+        range of float32 or bfloat16. With float16 gradients use :func:`accumulate`.
     Distributed:
         Each :meth:`backward` is one header of 64 bytes and one reduction by the wrapper; every rank makes the same
         calls. Without a process group, or with one rank, nothing is exchanged.
@@ -90,18 +85,19 @@ class DeferredMean:
     def __init__(self, model: nn.Module, group: Group = None) -> None:
         self._model, self._group = model, group
         self._read_wrappers()
+        self._ranks = find_ranks(model, group)
         owner = _owner(model)
         if owner is not None and owner._sums.num_calls:
             found = Words(f"one with {owner._sums.num_calls} calls of backward that are not finished")
             fix = "Call finish() or discard() on it first. One object serves all steps."
-            raise RuntimeError(expected("model", "no DeferredMean at work on it", found, fix))
-        self._sums: Sums = Sums()
+            raise RuntimeError(expected("model", "no DeferredMean that is collecting gradients", found, fix))
+        self._sums: _Sums = _Sums()
         self._mean_loss: Tensor | None = None
         _OWNERS[model] = weakref.ref(self)
 
     @not_compiled
     def backward(self, loss_sum: Tensor, n: Tensor | float) -> None:
-        """Back-propagate ``loss_sum`` as it is, and count its ``n`` terms; the wrapper reduces the gradients.
+        """Back-propagate ``loss_sum`` unscaled, and count its ``n`` terms; the wrapper reduces the gradients.
 
         Args:
             loss_sum: scalar, the *sum* of the losses of this rank's terms; with a graph, also on a rank without terms.
@@ -110,16 +106,36 @@ class DeferredMean:
         Raises:
             TypeError: when ``loss_sum`` is not a floating-point tensor, or ``n`` not a number.
             ValueError: when ``loss_sum`` is not a scalar or has no graph, or ``n`` is negative or not finite.
-            RuntimeError: when the wrapper is told not to reduce (``no_sync``); when the first call of a step finds
+            RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0; when a newer object has taken over the model.
 
         Errors are raised on every rank, in front of the backward: gradients and counts are as before the call.
         """
-        told, error = attempt(lambda: self._check_call(loss_sum, n))
-        facts = {"calls before": self._sums.num_calls, "multiplier": self._multiplier}
-        every = self._exchange("backward", error, facts, told)
+        sums, is_first = self._sums, self._sums.num_calls == 0
+        if is_first:
+            self._ranks = find_ranks(self._model, self._group)
+
+        def bring() -> Offer[None]:
+            if is_first:
+                self._read_wrappers()
+            if _owner(self._model) is not self:
+                fix = "Keep one object for each model, and use it in every step."
+                raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
+            check_summed_loss("loss_sum", loss_sum)
+            if not self._sync.reduces_always:
+                fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
+                raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
+            number, loss = check_scalar("n", n), loss_sum.detach()
+            loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+            facts = {"calls before": sums.num_calls, "multiplier": self._multiplier}
+            return Offer(None, facts, totals=(number, loss, self._count_nonzero() if is_first else 0))
+
+        with self._forgetting_forwards():
+            totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
+            _check_totals(totals, self._ranks)
         loss_sum.backward()
-        self._sums = self._sums.add(every)
+        num_terms, loss = (math.fsum(column) for column in list(zip(*totals))[:2])
+        self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         self._loss_kind = loss_sum.device, torch.promote_types(loss_sum.dtype, torch.float32)
 
     @not_compiled
@@ -131,7 +147,7 @@ class DeferredMean:
             sync_groups: over which groups gradients are added first. A group, for all gradients of the model, such as
                 the one that :func:`sequence_sync_group` picks; or a pair ``(parameters, group)``, such as an expert and
                 the ranks with copies of it. None for a group adds nothing: ``(experts, None)`` says that their
-                gradients are whole. As many entries, in the same order, on every rank.
+                gradients are complete. Every rank passes as many entries, in the same order.
 
         Returns:
             N, an int when it is whole. With N = 0 every gradient that exists is set to 0.
@@ -140,7 +156,7 @@ class DeferredMean:
             TypeError, ValueError: for an entry that is none of these; parameters that are not the model's; the same
                 parameter and group twice; parameters that no wrapper reduces, unless pairs, or the ``group`` of the
                 constructor, say that this is known; see also :func:`all_reduce_grads_`.
-            RuntimeError: without a backward since the last finish: a second sync would add again what is final; when
+            RuntimeError: without a backward since the last finish: a second sync would add final gradients again; when
                 the way the model reduces has changed since the first backward.
 
         Distributed:
@@ -148,21 +164,36 @@ class DeferredMean:
             are raised on every rank with the gradients untouched, and finish may then be called again. Gradients,
             DTensors too, stay the same objects.
         """
-        sync = find_sync(self._model)
-        read, error = attempt(lambda: self._check_finish(sync, sync_groups))
-        facts = {"calls of backward": self._sums.num_calls, "sync_groups": len(read or ())}
-        self._exchange("finish", error, facts)
-        assert read is not None
-        plans, error = plan_sync(read)
-        if read:
-            self._exchange("finish (sync_groups)", error, {})
-        add_planned_(plans)
-        num_terms = self._sums.num_terms
-        divide_(distinct_entries(self._model), set(sync.unmanaged), num_terms, self._multiplier)
+        sums = self._sums
+
+        def bring() -> Offer[tuple[list[_SyncEntry], set[str]]]:
+            if sums.num_calls == 0:
+                fix = "A second sync would add and divide final gradients again. Call backward first."
+                raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
+            sync = find_sync(self._model)
+            if sync.multiplier != self._multiplier:
+                found = Words(f"{sync.multiplier:g} after {self._multiplier:g}")
+                fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
+                raise RuntimeError(expected("model", "gradients divided by one number throughout", found, fix))
+            entries = _read_sync_groups(sync_groups, distinct_entries(self._model))
+            if self._group is None:
+                self._check_complete(sync, entries)
+            facts = {"calls of backward": sums.num_calls, "sync_groups": len(entries)}
+            return Offer((entries, set(sync.unmanaged)), facts)
+
+        with self._forgetting_forwards():
+            entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
+            plans = []
+            if entries:
+                call = "DeferredMean.finish (sync_groups)"
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries))).value
+        for summands, group in plans:
+            add_(summands, group)
+        self._divide(sums.num_terms, unmanaged)
         device, dtype = self._loss_kind
-        self._mean_loss = torch.full((), self._sums.loss / (num_terms or 1.0), dtype=dtype, device=device)
-        self._sums = Sums()
-        return int(num_terms) if num_terms.is_integer() else num_terms
+        self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=dtype, device=device)
+        self._sums = _Sums()
+        return int(sums.num_terms) if sums.num_terms.is_integer() else sums.num_terms
 
     def mean_loss(self) -> Tensor:
         """Return the loss of the step that was finished last: a detached scalar, the same on every rank; local.
@@ -179,61 +210,143 @@ class DeferredMean:
     def discard(self) -> None:
         """Drop all gradients of the model and their count, as if the step had never begun; call it on every rank.
 
-        After a backward that broke off inside the reduction of DDP, DDP itself fails: see :func:`discard_gradients_`.
+        After a backward that raised inside the reduction of DDP, DDP itself fails: see :func:`discard_gradients_`.
         """
         discard_gradients_(self._model)
-        self._sums = Sums()
+        self._sums = _Sums()
 
     def _read_wrappers(self) -> None:
-        """Settle for a step how the model reduces, and over which ranks."""
-        self._sync = find_sync(self._model)
+        """Read for one step how the model reduces."""
+        self._sync: GradientSync = find_sync(self._model)
         self._multiplier = self._sync.multiplier
-        self._ranks = self._sync.resolve_group(self._group)
+        self._sync.check_group(self._group)
 
-    def _exchange(
-        self, method: str, error: Exception | None, facts: Mapping[str, object], told: Told | None = None
-    ) -> list[list[float]]:
-        """Return what every rank told; when it raises, undo what a forward has prepared for the backward to come."""
+    @contextmanager
+    def _forgetting_forwards(self) -> Iterator[None]:
+        """After an error, undo what the forward has prepared for a backward that does not follow."""
         try:
-            return exchange(f"DeferredMean.{method}", self._ranks, error, facts, told)
+            yield
         except Exception:
-            self._sync.forget_forwards(self._model)
+            self._sync.forget_forwards()
             raise
 
-    def _check_call(self, loss_sum: Any, n: Any) -> Told:
-        """Check the state and the arguments of a backward."""
-        is_first = self._sums.num_calls == 0
-        if is_first:
-            self._read_wrappers()
-        if _owner(self._model) is not self:
-            fix = "Keep one object for each model, and use it in every step."
-            raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
-        _check_loss("loss_sum", loss_sum)
-        switches = [module.require_backward_grad_sync for module in self._sync.ddp]
-        switches += [reduces for group in self._sync.fsdp for reduces in group.switches]
-        if not all(switches):
-            fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
-            raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
-        loss = loss_sum.detach()
-        stale = count_nonzero(distinct_entries(self._model)) if is_first else 0
-        return Told(check_scalar("n", n), loss.full_tensor() if hasattr(loss, "full_tensor") else loss, stale)
+    def _count_nonzero(self) -> Tensor | int:
+        """Return how many elements of the gradients are not 0, an int without gradients; NaN is not 0."""
+        held = [grad for grad in map(held_gradient, distinct_entries(self._model)) if grad is not None]
+        return torch.stack([grad.count_nonzero().to(held[0].device) for grad in held]).sum() if held else 0
 
-    def _check_finish(self, sync: GradientSync, sync_groups: Any) -> list[SyncEntry]:
-        """Check the state and the arguments of a finish."""
-        if self._sums.num_calls == 0:
-            fix = "A second sync would add and divide again what is final. Call backward first."
-            raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
-        if sync.multiplier != self._multiplier:
-            found = Words(f"{sync.multiplier:g} after {self._multiplier:g}")
-            fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
-            raise RuntimeError(expected("model", "gradients divided by one number throughout", found, fix))
-        read = read_sync_groups(sync_groups, distinct_entries(self._model))
-        if self._group is None:
-            check_whole(sync, self._model, read)
-        return read
+    def _check_complete(self, sync: GradientSync, entries: list[_SyncEntry]) -> None:
+        """Raise ValueError when some gradients are reduced by no wrapper and named in no pair."""
+        paired = {id(parameter) for own, _, is_pair in entries if is_pair for _, parameter in own}
+        missing = [name for name in sync.unmanaged if id(self._model.get_parameter(name)) not in paired]
+        if missing:
+            what = "every trainable parameter inside a wrapper, or in a pair of sync_groups"
+            fix = "Pass (parameters, group), with the group of the ranks that have copies, or None if no rank has one."
+            raise ValueError(expected("model", what, Words(f"{shorten(missing)} in neither"), fix))
+
+    def _divide(self, num_terms: float, unmanaged: set[str]) -> None:
+        """Divide every gradient in place: by N / m where a wrapper has divided by m, else by N; with N = 0 set it to 0.
+
+        ``unmanaged`` has the names of the parameters that no wrapper reduces.
+        """
+        alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+        for entry in distinct_entries(self._model):
+            grad = held_gradient(entry)
+            if grad is not None:
+                divided = 1.0 if entry.name in unmanaged else self._multiplier
+                alike.setdefault((divided, grad.device, grad.dtype), []).append(grad)
+        for (divided, _, _), grads in alike.items():
+            if num_terms:
+                divide_each_(grads, num_terms / divided)
+            else:
+                for grad in grads:
+                    grad.zero_()
+
+
+class _Sums(NamedTuple):
+    """What the calls of backward since the last finish have added up, over all ranks."""
+
+    num_calls: int = 0
+    num_terms: float = 0.0
+    loss: float = 0.0
 
 
 def _owner(model: nn.Module) -> DeferredMean | None:
     """Return the object that divides the gradients of ``model``, if it is alive."""
     reference = _OWNERS.get(model)
     return None if reference is None else reference()
+
+
+def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None:
+    """Raise on every rank when the header of some rank holds a bad count, or says that old gradients are not 0.
+
+    These numbers may lie on a device, so a rank does not read its own before it sends them.
+    """
+    failed: list[tuple[int, Exception]] = []
+    for rank, (num_terms, _, num_stale, _) in zip([0] if ranks is None else group_ranks(ranks), totals):
+        if not (num_terms >= 0 and math.isfinite(num_terms)):
+            failed.append((rank, ValueError(expected("n", "a finite number >= 0", num_terms))))
+        elif num_stale:
+            fix = "Call optimizer.zero_grad() after each step: the division is for the gradients of one step."
+            found = Words(f"gradients with {num_stale:.0f} elements that are not 0")
+            what = "no gradient before the first backward of a step"
+            failed.append((rank, RuntimeError(expected("model", what, found, fix))))
+    if failed and ranks is None:
+        raise failed[0][1]
+    if failed:
+        raise failure([(rank, "DeferredMean.backward", type(one).__name__, str(one)) for rank, one in failed])
+
+
+class _SyncEntry(NamedTuple):
+    """Parameters whose gradients are added over a group; None, also for a group of one rank, adds nothing."""
+
+    parameters: list[Entry]
+    group: ProcessGroup | None
+    is_pair: bool  # the parameters were named; otherwise they are all of the model's
+
+
+def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
+    """Return the entries of ``sync_groups`` for a model with the parameters ``own``; TypeError or ValueError if bad."""
+    if isinstance(sync_groups, (str, dict)) or not isinstance(sync_groups, Iterable):
+        what = "a list of groups and of (parameters, group) pairs"
+        raise TypeError(expected("sync_groups", what, sync_groups, "Pass [group] for one group."))
+    entries: list[_SyncEntry] = []
+    for index, item in enumerate(sync_groups):
+        is_pair = isinstance(item, (tuple, list)) and len(item) == 2
+        parameters, group = item if is_pair else (own, item)
+        try:
+            listed = distinct_entries(parameters)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"sync_groups[{index}]: {error}") from error
+        ranks = None if group is None else resolve_group(group, name=f"sync_groups[{index}]")
+        entries.append(_SyncEntry(listed, ranks if ranks is not None and ranks.size() > 1 else None, is_pair))
+    known, seen = {id(entry.parameter) for entry in own}, set()
+    for index, (listed, ranks, _) in enumerate(entries):
+        members = () if ranks is None else tuple(group_ranks(ranks))
+        for name, parameter in listed:
+            place = f"{name} in sync_groups[{index}]"
+            if id(parameter) not in known:
+                raise ValueError(expected(place, "a parameter of the model", parameter))
+            if ranks is not None and (id(parameter), members) in seen:
+                fix = "It is listed in an earlier entry, alone or with all parameters of the model."
+                found = Words("a second sum over the same ranks")
+                raise ValueError(expected(place, "one sum over each group", found, fix))
+            seen.add((id(parameter), members))
+    return entries
+
+
+def _plan(entries: list[_SyncEntry]) -> list[tuple[list[Summand], ProcessGroup]]:
+    """Compare over every group what its ranks hold, and return what to add over which group; or raise the first error.
+
+    An error does not end the loop: the ranks of the other groups wait for this one.
+    """
+    plans, errors = [], []
+    for parameters, group, _ in entries:
+        if group is not None:
+            try:
+                plans.append((plan_sum(parameters, group), group))
+            except Exception as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
+    return plans

@@ -4,30 +4,45 @@ With s the scores of a window and w the parameters, the gradient of a loss L(s(w
 
     dL/dw = sum over micro-batches g of (ds_g/dw)^T dL/ds_g
 
-dL/ds needs all scores but no activations. (ds_g/dw)^T needs the activations of one micro-batch, and its forward is made
-a second time for them, with the same random masks and from the same buffers.
+dL/ds needs all scores but no activations. (ds_g/dw)^T needs the activations of one micro-batch, so that micro-batch is
+forwarded a second time, with the same random masks and from the same buffers.
+
+What happens in a window, on every rank and whatever the data::
+
+    opening header    number of micro-batches, what must be equal                   open_window
+    1. score          forwards without a graph; header                              _score
+    2. loss           the loss, which gathers over the ranks; header                _evaluate
+    3. replay         forwards with a graph, backwards of all but the last          _replay
+       closing header how far the replayed scores are off, any mistake
+                      the last backward, in which the wrapper reduces
+
+Each header raises the mistake of one rank on all of them. Where forwards communicate (FSDP2, SyncBatchNorm), a mistake
+in one is raised at once, without a header: the other ranks wait inside the model, and would not meet it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
-from ..distributed.header import refuse_in_backward
-from ..distributed.torch_private import fsdp_modules, not_compiled
-from ..errors import Words, attempt, expected
-from ..gradients.wrappers import find_sync
-from .buffers import buffers_broadcast_once
-from .replay_checks import check_micro_batches
-from .replay_passes import CALL, Window, agree_or_raise, evaluate, replay, score
-from .rng_state import accelerators_in_use
+from ..distributed.group import Group, group_ranks
+from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
+from ..distributed.torch_private import not_compiled
+from ..errors import Words, expected
+from ..gradients.wrappers import discard_gradients_
+from .replay_state import RngState, accelerators_in_use, buffers_kept, restore_rng, save_rng
+from .window import Window, open_window
+
+T = TypeVar("T")
+U = TypeVar("U")
+Forward = Callable[[Any], Tensor]
+
+CALL = "pooled_backward"
 
 
 @not_compiled
@@ -35,7 +50,7 @@ def pooled_backward(
     model: nn.Module,
     micro_batches: Sequence[Any],
     *,
-    forward: Callable[[Any], Tensor],
+    forward: Forward,
     loss: Callable[[Tensor, list[Any]], Tensor],
     group: Group = None,
     sync: str = "last",
@@ -45,21 +60,21 @@ def pooled_backward(
     r"""Back-propagate one loss over the rows of all micro-batches of a window, and of all ranks.
 
     Equal to ``loss(torch.cat([forward(batch) for batch in micro_batches]), micro_batches).backward()``, in the memory
-    of one micro-batch plus the scores; for one forward more of each micro-batch.
+    of one micro-batch and the scores. It costs one additional forward of each micro-batch.
 
     .. math:: \frac{\partial L}{\partial w} = \sum_g \Big(\frac{\partial s_g}{\partial w}\Big)^{\!\top}
         \frac{\partial L}{\partial s_g}
 
     The first pass scores every micro-batch without a graph, the loss is computed once from all scores, and the second
-    pass makes each forward again under the same random state to carry the scores' gradients to the parameters.
+    pass repeats each forward under the same random state to carry the scores' gradients to the parameters.
 
     Args:
         model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain; it holds every module that ``forward`` runs.
         micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows.
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
-        loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order; it
-            gathers over the ranks by itself, as the pooled losses do. Called once, so a queue sees the window once. It
-            may depend on no other tensor that requires grad: nothing would reduce that gradient.
+        loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
+            gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
+            It may depend on no other tensor that requires grad: no wrapper would reduce that gradient.
         group: the ranks that call this together, and that ``loss`` gathers over; None for those that ``model`` reduces
             its gradients over, else the default group.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"``, or for HSDP ``"shard"``,
@@ -87,8 +102,8 @@ def pooled_backward(
     Distributed:
         Four collectives of 64 bytes besides those of ``loss``, DDP's broadcast of buffers and one reduction of the
         gradients. Errors are raised on every rank: before the second pass with the gradients untouched, in it with
-        the gradients of the model discarded. Only what is raised by a forward that itself communicates is raised
-        where it occurs: the other ranks wait for that forward, and no message reaches them there.
+        the gradients of the model discarded. Only an error in a forward that itself communicates is raised where it
+        occurs: the other ranks wait for that forward, and no message reaches them there.
 
     Example:
         >>> import torch
@@ -103,75 +118,255 @@ def pooled_backward(
     Reference:
         Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
+
+    def bring(window: Window) -> Offer[tuple[torch.device, ...]]:
+        if group is None:
+            window.wrappers.check_group(None)
+        for name, value in (("forward", forward), ("loss", loss)):
+            if not callable(value):
+                raise TypeError(expected(name, "a function", value))
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise TypeError(expected("scaler", "a torch.amp.GradScaler or None", scaler))
+        if not torch.is_grad_enabled():
+            found = Words("torch.no_grad or torch.inference_mode")
+            raise RuntimeError(expected(CALL, "gradients to be enabled", found, "Call it outside of them."))
+        return Offer(accelerators_in_use(model), {"scaler": scaler is not None, "check_replay": check_replay})
+
     refuse_in_backward(CALL)
-    ranks = _find_ranks(model, group)
-    window, error = attempt(lambda: _check_window(model, micro_batches, forward, loss, group, sync, scaler))
-    _agree_on_start(window, error, ranks, {"sync": sync, "scaler": scaler is not None, "check_replay": check_replay})
-    assert window is not None
-    with _as_found(window):
-        scored = score(window, ranks)
-        value = evaluate(window, scored.leaf, loss, ranks)
-        replay(window, scored, value, scaler, check_replay, ranks)
+    window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
+    devices = opened.value
+    with window.wrappers.restored(), window.wrappers.buffers_broadcast_once():
+        try:
+            # 1. Score every micro-batch without a graph.
+            scored = _score(window, forward, devices)
+            # 2. Compute the loss from all scores.
+            value = _evaluate(window, loss, scored.leaf)
+            # 3. Repeat each forward, and back-propagate the gradient of its scores.
+            _replay(window, forward, devices, scored, value, scaler, check_replay)
+        except BaseException:
+            window.wrappers.reshard()
+            raise
     return value.detach().reshape(())
 
 
-def _find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
-    """Return the ranks that agree, None when there is only this one."""
-    if group is None:
-        found, _ = attempt(lambda: find_sync(model).group)
-        if found is None and not is_initialized():
-            return None
-        # The same ranks under the name that the losses know them by: a rank that fails in front of its loss joins the
-        # header of the loss on the other ranks.
-        is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
-        group = None if is_everyone else found
-    resolved = resolve_group(group)
-    return resolved if dist.get_world_size(resolved) > 1 else None
+class _Scored(NamedTuple):
+    """What the first pass leaves: the scores of the window as one leaf, and rows and random state of each part."""
+
+    leaf: Tensor  # [rows of this rank, ...]
+    num_rows: list[int]
+    states: list[RngState]
 
 
-def _check_window(
-    model: nn.Module, micro_batches: Any, forward: Any, loss: Any, group: Group, sync: str, scaler: Any
-) -> Window:
-    wrappers = find_sync(model)
-    wrappers.check_managed(others_reduce=group is not None)
-    if group is None:
-        wrappers.resolve_group(None)  # raises where the wrappers name no single group
-    for name, value in (("forward", forward), ("loss", loss)):
-        if not callable(value):
-            raise TypeError(expected(name, "a function", value))
-    if scaler is not None and not callable(getattr(scaler, "scale", None)):
-        raise TypeError(expected("scaler", "a torch.amp.GradScaler or None", scaler))
-    if not torch.is_grad_enabled():
-        found = Words("torch.no_grad or torch.inference_mode")
-        raise RuntimeError(expected(CALL, "gradients to be enabled", found, "Call it outside of them."))
-    batches = check_micro_batches(micro_batches)
-    wrappers.check(sync, len(batches))
-    return Window(model, batches, forward, wrappers, sync, accelerators_in_use(model))
+def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
+    """Step 1: return the scores of all micro-batches, made without a graph."""
+    states: list[RngState] = []
+
+    def score_all() -> list[Any]:
+        scores = []
+        try:
+            with torch.no_grad(), buffers_kept(window.model):
+                for batch in window.micro_batches:
+                    states.append(save_rng(devices))
+                    part = forward(batch)
+                    # A copy: the next forward may write its output into the same memory.
+                    scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
+        finally:
+            # Older versions of torch keep the weights that autocast has cast in this pass, without a graph, and the
+            # second pass would use them (pytorch issue 158232).
+            torch.clear_autocast_cache()
+        return scores
+
+    def join(scores: list[Any]) -> Offer[_Scored]:
+        for part in scores:
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                raise TypeError(expected("forward", "a floating-point tensor of scores", part))
+            if part.ndim == 0:
+                raise ValueError(
+                    expected("forward", "scores of shape (rows, ...)", part, "Return one row per example.")
+                )
+        kinds = {f"{part.dtype} ({', '.join(map(str, ('rows', *part.shape[1:])))}) on {part.device}" for part in scores}
+        if len(kinds) > 1:
+            fix, found = "Only the number of rows may differ.", Words(" and ".join(sorted(kinds)))
+            raise ValueError(expected("forward", "scores of one kind from all micro-batches", found, fix))
+        return Offer(_Scored(torch.cat(scores).requires_grad_(), [part.shape[0] for part in scores], states))
+
+    return _agree_after(window, window.wrappers.is_lockstep, score_all, join).value
 
 
-def _agree_on_start(
-    window: Window | None, error: Exception | None, ranks: ProcessGroup | None, facts: Mapping[str, object]
+def _evaluate(window: Window, loss: Callable[[Tensor, list[Any]], Tensor], leaf: Tensor) -> Tensor:
+    """Step 2: return the loss, a scalar with a graph to ``leaf`` and to no other leaf."""
+
+    def bring() -> Offer[Tensor]:
+        value = loss(leaf, window.micro_batches)
+        if not isinstance(value, Tensor):
+            raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
+        if value.numel() != 1:
+            raise ValueError(expected("loss", "a scalar", value, "Reduce it."))
+        leaves = list(_leaves(value)) if value.requires_grad else []
+        for other in leaves:
+            if other is not leaf:
+                found = Words(f"a loss of {_describe_leaf(other, window.model)} too")
+                fix = "Use it in forward and return the result in the scores: no other gradient reaches the parameters."
+                raise ValueError(expected("loss", "a function of the scores alone", found, fix))
+        if not leaves:
+            fix = "Compute it from the scores that loss is given, without detach, item or no_grad."
+            raise ValueError(expected("loss", "a loss with a graph to the scores", Words("one without"), fix))
+        return Offer(value)
+
+    return agree_on(CALL, window.ranks, bring).value
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of the graph of ``value``."""
+    seen, pending = set(), [torch.autograd.graph.get_gradient_edge(value).node]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        pending += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def _describe_leaf(leaf: Tensor, model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        if parameter is leaf:
+            return f"the parameter {name!r}"
+    kind = "a parameter outside of model" if isinstance(leaf, nn.Parameter) else "another tensor that requires grad"
+    return f"{kind}, of shape {tuple(leaf.shape)},"
+
+
+def _replay(
+    window: Window,
+    forward: Forward,
+    devices: Sequence[torch.device],
+    scored: _Scored,
+    value: Tensor,
+    scaler: Any,
+    check_replay: bool,
 ) -> None:
-    """Raise the same error on every rank if one of them may not start, or if they do not fit together."""
-    if window is None:
-        agree_or_raise(ranks, error)
-        raise AssertionError("unreachable: agree raises when a rank failed")
-    facts = {**facts, "model": window.wrappers.kind, "micro-batches communicate": window.passes_communicate}
-    counts = agree_or_raise(ranks, None, facts=facts, rows=len(window.batches)).rows
-    if window.passes_communicate and len(set(counts)) > 1:
-        fix = "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch: fill up with ones of 0 rows."
-        found = Words(f"{', '.join(map(str, counts))} in rank order")
-        raise ValueError(expected("micro_batches", "as many on every rank", found, fix))
+    """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began.
+
+    The header stands in front of the last backward, in which the wrapper reduces: there all ranks can still raise the
+    same error, because none of them waits in that reduction yet.
+    """
+    differences: list[Tensor] = []
+
+    def replay_all() -> tuple[Tensor, Tensor]:
+        with _autocast_off(devices):
+            (slope,) = torch.autograd.grad(value if scaler is None else scaler.scale(value), scored.leaf)
+        firsts, grads = scored.leaf.detach().split(scored.num_rows), slope.split(scored.num_rows)
+        for index, (batch, state, first, grad) in enumerate(zip(window.micro_batches, scored.states, firsts, grads)):
+            is_last = index == len(firsts) - 1
+            window.wrappers.switch(window.sync, is_last)
+            window.wrappers.hold_broadcasts()
+            restore_rng(state)
+            scores = forward(batch)
+            _check_replayed(scores, first)
+            if check_replay:
+                differences.append(largest_difference(first, scores.detach()))
+            if not is_last:
+                with _autocast_off(devices):
+                    scores.backward(grad)
+        return scores, grad  # of the last micro-batch, whose backward reduces and follows the header
+
+    def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
+        if not check_replay:
+            return Offer(last)
+        top = largest_score(scored.leaf.detach())
+        return Offer(last, totals=(torch.stack(differences).amax(), top * tolerance(scored.leaf.dtype), top))
+
+    state = save_rng(devices)
+    try:
+        closed = _agree_after(window, window.is_lockstep, replay_all, close)
+        if check_replay:
+            _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
+        scores, grad = closed.value
+        with _autocast_off(devices):
+            scores.backward(grad)
+    except BaseException:
+        discard_gradients_(window.model)
+        raise
+    finally:
+        restore_rng(state)
+
+
+_CAUSES = (
+    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator), data that "
+    "changes between the passes, module state that is not a buffer."
+)
+
+
+def _check_replayed(scores: Any, first: Tensor) -> None:
+    """Raise unless the scores of the second pass have the form of ``first`` and a graph."""
+    if not isinstance(scores, Tensor) or scores.shape != first.shape or scores.dtype != first.dtype:
+        form = f"{first.dtype} of shape {tuple(first.shape)}"
+        raise RuntimeError(expected("forward", f"scores like those of the first pass, {form}", scores, _CAUSES))
+    if not scores.requires_grad:
+        fix = "Unfreeze a parameter that they depend on, and use neither detach nor no_grad in forward."
+        raise ValueError(expected("forward", "scores with a graph", Words("scores that do not require grad"), fix))
+
+
+def largest_difference(first: Tensor, again: Tensor) -> Tensor:
+    """Return the largest |first - again|, a scalar on their device: 0 for equal infinities and NaN, else infinity."""
+    wide = torch.promote_types(first.dtype, torch.float32)
+    if first.numel() == 0:
+        return first.new_zeros((), dtype=wide)
+    same = (first == again) | (first.isnan() & again.isnan())
+    difference = (first.to(wide) - again.to(wide)).abs().masked_fill(same, 0.0)
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf).amax()
+
+
+def largest_score(scores: Tensor) -> Tensor:
+    """Return the largest finite |score|, 0 without one; a scalar on their device."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if scores.numel() == 0:
+        return scores.new_zeros((), dtype=wide)
+    return scores.to(wide).abs().masked_fill(~scores.isfinite(), 0.0).amax()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return how much a replay may differ, relative to the largest score: half of the digits of ``dtype``.
+
+    The same operations in another order, or another kernel, change the last few digits. Another mask, other rows or a
+    buffer that has advanced change the first ones.
+    """
+    return math.sqrt(torch.finfo(dtype).eps)
+
+
+def _check_differences(totals: Tensor, ranks: Sequence[int]) -> None:
+    """Raise RuntimeError when a replay was off; columns of ``totals``: difference, allowed difference, largest score.
+
+    All ranks know these numbers, so all of them raise.
+    """
+    wrong = [(rank, *row) for rank, row in zip(ranks, totals.tolist()) if not row[0] <= row[1]]
+    if wrong:
+        parts = [f"{off:.3g} on rank {rank}, where scores reach {top:.3g}" for rank, off, _, top, _ in wrong]
+        found = Words(f"a difference of {', and of '.join(parts)}")
+        fix = f"{_CAUSES} The gradients were discarded; check_replay=False accepts the difference."
+        raise RuntimeError(expected(CALL, "the same scores in both passes over the window", found, fix))
+
+
+def _agree_after(
+    window: Window, communicates: bool, run: Callable[[], T], offer: Callable[[T], Offer[U]]
+) -> Agreement[U]:
+    """Run one pass over the micro-batches, exchange a header, and return what the ranks offer.
+
+    A mistake is raised on all ranks by the header, except in a pass that ``communicates``. It is raised there at once:
+    the other ranks wait inside the model, and the header would meet their collective.
+    """
+    if communicates:
+        done = run()
+        return agree_on(CALL, window.ranks, lambda: offer(done))
+    return agree_on(CALL, window.ranks, lambda: offer(run()))
 
 
 @contextmanager
-def _as_found(window: Window) -> Iterator[None]:
-    """Put back how the wrappers reduce and broadcast, and after an error also what they hold unsharded."""
-    with window.wrappers.restored(), buffers_broadcast_once(window.wrappers.ddp):
-        try:
-            yield
-        except BaseException:
-            # Otherwise a forward after an optimizer step would find the parameters of before: only a backward reshards.
-            for module in fsdp_modules(window.model):
-                module.reshard()
-            raise
+def _autocast_off(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Leave the caller's autocast: a backward uses the dtypes of its forward, also where that had left autocast."""
+    with ExitStack() as stack:
+        for kind in {"cpu", *(device.type for device in devices)}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,28 +1,31 @@
-"""Windows of micro-batches, and how many terms a summed loss has in one."""
+"""The window: the micro-batches of one optimizer step, and the opening header that the ranks exchange about it.
+
+:func:`accumulate` and :func:`pooled_backward` open their windows here. The opening header says how many micro-batches
+each rank has, whether a rank has failed its checks, and what must be equal on all ranks.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from ..distributed.group import Group, is_initialized, resolve_group
-from ..distributed.header import agree
-from ..errors import Words, attempt, check_count, check_int, expected
+from ..distributed.group import Group, group_ranks
+from ..distributed.header import Agreement, Offer, agree_on
+from ..errors import Words, check_count, expected
+from ..gradients.wrappers import GradientSync, find_ranks, find_sync
 
 B = TypeVar("B")
+T = TypeVar("T")
 
 
 def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
-    """Cut an iterable of micro-batches into lists of ``size``, the last one shorter when they do not divide.
+    """Cut an iterable of micro-batches into lists of ``size``; the last list is shorter when they do not divide.
 
     Equal to ``itertools.batched`` of Python 3.12, with lists. :func:`accumulate` takes one list per optimizer step: it
-    has to see all labels of a window before the first backward.
+    must see all labels of a window before the first backward.
 
     Args:
         loader: any iterable of micro-batches, such as a ``DataLoader``. On every rank it must give the same number of
@@ -40,187 +43,96 @@ def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
     check_count("size", size, 1)
     if not isinstance(loader, Iterable):
         raise TypeError(expected("loader", "an iterable of micro-batches", loader, "Pass the DataLoader."))
-    return _windows(loader, size)
 
-
-def _windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
-    window: list[B] = []
-    for micro_batch in loader:
-        window.append(micro_batch)
-        if len(window) == size:
+    def cut() -> Iterator[list[B]]:
+        window: list[B] = []
+        for micro_batch in loader:
+            window.append(micro_batch)
+            if len(window) == size:
+                yield window
+                window = []
+        if window:
             yield window
-            window = []
-    if window:
-        yield window
+
+    return cut()  # an inner generator, so that the checks run at the call
 
 
-def count_valid_tokens(
-    micro_batches: Sequence[Any],
-    *,
-    key: str | tuple[str, ...] = "labels",
-    shift: bool = True,
-    ignore_index: int = -100,
-    group: Group = None,
-) -> int:
-    """Count the tokens that a language model's loss will use in a window, over all ranks.
+class Window(NamedTuple):
+    """One window on this rank, and what the opening header has shown of the others."""
 
-    Equal to ``sum((batch[key][..., 1:] != ignore_index).sum() for batch in micro_batches)``, added over the ranks.
-
-    Args:
-        micro_batches: the window, a list of mappings, or of objects with attributes.
-        key: where the labels are. Of several keys the first that a micro-batch has, and that is not None, is used, for
-            each micro-batch anew: ``("labels", "target_tokens")``.
-        shift: a causal loss predicts each token from those before it, so the first label of a row is never a target
-            and is not counted. False for labels that are shifted already, or before the sequence was cut over ranks.
-        ignore_index: the label that does not count.
-        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``: the ranks that hold *different*
-            tokens. With tensor parallelism that is the data-parallel group, or every token counts several times.
-
-    Returns:
-        The same int on every rank, exact up to 2**53. Without a process group, this process's count.
-
-    Raises:
-        TypeError: when ``micro_batches`` has no length, or labels are not a plain tensor of integers.
-        ValueError: when a micro-batch has none of the keys; when the other arguments differ between ranks.
-
-    Distributed:
-        One collective of 64 bytes. Errors are raised on every rank.
-
-    Example:
-        >>> import torch
-        >>> count_valid_tokens([{"labels": torch.tensor([[5, -100, 7, 8], [1, 2, -100, -100]])}])
-        3
-    """
-    rule = TokenRule(key, shift, ignore_index)
-    resolved = resolve_group(group) if group is not None or is_initialized() else None
-    if resolved is None or dist.get_world_size(resolved) == 1:
-        return int(rule.check().total(check_window(micro_batches)))
-    total, error = attempt(lambda: rule.check().total(check_window(micro_batches)))
-    agreed = agree("count_valid_tokens", resolved, error=error, facts={"rule": rule}, totals=(total or 0.0,))
-    return int(math.fsum(agreed.totals[:, 0].tolist()))
-
-
-class TokenRule(NamedTuple):
-    """Which labels count: the arguments of :func:`count_valid_tokens`."""
-
-    key: str | tuple[str, ...] = "labels"
-    shift: bool = True
-    ignore_index: int = -100
-
-    def check(self) -> TokenRule:
-        """Return the rule itself, or raise TypeError or ValueError for bad arguments."""
-        keys = self.keys
-        if not keys or not all(isinstance(key, str) for key in keys):
-            raise TypeError(expected("key", "a string or a tuple of strings", self.key))
-        if not isinstance(self.shift, bool):
-            raise TypeError(expected("shift", "True or False", self.shift))
-        check_int("ignore_index", self.ignore_index)
-        return self
+    model: nn.Module
+    wrappers: GradientSync
+    micro_batches: list[Any]
+    sync: str
+    ranks: ProcessGroup | None  # None when this process is alone
+    num_micro_batches: tuple[int, ...] = ()  # of each rank; known after the opening header
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys in order of preference."""
-        return tuple(self.key) if isinstance(self.key, (tuple, list)) else (self.key,)
+    def is_lockstep(self) -> bool:
+        """Whether a micro-batch before the last communicates: a rank that leaves one out leaves the others waiting."""
+        return self.wrappers.is_lockstep or (self.sync == "each" and bool(self.wrappers.ddp or self.wrappers.fsdp))
 
-    def total(self, micro_batches: Sequence[Any]) -> float:
-        """Return the number of valid tokens in all of ``micro_batches`` on this rank; one transfer from the device."""
-        return add_counts(micro_batches, self.num_valid)
-
-    def num_valid(self, micro_batch: Any) -> Tensor:
-        """Return the number of valid tokens in one micro-batch, an int64 scalar on the labels' device."""
-        labels = self.labels(micro_batch)
-        if not isinstance(labels, Tensor) or hasattr(labels, "full_tensor"):
-            fix = "Use torch.as_tensor." if not isinstance(labels, Tensor) else "Pass its local part."
-            raise TypeError(expected("labels", "a plain torch.Tensor", labels, fix))
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise TypeError(
-                expected("labels", "integers", labels, "Pass class indices, ignore_index where none counts.")
+    def check_equal_numbers(self) -> None:
+        """Raise ValueError when the ranks have different numbers of micro-batches; on all of them."""
+        if self.ranks is not None and len(set(self.num_micro_batches)) > 1:
+            counts = zip(group_ranks(self.ranks), self.num_micro_batches)
+            found = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
+            fix = (
+                "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch. "
+                "Fill up with micro-batches of 0 rows, or without valid labels."
             )
-        if self.shift and labels.ndim == 0:
-            raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
-        return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
-
-    def labels(self, micro_batch: Any) -> Any:
-        """Return what the first key present holds."""
-        for key in self.keys:
-            found = micro_batch.get(key) if isinstance(micro_batch, Mapping) else getattr(micro_batch, key, None)
-            if found is not None:
-                return found
-        held = list(micro_batch) if isinstance(micro_batch, Mapping) else type(micro_batch).__name__
-        raise ValueError(
-            expected("micro-batch", f"one of the keys {', '.join(map(repr, self.keys))}", held, "Pass key.")
-        )
+            raise ValueError(expected("micro_batches", "the same number on every rank", found, fix))
 
 
-def check_window(micro_batches: Iterable[B]) -> list[B]:
-    """Return the micro-batches of one window as a list, or raise TypeError when they are not one yet."""
+def open_window(
+    call: str,
+    model: nn.Module,
+    micro_batches: Any,
+    *,
+    sync: str,
+    group: Group,
+    multiplier: float | None = None,
+    bring: Callable[[Window], Offer[T]],
+) -> tuple[Window, Agreement[T]]:
+    """Check the window on every rank and exchange the opening header; return the window and what all ranks offered.
+
+    Args:
+        call: name of the verb.
+        model, micro_batches, sync, group, multiplier: see :func:`accumulate`.
+        bring: checks what only this verb takes, and returns its part of the header.
+
+    Raises:
+        Whatever a check raises, on every rank; see :func:`~fullrank.distributed.header.agree_on`.
+    """
+    ranks = find_ranks(model, group)
+
+    def bring_all() -> Offer[tuple[Window, T]]:
+        window = Window(model, find_sync(model), list_micro_batches(micro_batches), sync, ranks)
+        wrappers, count = window.wrappers, len(window.micro_batches)
+        if count == 0:
+            fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
+            raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
+        wrappers.check_sync(sync, count)
+        wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
+        offer = bring(window)
+        facts = {"sync": sync, "wrapper": wrappers.kind, "SyncBatchNorm": wrappers.shares_statistics}
+        return Offer((window, offer.value), {**facts, **offer.facts}, count, offer.totals)
+
+    agreed = agree_on(call, ranks, bring_all)
+    window, value = agreed.value
+    window = window._replace(num_micro_batches=agreed.rows)
+    if window.is_lockstep:
+        window.check_equal_numbers()
+    return window, Agreement(value, agreed.rows, agreed.totals)
+
+
+def list_micro_batches(micro_batches: Any) -> list[Any]:
+    """Return the micro-batches of one window as a list; TypeError for what is not a list of them."""
+    name, what = "micro_batches", "a list of micro-batches"
     if isinstance(micro_batches, (Mapping, str)):
-        raise TypeError(
-            expected("micro_batches", "a list of micro-batches", micro_batches, "Pass [batch] for one batch.")
-        )
-    if not (isinstance(micro_batches, Sized) and isinstance(micro_batches, Iterable)):
-        fix = "A window is counted before its first backward. Use: for micro_batches in windows(loader, size)."
-        kind = Words(f"a {type(micro_batches).__name__}")
-        raise TypeError(expected("micro_batches", "a list of micro-batches, with a length", kind, fix))
+        raise TypeError(expected(name, what, micro_batches, "Pass [batch] for one batch."))
+    is_iterable = hasattr(micro_batches, "__iter__") or hasattr(micro_batches, "__getitem__")
+    if not (is_iterable and hasattr(micro_batches, "__len__")):
+        fix = "The window is read before its first backward: use list(...), or windows(loader, size) to cut a loader."
+        raise TypeError(expected(name, f"{what}, with a length", Words(f"a {type(micro_batches).__name__}"), fix))
     return list(micro_batches)
-
-
-def token_rule(count: object) -> TokenRule | None:
-    """Return the rule when ``count`` is :func:`count_valid_tokens`, with keywords bound by functools.partial or not."""
-    if count is count_valid_tokens:
-        return TokenRule()
-    if not (isinstance(count, functools.partial) and count.func is count_valid_tokens):
-        return None
-    extra = set(count.keywords) - set(TokenRule._fields)
-    if count.args or extra:
-        fix = "The ranks are given by accumulate(..., group=...)."
-        found = Words(", ".join(sorted(extra)) or "positional ones")
-        raise TypeError(expected("count", f"the keywords {', '.join(TokenRule._fields)} only", found, fix))
-    return TokenRule(**count.keywords).check()
-
-
-def add_counts(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) -> float:
-    """Return the sum of ``count(micro_batch)`` on this rank, exactly; an error says which one it was."""
-    counts: list[Any] = []
-    for index, micro_batch in enumerate(micro_batches):
-        try:
-            counted = count(micro_batch)
-        except Exception as error:
-            kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), RuntimeError)
-            text = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-            raise kind(f"count of micro-batch {index}: {text}") from error
-        counts.append(check_scalar(f"count of micro-batch {index}", counted))
-    return math.fsum(check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts)))
-
-
-def check_scalar(name: str, value: Any) -> Tensor | float:
-    """Return ``value`` if it is a number, or its only element if it is a real tensor; else raise."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(expected(name, "one element", value, "Sum it first."))
-        if value.is_complex():
-            raise TypeError(expected(name, "a real number", value))
-        return value.detach().reshape(())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(expected(name, "a number or a tensor of one element", value))
-    return value
-
-
-def check_amount(name: str, number: float) -> float:
-    """Return ``number`` unchanged, or raise ValueError when it is negative or not finite."""
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(expected(name, "a finite number >= 0", number))
-    return number
-
-
-def as_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return ``values`` as Python numbers, in order and exactly; one transfer for each device and dtype."""
-    numbers: list[Any] = list(values)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append(index)
-    for indices in alike.values():
-        for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).tolist()):
-            numbers[index] = number
-    return numbers

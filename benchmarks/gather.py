@@ -1,13 +1,12 @@
-"""How long a gather of logits and targets takes between two gloo ranks, against imbalanced-losses.
+"""How long a gather of logits and targets takes between two gloo ranks, compared with imbalanced-losses.
 
 Usage: python benchmarks/gather.py [--quick] [--repeats 300] [--out FOLDER]
 
-``fullrank.gather_rows(logits, targets)`` with the agreement that opens it, and the ``all_gather_with_grad(logits)`` and
-``all_gather_no_grad(targets)`` of the peer, which exchanges row counts and nothing else. Both are called in turn,
-repetition by repetition, by two processes with one thread each on this machine; what counts is the ratio of their
-medians. The parts of ours are timed too: the header alone, and the bare collectives of torch that ours is made of. The
-full run takes about half a minute and writes gather.json; a quick one writes only where ``--out`` says. Needs the
-``test`` extra.
+Compares ``fullrank.gather_rows(logits, targets)``, which starts with the agreement between ranks, with
+``all_gather_with_grad(logits)`` and ``all_gather_no_grad(targets)`` of the peer, which exchanges only row counts. Two
+processes with one thread each call both in turn, repetition by repetition, on this machine; the result is the ratio of
+the medians. Parts of our gather are timed too: the header alone, and the bare torch collectives that it uses. The full
+run takes about half a minute and writes gather.json; a quick run writes only with ``--out``. Needs the ``test`` extra.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ HEADER_BYTES = 64
 
 
 class Case(NamedTuple):
-    """Rows of each rank; ``bar`` is the ratio that is asked for."""
+    """Rows of each rank; ``bar`` is the required ratio."""
 
     rows: tuple[int, int]
     bar: float | None = None
@@ -48,7 +47,7 @@ QUICK = (Case((64, 64)), Case((64, 50)))
 
 
 def calls(rank: int, case: Case) -> dict[str, Callable[[], object]]:
-    """Return what is timed: both gathers, the header, and the bare collectives of the same sizes."""
+    """Return the calls to time: both gathers, the header, and the bare collectives of the same sizes."""
     logits, targets = make_rows(case.rows[rank], 1, 0.1)
     group = dist.group.WORLD
     assert group is not None
@@ -75,7 +74,7 @@ def calls(rank: int, case: Case) -> dict[str, Callable[[], object]]:
 def measure(rank: int, folder: str, cases: tuple[Case, ...], repeats: int, answers: Any) -> None:
     """Time the calls on one rank, interleaved; rank 0 answers with the medians in seconds of each case."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the peer's
+    warnings.simplefilter("ignore")  # warnings of the peer
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     medians = []
     for case in cases:

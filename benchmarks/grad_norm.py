@@ -1,10 +1,11 @@
-"""Time and error of clip_grad_norm_ on a plain model in one process, against torch.nn.utils.clip_grad_norm_.
+"""Time and error of clip_grad_norm_ on a plain model in one process, compared with torch.nn.utils.clip_grad_norm_.
 
 Usage: python benchmarks/grad_norm.py [--quick] [--repeats 30] [--out FOLDER]
 
-Both clip the same float32 gradients of a decoder of 50 million parameters in turn, with a max_norm above the norm, so
-that nothing changes between the runs while the scaling is done in full. The ratio is that of the shortest runs. The
-error is that of the returned norm, relative to float64. Writes grad_norm.json, a quick run only where ``--out`` says.
+Both functions clip the same float32 gradients of a decoder of 50 million parameters in turn. max_norm is above the
+norm, so the gradients do not change between runs, but the scaling still runs in full. The ratio compares the shortest
+runs. The error is that of the returned norm, relative to float64. Writes grad_norm.json; a quick run writes only with
+``--out``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def make_model(width: int, depth: int) -> list[nn.Parameter]:
 
 
 def exact_norm(parameters: list[nn.Parameter], norm_type: float) -> float:
-    """Return the norm in float64, of parts so short that the order of the additions is of no concern."""
+    """Return the norm in float64, from parts so short that the order of the additions does not matter."""
     parts = [
         torch.linalg.vector_norm(part.double(), norm_type) for p in parameters for part in p.grad.view(-1).split(1024)
     ]
@@ -47,7 +48,7 @@ def exact_norm(parameters: list[nn.Parameter], norm_type: float) -> float:
 
 
 def shortest(calls: list[Callable[[], Tensor]], repeats: int) -> list[float]:
-    """Return the shortest time of each call, in seconds, the calls taking turns."""
+    """Return the shortest time of each call in seconds; the calls take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, times):
@@ -85,14 +86,14 @@ def main() -> None:
     print_machine(info)
     parameters = make_model(64, 2) if arguments.quick else make_model(584, 11)
     total = sum(parameter.numel() for parameter in parameters)
-    # Other powers take many times as long, and have no bar.
+    # Other powers take many times as long and have no required ratio.
     runs = {norm_type: arguments.repeats if norm_type == 2 else -(-arguments.repeats // 10) for norm_type in POWERS}
     cases = [compare(parameters, norm_type, repeats) for norm_type, repeats in runs.items()]
     lines = []
     for case in cases:
         times = [f"{case['seconds'][name] * 1e3:.1f}" for name in ("torch", "fullrank")]
         errors = [f"{case['errors'][name]:.0e}" for name in ("torch", "fullrank")]
-        # A small model measures the overhead of a call, which the bar is not for.
+        # A small model measures the overhead of a call; the bar does not apply to that.
         bar = bar_cells(case["ratio"], BAR if case["norm_type"] == "2.0" and not arguments.quick else None, False)
         lines.append([case["norm_type"], *times, f"{case['ratio']:.2f}", *bar, *errors])
     header = ("p", "torch ms", "fullrank ms", "ratio", "bar", "met", "torch error", "fullrank error")

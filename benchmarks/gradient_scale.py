@@ -1,18 +1,18 @@
-"""Who is off by W: the gradients that each known way of gathering rows gives, against one process with all rows.
+"""Which way to gather is off by W: the gradient of each known way, compared with one process that holds all rows.
 
 Usage: python benchmarks/gradient_scale.py [--worlds 2 4] [--quick] [--out FOLDER]
 
-A small network scores rows, a learned scale multiplies the gathered scores (a temperature, after the gather), and
-Smooth-AP is the loss; all in float64, under DistributedDataParallel, which averages gradients over the W processes.
-Every convention is written anew here in a few lines; which projects use it is said, with sources, in
-docs/gradient-scale.md. Of the encoder's gradient g, with g0 that of one process, the table has the share of g0 that g
-holds, <g, g0> / <g0, g0>, and the relative error |g - g0| / |g0|; of the scale and of the logged loss the ratio. The
-logged loss is the mean over the ranks.
+A small network scores rows, a learned scale (a temperature used after the gather) multiplies the gathered scores, and
+Smooth-AP is the loss. Everything is in float64 under DistributedDataParallel, which averages gradients over the W
+processes. Every convention is implemented here in a few lines; docs/gradient-scale.md says, with sources, which
+projects use it. Let g be the gradient of the encoder and g0 that of one process. The table shows the share of g0 that
+is in g, <g, g0> / <g0, g0>, and the relative error |g - g0| / |g0|. For the scale and the logged loss it shows the
+ratio. The logged loss is the mean over the ranks.
 
-Smooth-AP is a mean over positives, so a rank may also take its own positives for rows against all gathered rows, as
-contrastive losses do with their anchors ("own rows"). With equal shards every rank has the same number of positives,
-which such a mean of means needs. Uneven shards are marked: they are as 1 to 2 to ... to W. Takes half a minute. Writes
-gradient_scale.json, a quick run (W = 2 alone) only where ``--out`` says.
+Smooth-AP is a mean over positives, so a rank may also rank only its own positives against all gathered rows, as
+contrastive losses do with their anchors ("own rows"). Such a mean of means needs the same number of positives on every
+rank, which equal shards have. Uneven shards are marked; their sizes are as 1 to 2 to ... to W. Takes half a minute.
+Writes gradient_scale.json; a quick run (only W = 2) writes only with ``--out``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def loss_of_pool(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
 
 
 def loss_of_own_rows(scores: Tensor, targets: Tensor, pool: Tensor, log_scale: Tensor) -> Tensor:
-    """Return one minus the mean share of positives above each of this rank's positives, ranked against ``pool``."""
+    """Return one minus the mean precision at each of this rank's positives, ranked against ``pool``."""
     pool_targets = fullrank.all_gather_no_grad(targets)
     first = sum(_sizes(len(targets))[: dist.get_rank()])
-    own = torch.arange(first, first + len(targets))[targets == 1]  # where this rank's positives are in the pool
+    own = torch.arange(first, first + len(targets))[targets == 1]  # the places of this rank's positives in the pool
     above = torch.sigmoid((pool[:, 0] - scores[targets == 1]) * log_scale.exp() / TEMPERATURE)  # [P, M]
     above = above.scatter(1, own[:, None], 1.0)  # a row counts itself once
     return 1 - (above[:, pool_targets == 1].sum(dim=1) / above.sum(dim=1)).mean()
@@ -69,7 +69,7 @@ def gather_detached(x: Tensor) -> list[Tensor]:
 
 
 def gather_swapped(x: Tensor) -> Tensor:
-    """Return all rows, of which this rank's are the live ones."""
+    """Return all rows; only this rank's rows carry gradient."""
     rows = gather_detached(x)
     rows[dist.get_rank()] = x
     return torch.cat(rows)
@@ -78,7 +78,7 @@ def gather_swapped(x: Tensor) -> Tensor:
 def gather_summed(x: Tensor) -> Tensor:
     """Return all rows; the backward adds the gradients of these rows over all ranks (torch's own)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # deprecated in torch 2.13, and what people use
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated in torch 2.13, but widely used
         return torch.cat(torch.distributed.nn.functional.all_gather(x))
 
 
@@ -107,7 +107,9 @@ def own_rows_summed_times_world(scores: Tensor, targets: Tensor, log_scale: Tens
 
 
 def own_rows_reduce_scatter(scores: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
-    pool = fullrank.all_gather_with_grad(scores, backward="reduce_scatter")  # as the one above, of any sizes
+    pool = fullrank.all_gather_with_grad(
+        scores, backward="reduce_scatter"
+    )  # like own_rows_summed, for shards of any size
     return loss_of_own_rows(scores, targets, pool, log_scale)
 
 
@@ -175,7 +177,7 @@ def make_model() -> Model:
 
 
 def make_rows() -> tuple[Tensor, Tensor]:
-    """Return features (ROWS, 8) in float64 and targets, positives spread evenly and higher by one on average."""
+    """Return features (ROWS, 8) in float64 and targets; positives are spread evenly and score one higher on average."""
     generator = torch.Generator().manual_seed(1)
     targets = (torch.arange(ROWS) % EVERY == 0).long()
     features = torch.randn(ROWS, 8, generator=generator, dtype=torch.float64) + targets[:, None] / math.sqrt(8)
@@ -183,7 +185,7 @@ def make_rows() -> tuple[Tensor, Tensor]:
 
 
 def shard(rank: int, world_size: int, uneven: bool) -> slice:
-    """Return the rows of ``rank``: equal parts, or parts as 1 to 2 to ... to W."""
+    """Return the rows of ``rank``: equal parts, or parts with sizes as 1 to 2 to ... to W."""
     parts = range(1, world_size + 1) if uneven else [1] * world_size
     ends = [ROWS * end // sum(parts) for end in accumulate(parts, initial=0)]
     return slice(ends[rank], ends[rank + 1])
@@ -253,7 +255,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)")
-    parser.add_argument("--quick", action="store_true", help="two processes alone")
+    parser.add_argument("--quick", action="store_true", help="two processes only")
     parser.add_argument("--out", type=Path, help=f"folder for gradient_scale.json (default: {RESULTS})")
     arguments = parser.parse_args()
     worlds = [2] if arguments.quick else arguments.worlds

@@ -1,11 +1,11 @@
-"""How time grows with the number of classes, with the share of positives, and for a recall with the pool.
+"""How time grows with the number of classes, with the share of positives, and, for recall, with the pool.
 
 Usage: python benchmarks/growth.py [--quick] [--repeats 3] [--out FOLDER]
 
-Beside imbalanced-losses, and beside one torch.sort of all the scores, class by class; all in turn, so that the ratios
-travel to another machine. The growth of Smooth-AP with the pool is in speed.py. The full run takes a few minutes, needs
-2 GiB of memory and writes growth.json; a quick one takes seconds and writes only where ``--out`` says. Needs the
-``bench`` extra.
+Compared with imbalanced-losses, and with one torch.sort of all the scores, class by class. All run in turn, so that the
+ratios also hold on other machines. The growth of Smooth-AP with the pool is in speed.py. The full run takes a few
+minutes, needs 2 GiB of memory and writes growth.json; a quick run takes seconds and writes only with ``--out``. Needs
+the ``bench`` extra.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ TITLES = {
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Return the medians in milliseconds of ours, of one sort and of the peer, the latter None where it cannot run."""
+    """Return the medians in milliseconds of ours, one sort and the peer; None for a peer that cannot run."""
     logits, targets = make_rows(case.rows, case.classes, case.share)
     scores = logits.detach().T.contiguous()
     arguments = {"num_classes": case.classes, "queue_size": 0}
@@ -79,7 +79,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     )
     steps: Steps = {"ours": ours, "sort": lambda: torch.sort(scores)}
     obstacle = None
-    if case.loss == SMOOTH_AP and case.classes == 1:  # of several classes the peer holds one at a time
+    if case.loss == SMOOTH_AP and case.classes == 1:  # with several classes the peer holds one at a time
         needed = peer_bytes(int(targets.sum()), case.rows)
         if needed > PEER_MOST_BYTES:
             obstacle = f"{needed / 2**30:,.0f} GiB: skipped"
@@ -92,7 +92,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def try_once(step: Callable[[], object]) -> str | None:
-    """Run ``step``; return what a RuntimeError says, None if there is none."""
+    """Run ``step``; return the message of a RuntimeError, None if there is none."""
     try:
         step()
     except RuntimeError as error:  # torch.quantile takes no more than 2**24 elements
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=f"folder for growth.json (default: {RESULTS})")
     arguments = parser.parse_args()
     out = arguments.out or (None if arguments.quick else RESULTS)
-    warnings.simplefilter("ignore")  # the peer's
+    warnings.simplefilter("ignore")  # warnings of the peer
     info = machine()
     print_machine(info)
     cases = QUICK if arguments.quick else FULL

@@ -1,10 +1,11 @@
-"""How much memory a loss takes beyond its inputs, forward and backward, per row; and imbalanced-losses.
+"""How much memory a loss needs beyond its inputs, forward and backward, per row; compared with imbalanced-losses.
 
 Usage: python benchmarks/memory.py [--quick] [--repeats 3] [--out FOLDER]
 
-Each measurement is a process of its own: inputs, a first step on few rows (which loads what is loaded once), then the
-peak of the resident set during the step minus the resident set before it. The gradient of the logits is part of it, 4
-bytes a row. Needs Linux's /proc and the ``bench`` extra; writes memory.json, a quick run only where ``--out`` says.
+Each measurement runs in a separate process. It makes the inputs, takes a first step on few rows (which loads everything
+that is loaded once), then measures the peak of the resident set during the step minus the resident set before it. This
+includes the gradient of the logits, 4 bytes per row. Needs Linux's /proc and the ``bench`` extra. Writes memory.json; a
+quick run writes only with ``--out``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Case(NamedTuple):
-    """One loss on one size; ``bar`` is the bytes per row that are allowed."""
+    """One loss on one size; ``bar`` is the allowed number of bytes per row."""
 
     library: str
     rows: int
@@ -59,7 +60,7 @@ QUICK = (Case("imbalanced_losses", 10_000), Case("fullrank", 100_000))
 def resident(field: str) -> int:
     """Return VmRSS (now) or VmHWM (peak) of this process in bytes.
 
-    Not ru_maxrss, which a process inherits from the one that started it.
+    Not ru_maxrss, which a process inherits from its parent.
     """
     for line in STATUS.read_text().splitlines():
         if line.startswith(field + ":"):
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=f"folder for memory.json (default: {RESULTS})")
     parser.add_argument("--measure", nargs=3, metavar=("LIBRARY", "LOSS", "ROWS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # the peer's
+    warnings.simplefilter("ignore")  # warnings of the peer
     if arguments.measure is not None:
         library, name, rows = arguments.measure
         print(measure(library, name, int(rows)))

@@ -4,26 +4,26 @@ Usage: python benchmarks/quality.py [--full | --quick] [--tasks fraud digits] [-
 
 The tasks are those of quality_data.py: ``fraud``, rows made by code with hard decoys at the operating point, and
 ``digits`` with one digit made rare. The methods and the ranges of their search are those of quality_methods.py:
-cross-entropy, three relatives of it, and three ranking losses, each with and without queue and warm-up. All share the
+cross-entropy, three variants of it, and three ranking losses, each with and without queue and warm-up. All share the
 network (two hidden layers of 32), Adam with a rate that falls linearly to a hundredth, the batches and the number of
-steps. On the fraud task a batch has 4,096 rows, some 12 of them positive.
+steps. On the fraud task a batch has 4,096 rows, about 12 of them positive.
 
 Tuning: every method draws the same number of configurations and trains each once, on seed 0. The best one has the
-highest mean of the three validation figures (AP, recall and partial AUC at the operating point): one goal for all
-methods, rather than each loss its own, which shows what a loss is good for beyond its own metric. Seed 0 is not
-reported. Of every other seed, which draws rows, network and batches anew, the test figures of the last step are
-reported: the mean over the seeds and its 95 % interval by Student's t, and the same of the paired difference to
-cross-entropy. The intervals are of each comparison by itself, and not widened for the number of comparisons. The digits
-of all seeds are splits of the same 1,797 images, so a validation image of seed 0 is a test image of other seeds, for
-all methods alike.
+highest mean of the three validation figures (AP, recall and partial AUC at the operating point). All methods share this
+goal, instead of each loss using its own metric, to show what a loss is good for beyond its own metric. Seed 0 is not
+reported. Every other seed draws new rows, a new network and new batches, and its test figures after the last step are
+reported: the mean over the seeds and its 95 % interval by Student's t, and the same for the paired difference from
+cross-entropy. Each interval covers one comparison and is not widened for the number of comparisons. The digits of all
+seeds are splits of the same 1,797 images, so a validation image of seed 0 may be a test image of other seeds, for all
+methods alike.
 
-The data and the ranges of the search were fixed before any method had been run on the seeds that are reported. The
-number of steps was chosen by cross-entropy alone, on other rows. The rule for ties in ``evaluate`` was made after
-networks that score most rows alike had been seen; it can only lower a recall.
+The data and the ranges of the search were fixed before any method was run on the reported seeds. The number of steps
+was chosen with cross-entropy only, on other rows. The rule for ties in ``evaluate`` was added after some networks had
+given most rows the same score; it can only lower a recall.
 
-``--full`` takes some 45 minutes on one core and writes quality.json, and quality.png for the documentation; the default
-takes a few minutes and ``--quick`` seconds, and they write only where ``--out`` says. With ``--cache`` every finished
-run is kept, and a run that was interrupted goes on where it stopped. Needs the ``test`` extra.
+``--full`` takes about 45 minutes on one core and writes quality.json, and quality.png for the documentation. The
+default takes a few minutes and ``--quick`` seconds; they write only with ``--out``. ``--cache`` stores every finished
+run, so that an interrupted benchmark can resume. Needs the ``test`` extra.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SIZES = {
 
 
 class Task(NamedTuple):
-    """Rows by seed, and what all runs share."""
+    """The rows of each seed, and the settings that all runs share."""
 
     name: str
     make: Callable[[int], Splits]
@@ -114,7 +114,7 @@ class Study:
         return {method: {"config": found[0]["config"], "trials": found} for method, found in trials.items()}
 
     def report(self) -> dict[str, Any]:
-        """Tune, run every seed, and return what is written."""
+        """Tune, run every seed, and return the results to store."""
         best = self.tune()
         runs: dict[str, list[Figures]] = {method: [] for method in METHODS}
         for seed in range(1, self.size.seeds + 1):
@@ -128,10 +128,10 @@ class Study:
         return {"task": self.task.name, **shared, "methods": methods, "references": references}
 
     def references(self, config: Config) -> dict[str, Any]:
-        """Return the means over the seeds of what the methods of the fraud task are held against.
+        """Return the references of the fraud task, as means over the seeds.
 
-        The best possible and the best linear ranking, and cross-entropy with more steps than any method has: what more
-        time would do instead of another loss.
+        They are the best possible and the best linear ranking, and cross-entropy with more steps than any method,
+        which shows what more time achieves instead of another loss.
         """
         result = {}
         for name, scores in (("best possible ranking", best_scores), ("best linear ranking", linear_scores)):
@@ -155,7 +155,7 @@ def _means(runs: list[Figures]) -> Figures:
 
 
 def summary(method: str, best: dict[str, Any], runs: list[Figures], base: list[Figures]) -> dict[str, Any]:
-    """Return what is written of one method: how it was tuned, its figures, and those minus the baseline's."""
+    """Return the results of one method: how it was tuned, its figures, and their differences from the baseline."""
     result: dict[str, Any] = {"method": method, **best}
     for metric in METRICS:
         values = [run[metric] for run in runs]
@@ -166,12 +166,12 @@ def summary(method: str, best: dict[str, Any], runs: list[Figures], base: list[F
 
 
 def say(text: str) -> None:
-    """Print how far the run is."""
+    """Print the progress of the run, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def print_results(task: dict[str, Any], size: Size) -> None:
-    """Print how the search of one task went, and the means and the differences."""
+    """Print the results of the search of one task, then the means and the differences."""
     labels = ("AP", f"recall at {task['budget']:.1%}", f"pAUC, FPR to {task['budget']:.1%}")
     lines = []
     for method in task["methods"]:
@@ -193,7 +193,7 @@ def print_results(task: dict[str, Any], size: Size) -> None:
 
 
 def print_choices(task: dict[str, Any]) -> None:
-    """Print how the trials of the ranking losses went, by the surrogate and by what the queue keeps."""
+    """Print the results of the trials of the ranking losses, by surrogate and by what the queue keeps."""
     goals: dict[tuple[str, str, str], list[float]] = {}
     for method in task["methods"]:
         for trial in method["trials"]:

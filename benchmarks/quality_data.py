@@ -1,12 +1,12 @@
-"""The two tasks of the quality benchmark: rows, how they are split, and what is known of the best ranking.
+"""The two tasks of the quality benchmark: rows, their splits, and the best possible ranking where it is known.
 
 ``fraud``: 20 features, 0.3 % positives and 1 % decoys. The features of all other rows are independent standard normals.
 Positives and decoys alike are shifted by 4 along one direction, the mean of the first four features, so that both sit
 at the top of every linear score. They differ in the product of two more features, the product-type cue: its mean is
 +0.9 for positives and -0.9 for decoys, while each of the two features alone is standard normal for all rows. A linear
-model cannot see the cue: no linear score tells positives from decoys. At the operating point, the top 0.5 % of rows,
-there is room for all positives and for few decoys. The densities are known, so the best possible ranking, that of the
-likelihood ratio, is known too. Fourteen features are noise.
+model cannot see the cue: no linear score separates positives from decoys. At the operating point, the top 0.5 % of
+rows, there is room for all positives and for few decoys. The densities are known, so the best possible ranking, that of
+the likelihood ratio, is known too. Fourteen features are noise.
 
 ``digits``: scikit-learn's digits, the 8 against the rest, with 3 % positives, as in examples/demo_data.py. Two halves
 of 836 rows. The operating point is the top 5 %, and a false-positive rate of 5 %, since 0.5 % would be four rows.
@@ -50,7 +50,7 @@ class Splits(NamedTuple):
 
 
 def make_fraud(rows: int, seed: int) -> Splits:
-    """Return ``rows`` rows of the fraud-like task in all, each drawn on its own."""
+    """Return ``rows`` independently drawn rows of the fraud-like task, over all splits."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     features = torch.randn(rows, FEATURES, generator=generator)
     draws = torch.rand(rows, generator=generator)
@@ -86,7 +86,7 @@ def best_scores(features: Tensor) -> Tensor:
 
 
 def make_digits(seed: int) -> Splits:
-    """Return two halves of the digits with few 8s: one to train, the other to validate or to test."""
+    """Return two halves of the digits with few 8s: one for training, the other for validation or test."""
     pixels, digits = load_digits(return_X_y=True)
     rng = np.random.default_rng(seed)
     negatives = rng.permutation(np.flatnonzero(digits != DIGIT))

@@ -1,8 +1,8 @@
-"""The figures of the quality benchmarks: dots and intervals of each method, and recall over the capacity of a queue.
+"""The figures of the quality benchmarks: dots and intervals of each method, and recall against the queue capacity.
 
 Usage: python benchmarks/quality_figure.py [--results FOLDER] [--out FOLDER]
 
-Draws quality.png and quality_queue.png anew from the stored results; quality.py and queue_scale.py call the functions.
+Redraws quality.png and quality_queue.png from the stored results; quality.py and queue_scale.py call the functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TITLES = {"fraud": "Fraud-like task with hard decoys", "digits": "Digits, one ma
 
 
 def draw_quality(tasks: list[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each task and metric, and say where the figure is."""
+    """Draw a panel for each task and metric, and print the path of the figure."""
     with plt.rc_context(RC):
         size = (13.0, 0.9 + 4.6 * len(tasks))
         figure, axes = plt.subplots(len(tasks), 3, figsize=size, sharey="row", layout="constrained", squeeze=False)
@@ -76,7 +76,7 @@ def _draw_metric(axes: Axes, task: dict[str, Any], metric: str) -> None:
 
 
 def draw_queue(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw recall at the budget, and the processor time of a step, over the capacity of the queue."""
+    """Draw recall at the budget, and the processor time of a step, against the capacity of the queue."""
     capacities = sorted({row["capacity"] for row in results})
     with plt.rc_context(RC):
         figure, (recall, time) = plt.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")

@@ -1,9 +1,10 @@
 """The losses of the quality benchmark and the ranges in which random search tunes them.
 
-Every method has a learning rate, and the n-th trial of every method has the same one. The rest of a trial is drawn from
-the method's own ranges. The ranking losses come in four forms. "queue" has a memory queue, of whose rows and kind the
-search chooses. "warm-up" begins with cross-entropy, of which a share may stay to the end (``final_main_weight``), and
-cools the temperature from four times its end; without it the ranking loss is alone from the first step on.
+Every method has a learning rate, and the n-th trial uses the same rate for every method. The rest of a trial is drawn
+from the method's own ranges. The ranking losses come in four forms. "queue" has a memory queue; the search chooses its
+size and which rows it keeps. "warm-up" begins with cross-entropy, of which a share may stay to the end
+(``final_main_weight``), and lowers the temperature from four times its final value. Without a warm-up the ranking loss
+is used alone from the first step.
 """
 
 from __future__ import annotations

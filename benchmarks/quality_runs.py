@@ -1,4 +1,4 @@
-"""One run of the quality benchmarks: train a small network with one loss, evaluate, remember the figures."""
+"""One run of the quality benchmarks: train a small network with one loss, evaluate, store the figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Figures = dict[str, float]
 
 
 class Setting(NamedTuple):
-    """What all runs of a task share."""
+    """The settings that all runs of a task share."""
 
     budget: float  # share of rows for the recall, of negatives for the partial AUC
     steps: int
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 class Cache:
-    """Figures of finished runs, in memory and, where a file is given, in a line of JSON for each run."""
+    """Figures of finished runs, in memory and, if a file is given, as one line of JSON per run."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -64,7 +64,7 @@ def make_model(features: int, seed: int) -> nn.Module:
 
 
 def train(rows: Rows, loss: nn.Module, lr: float, setting: Setting, seed: int) -> nn.Module:
-    """Return the model after ``setting.steps`` of Adam, whose rate falls linearly; ``seed`` is of model and batches."""
+    """Return the model after ``setting.steps`` of Adam with a falling rate; ``seed`` sets model and batches."""
     model = make_model(rows.features.shape[1], seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, setting.steps)
@@ -96,9 +96,9 @@ def score(model: nn.Module, features: Tensor) -> Tensor:
 def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
     """Return average precision, recall in the top ``budget`` of rows, and partial AUC up to that false-positive rate.
 
-    The metric of recall reviews all rows that are tied at the threshold, so equal scores for all rows would have a
-    recall of 1. Ties that exceed the budget by more than a twentieth are broken at random, in expectation. Scores that
-    are not finite rank nothing: all figures are 0.
+    The recall metric counts all rows tied at the threshold as flagged, so equal scores for all rows would give a recall
+    of 1. Ties that exceed the budget by more than a twentieth are broken at random, in expectation. If any score is not
+    finite, all figures are 0.
     """
     if not bool(scores.isfinite().all()):
         return dict.fromkeys(METRICS, 0.0)
@@ -107,7 +107,7 @@ def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
     for name, metric in metrics.items():
         metric.update(scores[:, None], targets)
         figures[name] = float(metric.compute())
-    within = math.floor(budget * (len(scores) - 1)) + 1  # rows that are reviewed when none are tied
+    within = math.floor(budget * (len(scores) - 1)) + 1  # rows that are flagged when none are tied
     threshold = scores.topk(within).values[-1]
     above, tied = scores > threshold, scores == threshold
     if above.sum() + tied.sum() > (1 + TIES) * within:
@@ -117,7 +117,7 @@ def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
 
 
 class Interval(NamedTuple):
-    """A mean and half the width of its 95 % interval, by Student's t; the width of a single value is not known."""
+    """A mean and half the width of its 95 % interval, by Student's t; NaN for a single value."""
 
     mean: float
     width: float
@@ -132,7 +132,7 @@ class Interval(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """``"+"`` or ``"-"`` where the interval is on one side of 0, else ``"0"``."""
+        """``"+"`` or ``"-"`` if the interval is on one side of 0, else ``"0"``."""
         return "+" if self.mean > self.width else "-" if -self.mean > self.width else "0"
 
 

@@ -1,17 +1,18 @@
-"""What a longer queue buys: recall at the operating point over the capacity of the memory queue.
+"""The benefit of a longer queue: recall at the operating point against the capacity of the memory queue.
 
 Usage: python benchmarks/queue_scale.py [--full | --quick] [--quality FILE] [--cache FILE] [--out FOLDER]
 
-The fraud task of quality.py, with SmoothAP and RecallAtQuantile at queues of 0 to 1,000,000 rows. Everything else is
-the configuration that quality.py found for the loss with a queue, with or without warm-up, whichever did better on its
-validation rows; it is read from the quality.json of its full run. The seeds, rows, steps and batches are those of
-quality.py too. Nothing is put into the queue beforehand: it begins empty, at the end of a warm-up if there is one, and
-takes the 4,096 rows of every step, so one of 1,000,000 is full 245 steps later. With each capacity come the processor
-time of a step, forward, backward and optimizer, and the share of the ranking loss's steps in which the queue was full.
+The task is the fraud task of quality.py, with SmoothAP and RecallAtQuantile and queues of 0 to 1,000,000 rows.
+Everything else is the configuration that quality.py found for the loss with a queue, with or without warm-up, whichever
+did better on its validation rows. It is read from the quality.json of its full run. The seeds, rows, steps and batches
+are those of quality.py too. The queue starts empty, at the end of the warm-up if there is one, and takes the 4,096 rows
+of every step, so a queue of 1,000,000 rows is full 245 steps later. For each capacity the benchmark reports the
+processor time of a step (forward, backward and optimizer), and the share of the ranking loss's steps in which the queue
+was full.
 
-``--full`` takes some 15 minutes on one core and writes queue_scale.json, and quality_queue.png for the documentation;
-the default takes a minute or two on fewer rows, ``--quick`` seconds, and they write only where ``--out`` says. Needs
-the ``test`` extra.
+``--full`` takes about 15 minutes on one core and writes queue_scale.json, and quality_queue.png for the documentation.
+The default takes a minute or two on fewer rows and ``--quick`` seconds; they write only with ``--out``. Needs the
+``test`` extra.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FORMS = (" + queue", " + queue + warm-up")
 
 
 class Scale(NamedTuple):
-    """How much is run; ``size`` names that of quality.py."""
+    """How much is run; ``size`` is the name of a size in quality.py."""
 
     size: str
     capacities: tuple[int, ...]
@@ -70,7 +71,7 @@ def run(task: Task, method: str, config: Config, seed: int) -> Figures:
 
 
 def study(task: Task, scale: Scale, losses: list[str], quality: Path, cache: Cache) -> list[dict[str, Any]]:
-    """Return the intervals of each loss and capacity, and of the difference to no queue."""
+    """Return the intervals for each loss and capacity, and for the difference from no queue."""
     chosen = {loss: tuned(quality, loss) for loss in losses}
     runs: dict[tuple[str, int], list[Figures]] = {(loss, rows): [] for loss in losses for rows in scale.capacities}
     for seed in range(1, scale.seeds + 1):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: inputs, how steps are timed, the machine, how tables are printed and results stored.
+"""Shared by the benchmarks: inputs, timing of steps, the machine, printing of tables and storing of results.
 
 Run as a script, it prints the machine and the versions.
 """
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# The peer builds several matrices (positives x rows) of float32, three of them at once at the very least.
+# The peer builds several float32 matrices (positives x rows), at least three of them at the same time.
 PEER_BYTES_PER_PAIR = 3 * 4
 PEER_MOST_BYTES = 8 * 2**30
-SHORTEST = 0.02  # seconds that one repetition measures at least: a step of less is run more often
+SHORTEST = 0.02  # seconds, the least that one repetition measures: a shorter step is run several times
 Steps = dict[str, Callable[[], object]]
 
 
 def make_rows(rows: int, num_classes: int, share: float | None) -> tuple[Tensor, Tensor]:
-    """Return normal scores (rows, num_classes) that ask for a gradient, and targets; ``share`` None: uniform classes.
+    """Return normal scores (rows, num_classes) that require grad, and targets; ``share`` None: uniform classes.
 
-    Filled in place, so that the peak of memory before a measurement is what stays.
+    Filled in place, so that no temporary memory raises the peak before a measurement.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.empty(rows, num_classes).normal_(generator=generator).requires_grad_()
@@ -40,7 +40,7 @@ def make_rows(rows: int, num_classes: int, share: float | None) -> tuple[Tensor,
 
 
 def peer_bytes(positives: int, rows: int) -> int:
-    """Return what the peer's pair matrices take at least, in bytes."""
+    """Return the least number of bytes that the peer's pair matrices need."""
     return positives * rows * PEER_BYTES_PER_PAIR
 
 
@@ -55,8 +55,8 @@ def training_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> Callable[
 
 
 def interleave(steps: Steps, repeats: int) -> dict[str, list[float]]:
-    """Return ``repeats`` times in seconds of each step, taken in turn; each is run once before it is measured."""
-    threads = torch.get_num_threads()  # a Timer takes one thread unless told
+    """Return ``repeats`` times in seconds of each step. The steps take turns; each first runs once unmeasured."""
+    threads = torch.get_num_threads()  # a Timer uses one thread by default
     timers = {name: Timer("step()", globals={"step": step}, num_threads=threads) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
@@ -66,26 +66,26 @@ def interleave(steps: Steps, repeats: int) -> dict[str, list[float]]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, the threads and the versions a result depends on."""
+    """Return the processor, the threads and the versions that a result depends on."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": _versions("torch", "imbalanced-losses", "pytorch-metric-learning", "numpy"),
-        # Other work on the machine makes a result worthless: let it show.
+        # Other work on the machine makes a result worthless, so record the load.
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
 
 
 def _versions(*names: str) -> dict[str, str]:
-    """Return the versions of those distributions that are installed."""
+    """Return the versions of the distributions that are installed."""
     found = {}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a peer is an extra; a benchmark says when it goes without
+            continue  # a peer is optional; a benchmark says when it is missing
     return found
 
 
@@ -107,7 +107,7 @@ def print_machine(info: dict[str, Any]) -> None:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in aligned columns: the first to the left, the others to the right."""
+    """Print rows in aligned columns: the first left-aligned, the others right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     print(f"\n{title}\n")
@@ -117,7 +117,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
-    """Print records of the same keys as a table."""
+    """Print records with the same keys as a table."""
     header = list(records[0])
     print_table(title, header, [[_cell(record[key]) for key in header] for record in records])
 
@@ -131,7 +131,7 @@ def _cell(value: object) -> str:
 
 
 def bar_cells(value: float, bar: float | None, at_least: bool) -> list[str]:
-    """Return the cells "bar" and "met" of a table; both empty where there is no bar."""
+    """Return the cells "bar" and "met" of a table; both empty if there is no bar."""
     if bar is None:
         return ["", ""]
     met = value >= bar if at_least else value <= bar
@@ -139,7 +139,7 @@ def bar_cells(value: float, bar: float | None, at_least: bool) -> list[str]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, a record in each line and numbers of six digits, and say where."""
+    """Write a result, one record per line and numbers with six digits, and print the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_rounded(result), indent=1)
     path.write_text(re.sub(r"\{[^{}]*\}", lambda record: re.sub(r"\n *", " ", record[0]), text) + "\n")

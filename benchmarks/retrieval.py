@@ -1,19 +1,19 @@
-"""How long Smooth-AP takes for retrieval, against pytorch-metric-learning: N embeddings, each ranks all N.
+"""How long Smooth-AP for retrieval takes, compared with pytorch-metric-learning: each of N embeddings ranks all N.
 
 Usage: python benchmarks/retrieval.py [--quick] [--repeats 3] [--out FOLDER]
 
-``RetrievalSmoothAPLoss`` and the peer's SmoothAPLoss take embeddings and labels, and let every row rank the rows by
-cosine similarity, those of its label positive. Both steps begin with the embeddings and end with their gradient.
+``RetrievalSmoothAPLoss`` and the peer's SmoothAPLoss take embeddings and labels. Every row ranks the rows by cosine
+similarity, and the rows with its label are positive. Both steps begin with the embeddings and end with their gradient.
 
-The peer's query also ranks itself, as a positive at the top; ours leaves it out. ``smooth_ap`` with ``indexes`` on all
-(N, N) similarities is the loss with the query in, and the run prints how far that and its gradient are from the peer's.
-There are as many labels as rows of each, label after label: with other numbers, or in another order, version 2.9.0 of
-the peer puts rows of different labels together.
+In the peer each query also ranks itself, as a positive at the top; ours leaves it out. ``smooth_ap`` with ``indexes``
+on all (N, N) similarities is the loss with the query included. The run prints how far this loss and its gradient are
+from the peer's. The number of labels equals the number of rows per label, and rows are sorted by label: with other
+numbers, or in another order, version 2.9.0 of the peer mixes rows of different labels.
 
-The peer holds several (N, N, N) arrays. Where they would outgrow the limit it is not run: that is an estimate from the
-sizes of the arrays, not a failed allocation. The peak is that of a process of its own that takes one step of ours,
-Python and torch included; it needs Linux's /proc. The full run takes some minutes and writes retrieval.json, a
-quick one seconds, and only where ``--out`` says. Needs the ``bench`` extra; without the peer its columns stay empty.
+The peer holds several (N, N, N) arrays. It is skipped where they would exceed the limit, which is an estimate from the
+sizes of the arrays, not a failed allocation. The peak is that of a separate process that takes one step of ours,
+including Python and torch; it needs Linux's /proc. The full run takes a few minutes and writes retrieval.json; a quick
+run takes seconds and writes only with ``--out``. Needs the ``bench`` extra; without the peer its columns stay empty.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from fullrank.losses import smooth_ap
 PEER = "pytorch_metric_learning"
 FEATURES = 64
 TEMPERATURE = 0.01  # the default of both
-# Five (N, N, N) arrays of float32 at once: with 256 and with 400 rows the peak of the process is 5.1 to 5.2 of them.
+# Five (N, N, N) arrays of float32 at once: with 256 and 400 rows the peak of the process is 5.1 to 5.2 of them.
 PEER_BYTES_PER_TRIPLE = 5 * 4
 FULL = (4, 8, 12, 16, 20, 26, 32, 48, 64)  # labels, and rows of each
 QUICK = (4, 8)
 
 
 def make_embeddings(labels: int) -> tuple[Tensor, Tensor]:
-    """Return normal embeddings (N, FEATURES) that ask for a gradient, and labels (N,), with N = labels^2."""
+    """Return normal embeddings (N, FEATURES) that require grad, and labels (N,), with N = labels^2."""
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(labels**2, FEATURES, generator=generator).requires_grad_()
     return embeddings, torch.arange(labels).repeat_interleave(labels)
 
 
 def loss_with_itself(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of queries that rank themselves too, as the peer's do."""
+    """Return the loss of queries that also rank themselves, as in the peer."""
     unit = torch.nn.functional.normalize(embeddings, dim=1)
     positive = (labels[:, None] == labels).long()
     query = torch.arange(labels.numel()).repeat_interleave(labels.numel())
@@ -63,7 +63,7 @@ def loss_with_itself(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 
 def peer_loss(size: int) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return the peer's; None where it is not installed or would take too much memory."""
+    """Return the peer's loss; None if it is not installed or would need too much memory."""
     if importlib.util.find_spec(PEER) is None or size**3 * PEER_BYTES_PER_TRIPLE > PEER_MOST_BYTES:
         return None
     losses = importlib.import_module(f"{PEER}.losses")
@@ -72,7 +72,7 @@ def peer_loss(size: int) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def difference(peer: Callable[..., Tensor], labels: int) -> dict[str, float]:
-    """Return how far the loss with the query in is from the peer's, and, in relation to its norm, the gradient."""
+    """Return the difference between the loss with the query included and the peer's, and that of their gradients."""
     embeddings, targets = make_embeddings(labels)
     values = [loss(embeddings, targets) for loss in (loss_with_itself, peer)]
     gradients = [torch.autograd.grad(value, embeddings)[0].double() for value in values]
@@ -95,7 +95,7 @@ def peak(labels: int) -> int:
 
 
 def measure(labels: int, repeats: int) -> dict[str, Any]:
-    """Return the medians of one size, and how far the results are apart."""
+    """Return the medians for one size, and the differences between the results."""
     embeddings, targets = make_embeddings(labels)
     size = targets.numel()
     losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
@@ -150,7 +150,7 @@ def main() -> None:
         print(peak(arguments.peak))
         return
     out = arguments.out or (None if arguments.quick else RESULTS)
-    warnings.simplefilter("ignore")  # the peer's
+    warnings.simplefilter("ignore")  # warnings of the peer
     results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "repeats": arguments.repeats}
     print_machine(results["machine"])
     if importlib.util.find_spec(PEER) is None:

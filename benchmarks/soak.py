@@ -1,13 +1,13 @@
-"""Does anything grow, leak or drift in a long run? Two ranks, batches of random sizes, the losses in turn.
+"""Does anything grow, leak or drift in a long run? Two ranks, batches of random sizes, alternating losses.
 
 Usage: python benchmarks/soak.py [--steps 2000] [--world-size 2] [--out FOLDER]
 
-Each step draws how many rows each rank has (none at times), scores and targets, all from a seed that every rank shares.
-So each rank can also compute the step as one process with all rows, on a twin of the loss: loss values, gradients and
-queues have to agree to the end. Memory is compared between two windows of steps, one after the first 500 steps, in
-which allocators and lazily loaded code still settle, and one at the end; a run of fewer than 1,000 steps does not judge
-it. File descriptors are compared in every run. Exit status 1 if anything is out of bounds. Needs Linux's /proc; writes
-soak.json.
+Each step draws the number of rows of each rank (sometimes none), scores and targets, all from a seed that every rank
+shares. So each rank can also compute the step as one process with all rows, on a copy of the loss. Loss values,
+gradients and queues must agree to the end. Memory is compared between two windows of steps: one after the first 500
+steps, in which allocators and lazily loaded code still settle, and one at the end. A run of fewer than 1,000 steps does
+not check memory. File descriptors are compared in every run. The exit status is 1 if anything is out of bounds. Needs
+Linux's /proc; writes soak.json.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import fullrank
 
 CLASSES = 3
 MOST_ROWS = 96
-QUEUE = 257  # a prime: it never ends with a batch
+QUEUE = 257  # a prime, so that batches rarely end where the queue wraps around
 SAMPLE_EVERY = 10
-# Steps before memory is compared, and how many a run needs for that.
+# Steps before memory is compared, and the least number of steps of a run that compares it.
 WARM_UP = 500
 LEAST_STEPS = 2 * WARM_UP
 # Bounds: memory may not grow by more than this between the windows; gradients differ by rounding only, in float64.
@@ -42,7 +42,7 @@ MOST_DIFFERENCE = 1e-12
 
 
 def make_losses() -> dict[str, nn.Module]:
-    """Return one loss of each kind, with queues that wrap around and a pool that is drawn."""
+    """Return one loss of each kind, with queues that wrap around and one pool that is subsampled."""
     options: dict[str, Any] = {"num_classes": CLASSES, "queue_size": QUEUE, "temperature": 0.3}
     return {
         "SmoothAPLoss": fullrank.SmoothAPLoss(**options),
@@ -57,7 +57,7 @@ def draw(step: int, world_size: int) -> tuple[list[int], Tensor, Tensor]:
     """Return the rows of each rank, and scores and targets of all ranks together."""
     generator = torch.Generator().manual_seed(step)
     sizes = torch.randint(0, MOST_ROWS, (world_size,), generator=generator)
-    sizes = sizes * (torch.rand(world_size, generator=generator) > 0.05)  # at times a rank has none
+    sizes = sizes * (torch.rand(world_size, generator=generator) > 0.05)  # sometimes a rank has none
     total = int(sizes.sum())
     scores = torch.randn(total, CLASSES, generator=generator, dtype=torch.float64)
     targets = torch.randint(0, CLASSES, (total,), generator=generator)
@@ -71,7 +71,7 @@ def resident() -> int:
 
 
 def one_step(loss: nn.Module, twin: nn.Module, step: int, rank: int, world_size: int) -> float:
-    """Return the largest difference to one process: the loss, or the gradient of this rank's rows."""
+    """Return the largest difference from one process, of the loss or of the gradient of this rank's rows."""
     sizes, scores, targets = draw(step, world_size)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     whole = scores.clone().requires_grad_()
@@ -88,7 +88,7 @@ def one_step(loss: nn.Module, twin: nn.Module, step: int, rank: int, world_size:
 
 
 def serve(rank: int, world_size: int, steps: int, folder: str) -> None:
-    """Run all steps on one rank, and leave its figures in ``folder``."""
+    """Run all steps on one rank, and write its figures to ``folder``."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*is drawn down to max_pool_size")  # on purpose here
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -113,7 +113,7 @@ def serve(rank: int, world_size: int, steps: int, folder: str) -> None:
 
 
 def growth(samples: list[int]) -> int | None:
-    """Return the median of the last tenth of the settled samples less that of their first; None in a short run."""
+    """Return the median of the last tenth of the settled samples minus that of the first; None in a short run."""
     if len(samples) * SAMPLE_EVERY < LEAST_STEPS:
         return None
     settled = samples[WARM_UP // SAMPLE_EVERY :]
@@ -126,7 +126,7 @@ def too_much(grown: int | None) -> bool:
 
 
 def in_kib(grown: int | None) -> str:
-    return f"not judged below {LEAST_STEPS} steps" if grown is None else f"{grown / 1024:.0f}"
+    return f"not checked below {LEAST_STEPS} steps" if grown is None else f"{grown / 1024:.0f}"
 
 
 def main() -> int:
@@ -144,9 +144,9 @@ def main() -> int:
     info = machine()
     print_machine(info)
     rows = [[name, f"{value:.1e}"] for name, value in worst.items()]
-    print_table("Difference to one process with all rows, the largest of all steps", ["loss", "difference"], rows)
+    print_table("Largest difference from one process with all rows, over all steps", ["loss", "difference"], rows)
     print_table(
-        "What has grown since the first steps",
+        "Growth since the first steps",
         ["rank", "memory, KiB", "open files"],
         [[str(rank), in_kib(size), str(left)] for rank, (size, left) in enumerate(zip(grown, leaked))],
     )

@@ -1,11 +1,11 @@
-"""How long forward and backward take: against imbalanced-losses, against one torch.sort, and as the pool grows.
+"""How long forward and backward take, compared with imbalanced-losses and one torch.sort, and as the pool grows.
 
 Usage: python benchmarks/speed.py [--quick] [--repeats 5] [--out FOLDER]
 
-What is compared is run in turn, repetition by repetition, so that both see the same machine; only the ratios travel to
-another one. The full run takes a few minutes and writes speed.json and speed.png; a quick one of small sizes takes
-seconds and writes only where ``--out`` says. The figure shows the results of retrieval.py too, where it has left any in
-the same folder. Needs the ``bench`` extra.
+Competitors run in turn, repetition by repetition, so that both see the same state of the machine; only the ratios hold
+on other machines. The full run takes a few minutes and writes speed.json and speed.png. A quick run of small sizes
+takes seconds and writes only with ``--out``. The figure also shows the results of retrieval.py, if they are in the same
+folder. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARE = 0.01  # of positives, where sizes are compared
 
 
 class Case(NamedTuple):
-    """One loss on one input against the peer; ``bar`` is the ratio that is asked for."""
+    """One loss on one input, compared with the peer; ``bar`` is the required ratio."""
 
     loss: str
     rows: int
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 class SortCase(NamedTuple):
-    """SmoothAPLoss against one sort; ``outlier`` replaces one logit."""
+    """SmoothAPLoss compared with one sort; ``outlier`` replaces one logit."""
 
     rows: int
     bar: float | None = None
@@ -86,7 +86,7 @@ QUICK_GROWTH = (1_000, 10_000)
 
 
 def against_peer(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
-    """Return the medians of the peer and of ours, and how many times as long the peer takes."""
+    """Return the medians of the peer and of ours, and the time of the peer divided by ours."""
     results: list[dict[str, Any]] = []
     for case in cases:
         logits, targets = make_rows(case.rows, case.classes, case.share)
@@ -101,7 +101,7 @@ def against_peer(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
 
 
 def against_sort(cases: tuple[SortCase, ...], repeats: int) -> list[dict[str, Any]]:
-    """Return the best times of one sort and of SmoothAPLoss, and ours as a share of the sort's."""
+    """Return the best times of one sort and of SmoothAPLoss, and ours divided by that of the sort."""
     results: list[dict[str, Any]] = []
     for case in cases:
         logits, targets = make_rows(case.rows, 1, SHARE)
@@ -122,7 +122,7 @@ def ours_and_sort(logits: Tensor, targets: Tensor) -> Steps:
 
 
 def growth(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Return the medians over pool size; the peer's is None where its pairs do not fit in memory."""
+    """Return the medians for each pool size; that of the peer is None if its pairs do not fit in memory."""
     results: list[dict[str, Any]] = []
     for rows in sizes:
         logits, targets = make_rows(rows, 1, SHARE)
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=f"folder for speed.json and speed.png (default: {RESULTS})")
     arguments = parser.parse_args()
     out = arguments.out or (None if arguments.quick else RESULTS)
-    warnings.simplefilter("ignore")  # the peer's
+    warnings.simplefilter("ignore")  # warnings of the peer
     repeats = arguments.repeats
     results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "repeats": repeats}
     print_machine(results["machine"])

@@ -1,9 +1,10 @@
-"""The figure of the speed benchmarks: time over pool size.
+"""The figure of the speed benchmarks: time against pool size.
 
 Usage: python benchmarks/speed_figure.py [--out FOLDER]
 
-Draws speed.png anew from the speed.json and the retrieval.json beside it, without measuring anything; speed.py calls
-``draw`` itself. One ranking is on the left; where there is a retrieval.json, N rankings of N rows are on the right.
+Redraws speed.png from the speed.json and the retrieval.json in the same folder, without measuring anything; speed.py
+calls ``draw`` itself. The left panel shows one ranking. If there is a retrieval.json, the right panel shows N rankings
+of N rows.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ RC = {
 
 
 class Line(NamedTuple):
-    """What is drawn of one competitor."""
+    """How one competitor is drawn."""
 
     key: str
     label: str
     colour: str
     width: float
-    rise: float = 0.0  # of the label, in points: two lines that end close together are labelled apart
-    before: bool = False  # the label is above the end and to the left, where another line goes on below
+    rise: float = 0.0  # of the label, in points: separates the labels of two lines that end close together
+    before: bool = False  # the label is above the end and to the left, because another line continues below
     ends: str = ""  # why it ends before the others
 
 
@@ -66,7 +67,7 @@ RETRIEVAL = (
 
 
 def draw(folder: Path) -> None:
-    """Draw time over pool size from the results in ``folder``, and say where the figure is."""
+    """Draw time against pool size from the results in ``folder``, and print the path of the figure."""
     growth = json.loads((folder / "speed.json").read_text())["growth"]
     retrieval = folder / "retrieval.json"
     panels = [(growth, POOL, "one ranking; rows in the pool, 1 % positive", 0.34)]
@@ -82,9 +83,9 @@ def draw(folder: Path) -> None:
             _draw_panel(place, points, lines, room)
             place.set_xlabel(label)
         first = axes[0, 0]
-        first.set_ylim(top=first.get_ylim()[1] * 30)  # room for a label above the highest line
+        first.set_ylim(top=first.get_ylim()[1] * 30)  # space for a label above the highest line
         first.set_title("Smooth-AP, forward and backward", loc="left", fontsize=14, fontweight="bold", pad=24)
-        subtitle = "Time on a CPU, beside one sort of the same scores. All axes are logarithmic."
+        subtitle = "Time on a CPU, compared with one sort of the same scores. All axes are logarithmic."
         first.text(0, 1.025, subtitle, transform=first.transAxes, color=MUTED)
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / "speed.png", dpi=130)
@@ -93,7 +94,7 @@ def draw(folder: Path) -> None:
 
 
 def _draw_panel(axes: Axes, points: list[dict[str, Any]], lines: tuple[Line, ...], room: float) -> None:
-    """Draw one panel; ``room`` is what the labels need to the right, as a share of the width of the lines."""
+    """Draw one panel; ``room`` is the space for labels on the right, as a share of the width of the lines."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     for line in lines:
@@ -111,7 +112,7 @@ def _draw_line(axes: Axes, line: Line, points: list[dict[str, Any]]) -> None:
     if not drawn:
         return
     axes.plot(*zip(*drawn), color=line.colour, linewidth=line.width, marker="o", markersize=line.width + 2.5)
-    halo = [withStroke(linewidth=4, foreground="white")]  # the grid stops short of the letters
+    halo = [withStroke(linewidth=4, foreground="white")]  # keeps the grid away from the letters
     style = {"textcoords": "offset points", "color": line.colour, "va": "center", "path_effects": halo}
     place = -2 if line.before else 9
     style["ha"] = "right" if line.before else "left"

@@ -1,7 +1,7 @@
-"""The two collectives that move tensors, failing with the name of the call that made them.
+"""The two collectives that move tensors. When one fails, the error names the public call that made it.
 
-torch says which connection was closed, or how long it waited, but not for what. In a job whose ranks die for reasons of
-their own, the call is the first thing to know: in it the others stood while one of them did not come.
+torch's error says which connection was closed or how long it waited, but not in which call. When a rank dies, the other
+ranks fail in their next collective, so the name of that call is the first thing to know.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup, *, call: str
         tensor: this rank's part.
         group: the group.
         call: name of the public call, the head of the message.
-        what: which of its collectives this is, such as ``"the all-gather of the rows"``.
+        what: which collective of that call this is, such as ``"the all-gather of the rows"``.
 
     Raises:
-        RuntimeError: when the collective fails, with the text of torch at its end and its error as the cause.
+        RuntimeError: when the collective fails. The message ends with torch's text; torch's error is the cause.
     """
     try:
         all_gather_flat(output, tensor, group)
@@ -43,7 +43,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: ProcessGroup, *, call:
 
 
 def lost(call: str, what: str, error: Exception) -> RuntimeError:
-    """Return what to raise when a collective fails: the group cannot be used again."""
+    """Return the error to raise when a collective fails. The group cannot be used afterwards."""
     return RuntimeError(
         f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within the "
         f"timeout of the process group: look into the log of each rank for the first error. {error}"

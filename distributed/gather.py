@@ -1,10 +1,10 @@
-"""Gathers whose backward gives each rank the gradient of its own rows, at the scale the wrapper needs.
+"""Gathers whose backward gives each rank the gradient of its own rows, at the scale that the wrapper requires.
 
 Every rank holds the same gathered rows and computes the same loss L from them. With x_r the rows of rank r, the true
 gradient of a parameter w is ``sum_r (dx_r/dw)^T dL/dx_r``. A wrapper that averages over W ranks divides that sum by W,
-so the backward of the gather multiplies by k = W; under a sum k = 1. No communication is needed: dL/dx_r is known on
-rank r already. The loss value itself is never scaled, so it can be logged, and a parameter used after the gather gets
-W equal contributions that the average turns into one.
+so the backward of the gather multiplies by k = W; under a sum k = 1. The backward needs no communication, because rank
+r already knows dL/dx_r. The loss value itself is never scaled, so it can be logged. A parameter used after the gather
+gets W equal gradients, whose average is the right one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .torch_private import not_compiled
 
 
 class Rows(NamedTuple):
-    """What a rank brings to a gather: row-aligned tensors (None passes through) and what all ranks must agree on."""
+    """One rank's input of a gather: row-aligned tensors (None passes through), and what must be equal on all ranks."""
 
     tensors: tuple[Tensor | None, ...]
     facts: Mapping[str, object] = {}
@@ -33,9 +33,9 @@ class Rows(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What every rank holds after it: the tensors with all rows, and the number of rows of each rank."""
+    """The result of a gather, equal on every rank: the tensors with all rows, and the number of rows of each rank."""
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]  # a tensor or None each, as they were given
     rows: tuple[int, ...]
 
 
@@ -59,7 +59,7 @@ class _GatherRows(torch.autograd.Function):
                               reduce_scatter: k / W * (sum_r dy_i)[own rows]
     ======== ================ =============================================
 
-    The local form needs no communication because every rank computes the same loss, so the same dy.
+    The local form needs no communication: every rank computes the same loss and therefore the same dy.
     """
 
     @staticmethod
@@ -67,7 +67,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.plan = plan
         outputs = gather_payload(tensors, plan.rows, plan.group, plan.call)
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
-        # A gradient that nobody computed costs nothing locally, but in a collective it must be there on every rank.
+        # The local form skips a gradient that was not computed. A collective needs one on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
         return tuple(outputs)
 
@@ -120,7 +120,7 @@ def check_rows(tensors: tuple[Tensor | None, ...]) -> int:
 
 
 def _describe(tensor: Tensor | None) -> str | None:
-    """Return what the ranks must share about one tensor: not its row count."""
+    """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
     if tensor is None:
         return None
     needs_grad = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
@@ -137,12 +137,12 @@ def gather_agreed(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> Gathered:
-    """Check, agree, gather: the one way rows travel. Two collectives, whatever the data and however many tensors.
+    """Check, agree, gather. All gathers of rows use this: two collectives, whatever the data and the number of tensors.
 
     Args:
         call: name of the call for the header and for messages.
         group: a group of at least two ranks.
-        prepare: checks this rank's arguments and returns its :class:`Rows`; whatever it raises is raised on all ranks.
+        prepare: checks this rank's arguments and returns its :class:`Rows`; all ranks raise what it raises.
         gradient_reduction: see :func:`all_gather_with_grad`.
         backward: see :func:`all_gather_with_grad`.
     """
@@ -178,7 +178,7 @@ def gather_rows(
 ) -> tuple[Tensor | None, ...]:
     """Gather tensors whose rows belong together from all ranks, in one payload collective.
 
-    Equal to ``tuple(all_gather_with_grad(t) for t in tensors)``, with a third of the collectives for three tensors.
+    Equal to ``tuple(all_gather_with_grad(t) for t in tensors)``; for three tensors with a third of the collectives.
 
     Args:
         *tensors: tensors with the same number of rows N on this rank; N may differ between ranks and may be 0. Any
@@ -227,10 +227,10 @@ def all_gather_with_grad(
         gradient_reduction: how parameter gradients are combined over the ranks. ``"mean"`` (DDP, FSDP2 and HSDP as
             they come): k = W. ``"sum"``: k = 1. An int, the number of ranks the wrapper averages over, when that is not
             the group of the gather: k = that int.
-        backward: ``"local"`` when every rank computes the same loss from the gathered rows, as all losses here do; no
-            communication. ``"reduce_scatter"`` when ranks compute different losses: the objective is then their mean,
-            the backward is ``k / W`` times the sum over ranks of the gradients of these rows, in one collective that
-            every rank must reach.
+        backward: ``"local"`` when every rank computes the same loss from the gathered rows, as all losses of this
+            package do; it needs no communication. ``"reduce_scatter"`` when ranks compute different losses. The
+            objective is then their mean, and the backward is ``k / W`` times the sum over ranks of the gradients of
+            these rows, in one collective that every rank must reach.
 
     Returns:
         (sum over ranks of N, ...) in rank order. At world size 1 the same tensor object comes back.

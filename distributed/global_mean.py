@@ -1,4 +1,4 @@
-"""Sums over all rows divided by a count over all rows: two scalars travel, no rows do."""
+"""Divide a sum over all ranks by a count over all ranks. Two scalars per rank are exchanged, no rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_private import not_compiled
 
 
 class Fraction(NamedTuple):
-    """A rank's part of a global mean: its total (with graph), its number of terms, what all ranks must agree on."""
+    """One rank's part of a global mean: its total (with graph), its number of terms, facts equal on all ranks."""
 
     total: Tensor
     num_terms: Tensor | float
@@ -24,10 +24,10 @@ class Fraction(NamedTuple):
 
 
 class _GlobalRatio(torch.autograd.Function):
-    """Return sum_r S_r / N as every rank knows it; backward gives rank r ``k / N`` for its own S_r.
+    """Return sum_r S_r / N, equal on every rank; backward gives rank r ``k / N`` for its own S_r.
 
-    total (), ratio () float64, scale () = k / N. The other ranks' totals are constants here: their gradient is taken on
-    their own rank, and the wrapper combines the parameter gradients.
+    total (), ratio () float64, scale () = k / N. The totals of other ranks are constants here: each rank takes the
+    gradient of its own total, and the wrapper combines the parameter gradients.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class _GlobalRatio(torch.autograd.Function):
 
 
 def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
-    """Return ``total / count``, and ``total`` itself where the count is 0: then the total is an empty sum."""
+    """Return ``total / count``, or ``total`` where the count is 0, because the total is then an empty sum."""
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
@@ -51,13 +51,13 @@ def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
 def mean_agreed(
     call: str, group: ProcessGroup, prepare: Callable[[], Fraction], *, gradient_reduction: str | int = "mean"
 ) -> Tensor:
-    """Check, agree, divide: one collective, the header, in which total and count ride.
+    """Check, agree, divide, with one collective: the header carries total and count.
 
     Args:
         call: name of the call for the header and for messages.
         group: a group of at least two ranks.
-        prepare: checks this rank's arguments and returns its :class:`Fraction`; what it raises is raised on all ranks.
-        gradient_reduction: how the wrapper combines gradients, see :func:`global_mean`.
+        prepare: checks this rank's arguments and returns its :class:`Fraction`; all ranks raise what it raises.
+        gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
 
     def bring() -> Offer[Tensor]:
@@ -68,7 +68,7 @@ def mean_agreed(
     agreed = agree_on(call, group, bring)
     total, totals = agreed.value, agreed.totals  # (), [W, 4]
     summed = torch.zeros_like(totals[0])
-    for part in totals:  # in rank order, so that every rank gets the same bits
+    for part in totals:  # always in rank order, so that every rank gets the same bits
         summed = summed + part
     summed = summed.to(total.device)
     divisor = torch.where(summed[1] == 0, torch.ones_like(summed[1]), summed[1])
@@ -84,8 +84,8 @@ def global_mean(
 
     .. math:: \frac{\sum_r S_r}{\sum_r N_r}
 
-    Equal to ``loss_of_all_rows.sum() / num_rows_of_all_ranks`` in one process. The mean over ranks of ``S_r / N_r``,
-    which DDP computes when every rank divides by its own count, weights a rank with few rows like one with many.
+    Equal to ``loss_of_all_rows.sum() / num_rows_of_all_ranks`` in one process. If every rank divides by its own count,
+    DDP computes the mean over ranks of ``S_r / N_r``, in which a rank with few rows weighs as much as one with many.
 
     Args:
         total: scalar, this rank's sum of losses.

@@ -1,4 +1,4 @@
-"""Which ranks take part in a call: groups, meshes, and the auto-detection of the losses."""
+"""Find the ranks that take part in a call: groups, meshes, and the auto-detection of the losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
     Args:
         group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``. A mesh of several dimensions is
             flattened once, which creates a group: every rank of the mesh must make that first call.
-        name: what the error messages call it.
+        name: name of the argument in error messages.
 
     Raises:
         TypeError: when ``group`` is something else.
@@ -53,7 +53,7 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
 
 
 def _rank_in(group: ProcessGroup | None, name: str) -> int:
-    """Return this rank's place in ``group``, -1 without one; RuntimeError when the group has been destroyed."""
+    """Return this rank's place in ``group``, -1 for a non-member; RuntimeError when the group has been destroyed."""
     try:
         return dist.get_rank(group)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -98,11 +98,11 @@ def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
 class DataGroup:
     """The ranks over which a loss is pooled, found at the first forward.
 
-    ``resolve(None)`` detects: without a process group the call is local and nothing is decided; with one it resolves
-    and remembers; when that process group has been destroyed and another made, it resolves again. ``resolve(False)``
-    is local. ``resolve(True)`` demands a process group.
+    ``resolve(None)`` detects them. Without a process group the call is local, and nothing is cached. With a process
+    group it resolves and caches the result. If that process group is destroyed and another one created, it resolves
+    again. ``resolve(False)`` is local. ``resolve(True)`` requires a process group.
 
-    A copy shares the group. A pickle cannot hold one: it is dropped, and the default group takes its place.
+    A copy shares the group. A pickle cannot hold a group, so an unpickled loss uses the default group.
     """
 
     def __init__(self, group: Group = None) -> None:

@@ -1,18 +1,18 @@
-"""Agreement: the one small all-gather, always of the same size, that opens every communicating call.
+"""Agreement: every communicating call opens with the same small all-gather, always of the same size.
 
-gloo aborts or hangs when ranks enter different collectives, or the same collective with different sizes. So before a
-call communicates, and even when it has failed its checks, each rank gathers one header of eight words::
+gloo aborts or hangs when ranks enter different collectives, or the same collective with different sizes. So each rank
+first joins an all-gather of one header of eight words, even if its checks have failed::
 
     | failed | digest | rows | checksum | total 0 | total 1 | total 2 | total 3 |
 
-    failed    1 when this rank has an exception to raise
-    digest    64-bit hash of the facts that all ranks must share: which call, dtypes, shapes, flags, state ...
+    failed    1 if this rank failed its checks
+    digest    64-bit hash of the facts that must be equal on all ranks: which call, dtypes, shapes, flags, state ...
     rows      number of rows on this rank (may differ: the payload is padded to the largest)
-    checksum  hash of state on the device that all ranks must share
+    checksum  hash of state on the device that must be equal on all ranks
     totals    float64 numbers that differ between ranks, such as sums and counts
 
 All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
-exchange the reasons and all raise the same exception. That second exchange happens only on this path.
+exchange the reasons, and all raise the same exception. This second exchange happens only before an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_TOTALS = 4
 _WORDS = 4 + NUM_TOTALS
 _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 
-# The backends of a group never change, and torch keeps them as a text that would be parsed in every call.
+# The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
 _BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
@@ -59,7 +59,7 @@ class State(NamedTuple):
 
 
 class Checksum(NamedTuple):
-    """A hash, int64 scalar, of state that all ranks must share; its name and what to do when the ranks differ."""
+    """A hash, int64 scalar, of state that must be equal on all ranks; its name; what to do when the ranks differ."""
 
     value: Tensor
     name: str
@@ -72,7 +72,7 @@ class Offer(Generic[T]):
 
     Attributes:
         value: handed back to this rank by :func:`agree_on`; does not travel.
-        facts: what must be equal on every rank, compared by ``repr``; a :class:`State` brings its own advice.
+        facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice.
         rows: number of rows on this rank.
         totals: at most four numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
@@ -104,15 +104,15 @@ def refuse_in_backward(call: str) -> None:
 
 
 def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]]) -> Agreement[T]:
-    """Run ``bring`` on this rank, exchange headers, and return what all ranks brought; or raise on all of them.
+    """Run ``bring`` on this rank, exchange headers, and return the result for all ranks; or raise on all of them.
 
     An exception in ``bring`` does not leave the other ranks waiting: this rank still joins the exchange, and every rank
     raises. ``bring`` may itself communicate over ``ranks``. If it fails in an agreement of the same ranks, all of them
-    already have that exception, and it is raised as it is.
+    already have that exception, and it is raised unchanged.
 
     Args:
         call: name of the call, the first of the facts and the head of every message.
-        ranks: the group that takes part; None when this process is alone, which just runs ``bring``.
+        ranks: the group that takes part. None when this process is alone: then ``bring`` is just run.
         bring: checks this rank's arguments and returns its :class:`Offer`.
 
     Raises:
@@ -302,22 +302,3 @@ def _who_has_what(ranks: list[int], values: list[str]) -> str:
 
 def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def agree(
-    call: str,
-    group: ProcessGroup,
-    *,
-    error: Exception | None = None,
-    facts: Mapping[str, object] | None = None,
-    rows: int = 0,
-    totals: Sequence[Tensor | float] = (),
-) -> Agreement[None]:
-    """Transitional: agree_on for callers that have already attempted their checks."""
-
-    def bring() -> Offer[None]:
-        if error is not None:
-            raise error
-        return Offer(None, facts or {}, rows, totals)
-
-    return agree_on(call, group, bring)

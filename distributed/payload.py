@@ -1,11 +1,11 @@
-"""Row-aligned tensors as one block of bytes, so that they travel in one collective.
+"""Pack row-aligned tensors into one block of bytes, so that one collective gathers them all.
 
-The block of one rank holds the tensors one after another, each padded to the largest row count of any rank and to a
-multiple of 16 bytes (so that every dtype can be viewed in place on arrival)::
+The block of a rank holds its tensors one after another. Each is padded to the largest row count of any rank, and to a
+multiple of 16 bytes, so that every dtype can be viewed in place on arrival::
 
     | tensor 0: rows, padding | tensor 1: rows, padding | ...
 
-A single tensor with equal row counts is sent and received as it stands, without a copy.
+A single tensor with equal row counts on all ranks is sent and received in place, without packing or copying.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def gather_payload(
 
 
 def _gather_as_it_stands(tensor: Tensor, group: ProcessGroup, call: str) -> Tensor:
-    """Return the rows of all ranks, received where they stay."""
-    if _is_staged(tensor, group):
+    """Return the rows of all ranks, received directly into the output."""
+    if is_staged(tensor, group):
         return _gather_as_it_stands(tensor.detach().cpu(), group, call).to(tensor.device)
     output = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     _exchange(output.view(-1).view(torch.uint8), _bytes_of(tensor), group, call)
@@ -63,14 +63,14 @@ def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
         content = _bytes_of(tensor)
         padding = _aligned(most * _row_bytes(tensor)) - content.numel()
         parts += [content, content.new_zeros(padding)] if padding else [content]
-    # Never empty: every rank makes the same collective whatever the data.
+    # The block is never empty, because every rank makes the same collective whatever the data.
     return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(_ALIGN)
 
 
 def _unpack(padded: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...).
 
-    Always a copy: a view of the block could not be changed in place by its user.
+    Always a copy, because the caller could not change a view of the block in place.
     """
     if min(rows) < max(rows):
         return torch.cat([padded[rank, :count] for rank, count in enumerate(rows)])
@@ -81,7 +81,7 @@ def _unpack(padded: Tensor, rows: Sequence[int]) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A tensor of at most one element counts as contiguous whatever its strides, and could then not be viewed as bytes.
+    # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
@@ -93,14 +93,14 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
-    """Return True when the tensor must pass through the CPU: gloo moves no memory of an accelerator."""
+def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Return True when the tensor must be copied to the CPU first: gloo moves no memory of an accelerator."""
     return tensor.device.type != "cpu" and backend_by_device(group).get(tensor.device.type) == "gloo"
 
 
 def _all_gather(block: Tensor, group: ProcessGroup, call: str) -> Tensor:
     """Return the blocks of all ranks, (W, bytes), on the device of ``block``."""
-    staged = block.cpu() if _is_staged(block, group) else block
+    staged = block.cpu() if is_staged(block, group) else block
     gathered = staged.new_empty(group.size() * staged.numel())
     _exchange(gathered, staged, group, call)
     return gathered.view(-1, staged.numel()).to(block.device)

@@ -1,9 +1,11 @@
-"""Every use of a torch interface that is private or that changed its name between versions, and nothing else."""
+"""Every use of a torch interface that is private or changed its name between versions. Nothing else stands here."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,29 @@ from torch.nn.parallel import DistributedDataParallel
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Decorator that keeps a function out of compiled graphs: torch.compiler.disable, without importing the compiler (1.5 s)
-# before the first call.
-not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep ``function`` out of compiled graphs, as ``torch.compiler.disable`` does.
+
+    ``torch.compiler.disable`` imports the compiler (1.5 s), and ``torch._disable_dynamo`` does so in the first call.
+    This decorator never imports it: where nobody has, there is nothing to be kept out of.
+    """
+    disabled: Callable[P, T] | None = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
+    return call
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
@@ -42,17 +64,17 @@ def backward_is_running() -> bool:
 
 
 def norms_of_each(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the p-norm of every tensor, its powers summed in ``dtype``, in few kernels where the device has such."""
+    """Return the p-norm of every tensor, its powers summed in ``dtype``, in few kernels where the device has them."""
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
 def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Write every source into its target of the same shape, converting dtypes, in few kernels where there are such."""
+    """Copy every source into its target of the same shape, converting dtypes, in few kernels where they exist."""
     torch._foreach_copy_(targets, sources)
 
 
 def divide_each_(tensors: list[Tensor], divisor: float) -> None:
-    """Divide every tensor in place, in few kernels where the device has such."""
+    """Divide every tensor in place, in few kernels where the device has them."""
     torch._foreach_div_(tensors, divisor)
 
 
@@ -62,9 +84,9 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 
 class FsdpGroup:
-    """One set of parameters that FSDP2 reduces together, as torch keeps it: the switches and what is still unreduced.
+    """One set of parameters that FSDP2 reduces together: its switches and its unreduced gradients.
 
-    Reading them is private; every change that has a public setter on FSDPModule is made by that.
+    FSDP2 has no public way to read them. Where FSDPModule has a public setter, changes go through the setter.
     """
 
     def __init__(self, state: Any) -> None:
@@ -81,7 +103,7 @@ class FsdpGroup:
 
     @property
     def divisor(self) -> float:
-        """What a reduced gradient has been divided by."""
+        """The number by which FSDP2 divides a reduced gradient."""
         factor = self.state.gradient_divide_factor
         return float(self.num_ranks if factor is None else factor)
 
@@ -117,12 +139,12 @@ class FsdpGroup:
         return info.mesh if info.mesh.ndim == len(dims) else info.mesh[tuple(info.mesh.mesh_dim_names[d] for d in dims)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters, in both forms that the modules may hold: sharded, and whole for a computation."""
+        """Return the parameters in both forms that the modules may hold: sharded, and whole during a computation."""
         forms = [(held.sharded_param, getattr(held, "_unsharded_param", None)) for held in self.state.fsdp_params]
         return [form for both in forms for form in both if form is not None]
 
     def discard(self) -> None:
-        """Drop every gradient of these parameters, also what a backward without reduction has left unsharded."""
+        """Drop every gradient of these parameters, and the unsharded ones that a backward without reduction leaves."""
         for parameter in self.parameters():
             parameter.grad = None
         for held in self.state.fsdp_params:
@@ -131,26 +153,26 @@ class FsdpGroup:
 
 
 def forget_forward(module: DistributedDataParallel) -> None:
-    """Undo what a forward of DDP has prepared and no backward has used, or the next backward reduces unasked.
+    """Reset DDP's reducer after a forward without backward; otherwise the next backward all-reduces even under no_sync.
 
-    On every rank or none: DDP arranges its buckets anew at the next forward but one, which is a collective.
+    Call it on every rank or on none: DDP rebuilds its buckets two forwards later, which is a collective.
     """
-    reducer = getattr(module, "reducer", None)  # the compiler's own reducer has nothing to prepare
+    reducer = getattr(module, "reducer", None)  # the compiler's own reducer prepares nothing in the forward
     try:
         if reducer is not None:
             reducer._check_reducer_finalized()
             reducer._reset_state()
     except RuntimeError:
-        pass  # a backward broke off inside the reduction: DDP says so at its next forward, and must go on to
+        pass  # a backward failed inside the reduction: DDP raises at its next forward, and this must not hide it
 
 
 def awaits_first_reduction(module: DistributedDataParallel) -> bool:
-    """Return True while DDP with ``static_graph`` has not recorded its graph, which its first backward does."""
+    """Return True until DDP with ``static_graph`` has recorded its graph, in its first backward."""
     return module.static_graph and not module._static_graph_delay_allreduce_enqueued
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the FSDPModules in ``model``, without importing FSDP (0.7 s) where nobody has."""
+    """Return the FSDPModules in ``model``. FSDP (0.7 s) is not imported: if nobody has, there are none."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
@@ -177,6 +199,6 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Do now what the next forward of DDP would do about its buffers, and nothing if it would do nothing."""
+    """Broadcast the buffers now if the next forward of DDP would; otherwise do nothing."""
     if module._check_sync_bufs_pre_fwd():
         module._sync_buffers()

@@ -2,8 +2,8 @@
 
 Usage: python docs/make_diagnostics.py [--out FOLDER]
 
-Runs the Python blocks of docs/tutorial.md up to the two processes, and those of docs/logging.md, and draws what they
-leave behind.
+Runs the Python blocks of docs/tutorial.md up to the section "Two processes", and those of docs/logging.md, and draws
+their results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def run_page(name: str) -> dict[str, Any]:
-    """Run the blocks of a page in one namespace, and return it."""
+    """Run the blocks of a page in one namespace, and return that namespace."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (FOLDER / name).read_text("utf-8"), flags=re.DOTALL):
         if not block.startswith("# train.py"):

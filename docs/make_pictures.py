@@ -2,7 +2,7 @@
 
 Usage: python docs/make_pictures.py [--out FOLDER]
 
-Needs matplotlib and numpy, not fullrank: the numbers of nodes and bins are those of float32.
+Needs matplotlib and numpy, not fullrank. The numbers of nodes and bins are those for float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def chebyshev(count: int) -> np.ndarray:
 
 
 def draw_reach(axes: Axes) -> None:
-    """Draw which rows a target at 0 meets through nodes, and which only by number."""
+    """Draw which rows reach a target at 0 through nodes, and which are only counted."""
     edge = (REACH + 0.5) * WIDTH
     x = np.linspace(-58, 58, 600)
     axes.axvspan(-edge, edge, color=BAND, linewidth=0)
@@ -58,7 +58,7 @@ def draw_reach(axes: Axes) -> None:
 
 
 def draw_levels(axes: Axes) -> None:
-    """Draw one source bin and one target bin: rows, fine nodes, coarse nodes, and the way between them."""
+    """Draw one source bin and one target bin: rows, fine nodes, coarse nodes, and the steps between them."""
     generator = np.random.default_rng(0)
     centers = {"source": 0.0, "target": 8.0}
     fine_nodes = (np.arange(FINE)[:, None] + 0.5 + chebyshev(P) / 2).ravel() / FINE * WIDTH - WIDTH / 2

@@ -3,10 +3,10 @@
 One process:    python examples/accumulation.py
 Two processes:  torchrun --standalone --nproc-per-node 2 examples/accumulation.py
 
-Two optimizer steps are the same only if their gradients are. A language model averages over tokens, and SmoothAP ranks
-all rows: for both, the usual way of accumulation (the mean of the micro-batches' losses) trains with another loss for
-every way of cutting. `accumulate` and `pooled_backward` train with the same one, on any number of ranks. What to copy
-into your own training are the lines of `language_step` and `ranking_step`.
+Two optimizer steps are equal only if their gradients are. A language model averages over tokens, and SmoothAP ranks all
+rows. For both, the usual accumulation (the mean of the losses of the micro-batches) optimises a different loss for each
+way to cut the batch. `accumulate` and `pooled_backward` optimise the same loss, on any number of ranks. To use them in
+your own training, copy the lines of `language_step` and `ranking_step`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fullrank import (
 )
 from fullrank.losses import smooth_ap
 
-LARGEST_GAP = 1e-12  # between curves that must coincide: rounding of float64, which training multiplies a little
+LARGEST_GAP = 1e-12  # between curves that must coincide: float64 rounding, which training amplifies slightly
 LANGUAGE_SETTINGS = ((32, 1), (16, 2), (2, 16), (1, 32))  # micro-batches x sequences
 RANKING_SETTINGS = ((16, 32), (1, 512))  # micro-batches x rows
 NUM_FEATURES = 8
@@ -53,7 +53,7 @@ def language_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> N
 
 
 def mean_of_means_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
-    """Accumulate as is widely done: every micro-batch has the same weight, and every rank."""
+    """Accumulate in the usual way: every micro-batch and every rank has the same weight."""
     for index, batch in enumerate(micro_batches):
         with maybe_no_sync(model, index, len(micro_batches)):
             loss = causal_lm_loss(model(batch["tokens"]), batch["labels"])
@@ -61,7 +61,7 @@ def mean_of_means_step(model: nn.Module, micro_batches: list[dict[str, Tensor]])
 
 
 class Ranking:
-    """Steps with SmoothAP, whose loss of a row depends on all the others."""
+    """Steps with SmoothAP, where the loss of a row depends on all other rows."""
 
     def __init__(self, gather_distributed: bool | None) -> None:
         self.loss = SmoothAPLoss(1, queue_size=0, temperature=TEMPERATURE, gather_distributed=gather_distributed)
@@ -76,7 +76,7 @@ class Ranking:
         )
 
     def mean_step(self, model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Accumulate as is widely done: each micro-batch is ranked by itself."""
+        """Accumulate in the usual way: each micro-batch is ranked separately."""
         for index, (features, targets) in enumerate(micro_batches):
             with maybe_no_sync(model, index, len(micro_batches)):
                 (self.loss(model(features), targets) / len(micro_batches)).backward()
@@ -88,7 +88,7 @@ def world_size() -> int:
 
 
 def cut(rows: Sequence[Any], setting: tuple[int, int]) -> list[Sequence[Any]]:
-    """Return this rank's micro-batches of a batch: its share of the rows, in pieces of the size of the setting."""
+    """Return this rank's share of a batch, cut into micro-batches of the size in the setting."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     start, stop = (len(rows) * edge // world_size() for edge in (rank, rank + 1))
     return [rows[first : min(first + setting[1], stop)] for first in range(start, stop, setting[1])]
@@ -104,7 +104,7 @@ def train(
 ) -> Curve:
     """Take one optimizer step per batch, a list of this rank's micro-batches; return the losses along the way.
 
-    ``alone``: each rank trains a model of its own, as one process does.
+    ``alone``: each rank trains its own model without DDP, as one process does.
     """
     wrapped = DistributedDataParallel(model) if dist.is_initialized() and not alone else model
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
@@ -118,7 +118,7 @@ def train(
 
 
 def compare_language(lengths: str, num_steps: int) -> Panel:
-    """Train the language model on batches in one piece, and with every setting in both ways."""
+    """Train the language model on undivided batches, and with every setting in both ways."""
     size = LANGUAGE_SETTINGS[0][0] * LANGUAGE_SETTINGS[0][1]
     texts, test_texts = make_texts(lengths, num_steps * size, seed=0), make_texts(lengths, 64, seed=1)
     tokenizer = Tokenizer([*texts, *test_texts])
@@ -145,7 +145,7 @@ def compare_language(lengths: str, num_steps: int) -> Panel:
 
 
 def compare_ranking(num_steps: int) -> Panel:
-    """Train with SmoothAP on batches in one piece, and with both settings in both ways."""
+    """Train with SmoothAP on undivided batches, and with both settings in both ways."""
     size = RANKING_SETTINGS[0][0] * RANKING_SETTINGS[0][1]
     features, targets = make_rows(num_steps * size, NUM_FEATURES, seed=0)
     test_features, test_targets = make_rows(2000, NUM_FEATURES, seed=1)
@@ -176,10 +176,10 @@ def name_of(setting: tuple[int, int]) -> str:
 
 
 def demonstrate(options: argparse.Namespace, is_first: bool) -> int:
-    """Train, compare, report; return the exit status: 0 when the curves that must coincide do."""
+    """Train, compare, report; return the exit status, 0 if the curves that must coincide do."""
     start = time.perf_counter()
     panels = [compare_language(lengths, options.steps) for lengths in ("mixed", "extreme", "equal")]
-    panels.append(compare_ranking(3 * options.steps))  # of which each costs less
+    panels.append(compare_ranking(3 * options.steps))  # each of these steps is cheaper
     if not is_first:
         return 0
     ranks = "1 process" if world_size() == 1 else f"{world_size()} processes"
@@ -217,7 +217,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     try:
         status = demonstrate(options, dist.get_rank() == 0)
-        dist.barrier()  # gloo may abort a rank that leaves while another still communicates
+        dist.barrier()  # gloo may abort a rank that leaves while another rank still communicates
         return status
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The models of the example of accumulation, small enough for a processor, in float64."""
+"""The models of the accumulation example, in float64 and small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONGEST = 64  # words
 
 
 class LanguageModel(nn.Module):
-    """A transformer decoder of one layer: tokens (N, T) to logits (N, T, V) of the next ones."""
+    """A transformer decoder of one layer: tokens (N, T) to logits (N, T, V) of the next tokens."""
 
     def __init__(self, num_words: int, width: int = 24, num_heads: int = 2) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, num_words)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits. Padding stands on the right, where no word before it looks."""
+        """Return the logits. Padding is on the right, so causal attention never reads it."""
         x = self.embed(tokens) + self.place[: tokens.shape[1]]
         x = x + self._attend(self.norms[0](x))
         x = x + self.inner(self.norms[1](x))
@@ -44,13 +44,13 @@ def make_language_model(num_words: int) -> nn.Module:
 
 
 def make_scorer(num_features: int) -> nn.Module:
-    """Return a perceptron with one score for each row, the same at every call."""
+    """Return a perceptron with one score per row, the same at every call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(num_features, 32), nn.Tanh(), nn.Linear(32, 1)).double()
 
 
 def make_rows(count: int, num_features: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return features (N, F) and targets (N,), one row in twenty a positive: near to a point, up to noise."""
+    """Return features (N, F) and targets (N,): the twentieth closest to a point is positive, up to noise."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, num_features, generator=generator, dtype=torch.float64)
     distance = (features - torch.linspace(1, 0, num_features, dtype=torch.float64)).norm(dim=1)

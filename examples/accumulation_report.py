@@ -1,4 +1,4 @@
-"""What the example of accumulation shows: the largest gap between the curves of each panel, and a picture."""
+"""The output of the accumulation example: the largest gap between the curves of each panel, and a picture."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito, which color-blind readers can tell apart.
+# Okabe and Ito, which color-blind readers can distinguish.
 COLORS = ("#D55E00", "#E69F00", "#009E73", "#CC79A7")
 EXACT_COLOR = "#0072B2"
 
-Curve = Sequence[tuple[int, float]]  # (optimizer step, loss on rows that are not trained on)
+Curve = Sequence[tuple[int, float]]  # (optimizer step, loss on held-out rows)
 
 
 class Panel(NamedTuple):
@@ -21,19 +21,19 @@ class Panel(NamedTuple):
 
     title: str
     unit: str
-    whole: Curve  # one process, every batch in one piece
+    whole: Curve  # one process, undivided batches
     naive: Mapping[str, Curve]
     exact: Mapping[str, Curve]
     naive_must_coincide: bool = False
 
     def gap(self, curve: Curve) -> float:
-        """Return the largest distance, relative, of a curve to that of the batches in one piece."""
+        """Return the largest relative distance of a curve from that of the undivided batches."""
         pairs = zip(curve, self.whole, strict=True)
         gaps = [abs(value - other) / abs(other) for (_, value), (_, other) in pairs]
-        return max(gaps) if all(gap == gap for gap in gaps) else float("inf")  # NaN is no agreement
+        return max(gaps) if all(gap == gap for gap in gaps) else float("inf")  # NaN counts as a difference
 
     def gaps_to_hold(self) -> list[float]:
-        """Return the gaps of the curves that must coincide with that of the batches in one piece."""
+        """Return the gaps of the curves that must coincide with that of the undivided batches."""
         curves = [*self.exact.values(), *(self.naive.values() if self.naive_must_coincide else ())]
         return [self.gap(curve) for curve in curves]
 
@@ -72,7 +72,7 @@ def plot(panels: Sequence[Panel], path: Path, subject: str) -> None:
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    # Wide and pale, then narrow and dark: that several curves lie in one place can be seen.
+    # Wide and pale first, then narrow and dark, so that curves that coincide all stay visible.
     for place, (label, curve) in enumerate(panel.exact.items()):
         width, strength = 9 - 2 * place, (place + 1) / len(panel.exact)
         axes.plot(*zip(*curve), color=EXACT_COLOR, alpha=0.2 + 0.5 * strength, linewidth=width, label=label)

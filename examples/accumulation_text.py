@@ -1,4 +1,4 @@
-"""The text of the example of accumulation: made up here, cut into words, of lengths that vary as in real data."""
+"""The texts of the accumulation example: synthetic, cut into words, with lengths that vary as in real data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the label of a token that does not count
+IGNORED = -100  # the label of a token that the loss ignores
 
 _NOUNS = ["baker", "bird", "cat", "clerk", "dog", "farmer", "fox", "king"]
 _THINGS = ["book", "bridge", "cart", "door", "hat", "house", "lamp", "letter"]
@@ -31,8 +31,8 @@ class Tokenizer:
 def make_texts(lengths: str, count: int, seed: int) -> list[str]:
     """Return ``count`` texts whose numbers of words are "mixed", "extreme" or "equal".
 
-    Short texts count, long ones tell a story: a loss that gives each text, not each word, the same weight learns to
-    count first.
+    Short texts count up from a number, long ones are sentences. A loss that weights each text equally, instead of each
+    word, learns to count first.
     """
     source = random.Random(f"{lengths} {seed}")
     return [_make_text(_draw_length(lengths, source), source) for _ in range(count)]
@@ -55,14 +55,14 @@ def _make_text(length: int, source: random.Random) -> str:
         words = [_NUMBERS[(start + place) % len(_NUMBERS)] for place in range(length)]
     while len(words) < length:
         who = source.choice(_NOUNS)
-        # What somebody does to what follows from who it is, but for one sentence in four.
+        # The noun determines the verb and the object, except in one sentence out of four.
         known = _NOUNS.index(who) if source.random() < 0.75 else source.randrange(len(_VERBS))
         words += ["the", who, _VERBS[known], "a", _THINGS[(3 * known) % len(_THINGS)], "."]
     return " ".join(words[:length])
 
 
 def collate(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return tokens (N, T) padded with 0, and labels padded with what does not count."""
+    """Return tokens (N, T) padded with 0, and labels padded with the ignored label."""
     tokens = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=IGNORED)
     return {"tokens": tokens, "labels": labels}

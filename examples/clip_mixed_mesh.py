@@ -1,10 +1,10 @@
-"""Clip the gradient of a model under tensor parallelism and FSDP2 by the norm that one process would find.
+"""Clip the gradient of a model under tensor parallelism and FSDP2 by the norm that one process would compute.
 
 Usage:  torchrun --standalone --nproc-per-node 4 examples/clip_mixed_mesh.py
 
-Four ranks as two by two: FSDP2 over "dp", tensor parallelism over "tp". Some parameters are sharded over both, some
-over dp alone, one is a plain tensor that no wrapper knows. The same model in one process, with the whole batch, says
-what is right, and torch's own function is given the same gradients.
+Four ranks form a mesh of two by two: FSDP2 over "dp", tensor parallelism over "tp". Some parameters are sharded over
+both, some over dp alone, and one is a plain tensor that no wrapper manages. The reference is the same model in one
+process with the whole batch. torch's own function gets the same gradients for comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.utils import get_total_norm
 from fullrank import clip_grad_norm_, total_grad_norm
 
 MAX_NORM = 0.1
-HIGHEST_DIFFERENCE = 1e-13  # relative, float64: ranks add gradients in another order than one process does
+HIGHEST_DIFFERENCE = 1e-13  # relative, float64: ranks add gradients in a different order than one process
 
 
 class Scale(nn.Module):
@@ -74,7 +74,7 @@ def make_models() -> tuple[Network, Network]:
     spread(model, mesh)
     alone(rows).square().mean().backward()
     model(rows.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
-    # What no wrapper knows is averaged by hand, before the norm is taken.
+    # No wrapper reduces this gradient, so average it by hand before computing the norm.
     grad = model.scale.factor.grad
     dist.all_reduce(grad, group=mesh["dp"].get_group())
     grad /= mesh["dp"].size()
@@ -82,7 +82,7 @@ def make_models() -> tuple[Network, Network]:
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the memory of this rank's part of every gradient."""
+    """Return the local tensor of every gradient on this rank."""
     grads = (parameter.grad for parameter in model.parameters())
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
@@ -95,7 +95,7 @@ def full_gradient(model: nn.Module) -> Tensor:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield copies of this rank's gradients, and put them back afterwards."""
+    """Yield copies of this rank's gradients, and restore them afterwards."""
     before = [grad.clone() for grad in local_gradients(model)]
     yield before
     for grad, copied in zip(local_gradients(model), before):
@@ -103,7 +103,7 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def attempt(model: nn.Module, parameters: Iterable[Tensor], foreach: bool | None) -> str:
-    """Return what torch's function makes of ``parameters``."""
+    """Return what torch's function does with ``parameters``, as text."""
     with restored(model) as before:
         try:
             text = f"{torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM, foreach=foreach)}"
@@ -114,7 +114,7 @@ def attempt(model: nn.Module, parameters: Iterable[Tensor], foreach: bool | None
 
 
 def clip_each_mesh(model: nn.Module) -> str:
-    """Let torch clip the parameters of each mesh by themselves, the way around its errors; return what is left."""
+    """Let torch clip the parameters of each mesh separately, which avoids its errors; return the remaining norm."""
     by_mesh: dict[object, list[Tensor]] = {}
     for parameter in model.parameters():
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -132,7 +132,7 @@ def same_on_all_ranks(norm: Tensor) -> bool:
 
 
 def describe(parameter: Tensor) -> str:
-    """Return where a parameter is."""
+    """Return the placements of a parameter, as text."""
     if not isinstance(parameter, DTensor):
         return "plain"
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -140,7 +140,7 @@ def describe(parameter: Tensor) -> str:
 
 
 def demonstrate() -> bool:
-    """Print what every way of clipping makes of the same gradients; return whether ours is right."""
+    """Print the result of every way to clip the same gradients; return whether ours is correct."""
     model, alone = make_models()
     show = print if dist.get_rank() == 0 else lambda *_: None
     for name, parameter in model.named_parameters():
@@ -151,7 +151,7 @@ def demonstrate() -> bool:
     show(f"  all parameters: {attempt(model, model.parameters(), None)}")
     show(f"  all parameters, foreach=False: {attempt(model, model.parameters(), False)}")
     show(f"  up, down and scale, foreach=False: {attempt(model, layers, False)}")
-    show(f"  the parameters of each mesh by themselves: {clip_each_mesh(model)}")
+    show(f"  the parameters of each mesh separately: {clip_each_mesh(model)}")
 
     inf = float("inf")
     right_inf = get_total_norm([parameter.grad for parameter in alone.parameters()], inf)
@@ -171,7 +171,7 @@ def demonstrate() -> bool:
 
 def main() -> int:
     """Run on the four processes that torchrun started; return the exit status."""
-    # FSDP2 warns about views that nobody changes here, and DTensor about a mesh that torch's own clipping reduces.
+    # FSDP2 warns about views, which nothing modifies here, and DTensor about a mesh that torch's clipping reduces over.
     warnings.simplefilter("ignore", UserWarning)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
@@ -179,7 +179,7 @@ def main() -> int:
         if dist.get_world_size() != 4:
             raise SystemExit(f"--nproc-per-node: expected 4, got {dist.get_world_size()}")
         status = 0 if demonstrate() else 1
-        dist.barrier()  # gloo may abort a rank that leaves while another still communicates
+        dist.barrier()  # gloo may abort a rank that leaves while another rank still communicates
         return status
     finally:
         dist.destroy_process_group()

@@ -37,7 +37,7 @@ def make_rare(digit: int, rate: float, seed: int) -> tuple[Rows, Rows]:
     num_negatives = len(negatives) // 2
     num_positives = round(num_negatives * rate / (1 - rate))
     if not 1 <= num_positives <= len(positives) // 2:
-        raise SystemExit(f"--positive-rate {rate}: asks for {num_positives} of {len(positives) // 2} positives")
+        raise SystemExit(f"--positive-rate {rate}: needs {num_positives} positives, there are {len(positives) // 2}")
     halves = []
     for half in (0, 1):
         negative = negatives[half * num_negatives :][:num_negatives]
@@ -56,7 +56,7 @@ def world_size() -> int:
 def own_share(num_rows: int, rank: int | None = None) -> slice:
     """Return which of ``num_rows`` rows belong to ``rank``, by default this one: no two ranks have the same number.
 
-    Nothing is padded and nothing is dropped. Unequal shards are what the end of an epoch brings; here they are usual.
+    Nothing is padded and nothing is dropped. Usually shards differ only at the end of an epoch; here every batch does.
     """
     ranks = world_size()
     if rank is None:

@@ -16,7 +16,7 @@ from fullrank.losses import RankingLoss
 
 
 class Proof(NamedTuple):
-    """Relative differences to the gradient that one process gets with all rows: norm of difference / norm."""
+    """Relative differences from the gradient that one process gets with all rows: norm of difference / norm."""
 
     fullrank: float
     detached: float
@@ -34,10 +34,10 @@ def prove(
 
     Args:
         losses: called with logits (N, 1) and targets (N,).
-        models: the model, and another one whose scores fill the memory queues, as scores of the past do.
-        wrap: what makes a model data-parallel.
+        models: the model, and a second one whose scores fill the memory queues in place of scores from earlier steps.
+        wrap: makes a model data-parallel.
         rows: inputs and targets of the full batch, the same on every rank.
-        own: which rows are this rank's.
+        own: the rows of this rank.
     """
     inputs, targets = rows[0].double(), rows[1]
     model, past = (copy.deepcopy(one).double() for one in models)
@@ -62,11 +62,11 @@ def _compare(
     local_loss = _without_gather(loss)
     truth = _gradient(copy.deepcopy(model), lambda net: copy.deepcopy(local_loss)(net(inputs), targets))
     attempts: tuple[Callable[[nn.Module], Tensor], ...] = (
-        # fullrank: the loss as it is, on this rank's rows.
+        # fullrank: the unchanged loss, on this rank's rows.
         lambda net: copy.deepcopy(loss)(net(inputs[own]), targets[own]),
-        # The usual convention: gather detached rows, put this rank's own back, the loss of one process on top.
+        # The usual way: gather detached rows, put this rank's own rows back, then the loss of one process.
         lambda net: copy.deepcopy(local_loss)(_gather_detached(net(inputs[own]), own), targets),
-        # No gather at all: the loss of this rank's rows.
+        # No gather: the loss of this rank's rows alone.
         lambda net: copy.deepcopy(local_loss)(net(inputs[own]), targets[own]),
     )
     found = [_gradient(wrap(copy.deepcopy(model)), attempt) for attempt in attempts]
@@ -74,7 +74,7 @@ def _compare(
 
 
 def _without_gather(loss: nn.Module) -> nn.Module:
-    """Return a copy of ``loss`` that keeps to the rows it is given."""
+    """Return a copy of ``loss`` that does not gather."""
     loss = copy.deepcopy(loss)
     for part in loss.modules():
         if hasattr(part, "gather_distributed"):
@@ -83,7 +83,7 @@ def _without_gather(loss: nn.Module) -> nn.Module:
 
 
 def _gather_detached(logits: Tensor, own: slice) -> Tensor:
-    """Return the rows of all ranks, of which only this rank's own carry gradient."""
+    """Return the rows of all ranks; only this rank's own rows carry gradient."""
     if not dist.is_initialized():
         return logits
     everyone = all_gather_no_grad(logits.detach())
@@ -91,13 +91,13 @@ def _gather_detached(logits: Tensor, own: slice) -> Tensor:
 
 
 def _gradient(model: nn.Module, objective: Callable[[nn.Module], Tensor]) -> Tensor:
-    """Return the gradient of all parameters as one vector, after whatever reduction ``model`` makes."""
+    """Return the gradient of all parameters as one vector, after the reduction of ``model``, if it has one."""
     objective(model).backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def _largest(value: Tensor) -> float:
-    """Return the largest ``value`` of all ranks; what is not a number counts as infinite."""
+    """Return the largest ``value`` of all ranks; NaN counts as infinite."""
     value = value.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.MAX)

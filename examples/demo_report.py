@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """How a loss is shown. The colors are those of Okabe and Ito, which color-blind readers can tell apart."""
+    """How a loss is shown. The colors are those of Okabe and Ito, which color-blind readers can distinguish."""
 
     label: str
     color: str
-    metric: str | None = None  # the metric that the loss is a surrogate of, a field of Figures
+    metric: str | None = None  # the field of Figures that the loss is a surrogate of
 
 
 STYLES = {
@@ -83,12 +83,12 @@ def exact_figures(scores: np.ndarray, targets: np.ndarray, quantile: float, beta
 
 
 def count(number: int, noun: str) -> str:
-    """Return the number and the noun, in the plural where it is one."""
+    """Return the number and the noun, in the plural if needed."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Progress:
-    """A bar for each loss on a terminal; elsewhere only the line that is left of it. Silent on all ranks but one."""
+    """A bar for each loss on a terminal, elsewhere only its final line. Only one rank prints."""
 
     def __init__(self, total: int, is_shown: bool) -> None:
         self.total, self.is_shown, self.is_terminal = total, is_shown, sys.stdout.isatty()
@@ -116,7 +116,7 @@ class Progress:
 
 
 def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float, tolerance: float) -> None:
-    """Print mean and standard deviation over the seeds, and how far our metrics are from scikit-learn's."""
+    """Print mean and standard deviation over the seeds, and the difference between our metrics and scikit-learn's."""
     seeds = len(next(iter(runs.values())))
     print(f"\nTest rows, mean +- standard deviation over {count(seeds, 'seed')}, by scikit-learn\n")
     heads = ("average precision", f"recall at top {100 * quantile:g} %", f"pAUC, FPR 0..{100 * beta:g} %")
@@ -134,7 +134,7 @@ def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float,
 
 
 class Gain(NamedTuple):
-    """A ranking loss minus cross-entropy, in the metric that it is a surrogate of."""
+    """The metric of a ranking loss, in the metric it is a surrogate of, minus that of cross-entropy."""
 
     by_seed: np.ndarray  # [seeds]
     mean: float
@@ -142,7 +142,7 @@ class Gain(NamedTuple):
 
 
 def gains(runs: Mapping[str, Sequence[Run]]) -> dict[str, Gain]:
-    """Return the gain of each ranking loss; of none without cross-entropy, or with one seed."""
+    """Return the gain of each ranking loss; empty without cross-entropy or with a single seed."""
     base = runs.get("cross_entropy", ())
     found = {}
     for name, many in runs.items():
@@ -158,7 +158,7 @@ def gains(runs: Mapping[str, Sequence[Run]]) -> dict[str, Gain]:
 
 
 def print_verdict(runs: Mapping[str, Sequence[Run]]) -> None:
-    """Say of each ranking loss whether it helps."""
+    """Print for each ranking loss whether it helps."""
     found = gains(runs)
     if not found:
         return
@@ -171,7 +171,7 @@ def print_verdict(runs: Mapping[str, Sequence[Run]]) -> None:
     lowest = min(one.train_ap for many in runs.values() for one in many)
     print(f"\n  Average precision on the rows trained on: at least {lowest:.3f} in every run.")
     if lowest > 0.99:
-        print("  All losses have learned these by heart. Where that is so, a ranking loss has little left to improve.")
+        print("  All losses fit these rows almost completely, which leaves a ranking loss little to improve.")
 
 
 def plot(runs: Mapping[str, Sequence[Run]], path: Path, warmup_steps: int, subject: str) -> None:
@@ -198,7 +198,7 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path, warmup_steps: int, subje
 
 
 def _draw_precision_recall(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Draw the precision at which each positive is found; the area under the steps is the average precision."""
+    """Draw the precision at each positive that is found; the area under the steps is the average precision."""
     for name, many in runs.items():
         num_positives = int(many[0].targets.sum())
         recall = np.arange(1, num_positives + 1) / num_positives

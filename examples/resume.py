@@ -1,17 +1,17 @@
-"""A DDP job that is killed, restarted by torchrun, and ends with the weights of a job that never stopped, bit for bit.
+"""A DDP job that is killed, restarted by torchrun, and ends bit for bit with the weights of a job that never stopped.
 
-Run through, then kill a rank once:
+Run it once without interruption, then once with a rank that is killed:
 
     torchrun --standalone --nproc-per-node 2 examples/resume.py --folder outputs/through
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --folder outputs/killed --kill-at 47
 
-Both print the same digests. With `--forget loss` (or another part of the checkpoint) the second one goes on without it,
-and nothing but the digests tells that it has become another training.
+Both print the same digests. With `--forget loss` (or another part of the checkpoint) the second run continues without
+that part, and only the digests show that it has become a different training.
 
-Adam's momenta, the queue and the schedule of the loss, the place in the epoch and the masks of dropout go on where they
-stood; the steps after the last checkpoint are taken again. To have that in your own training copy `ResumableSampler`,
-`RandomState`, `join`, `settle`, `save` and `load`, and of `train` the generator of the loader, the dict `parts`, what
-follows `optimizer.step()`, and the `else` of the loop over an epoch. docs/checkpointing.md says the same for
+Adam's momenta, the queue and the schedule of the loss, the position in the epoch and the masks of dropout continue as
+they were; the steps after the last checkpoint are repeated. To use this in your own training, copy `ResumableSampler`,
+`RandomState`, `join`, `settle`, `save` and `load`. From `train`, copy the generator of the loader, the dict `parts`,
+the lines after `optimizer.step()`, and the `else` of the loop over an epoch. docs/checkpointing.md covers
 torch.distributed.checkpoint, FSDP2 and another number of ranks.
 """
 
@@ -39,10 +39,10 @@ PARTS = ("model", "optimizer", "loss", "sampler", "random")
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """A DistributedSampler that goes on in the middle of an epoch.
+    """A DistributedSampler that can resume in the middle of an epoch.
 
-    Its place is counted in rows of all ranks, so that another number of ranks can take over. The loop advances it after
-    a step: the loader asks for indices ahead of time, and what it has asked for has not been learned from.
+    It counts its position in rows over all ranks, so that another number of ranks can resume. The training loop
+    advances it after each step, because the loader requests indices ahead, before the model has trained on them.
     """
 
     num_rows_done = 0
@@ -54,7 +54,7 @@ class ResumableSampler(DistributedSampler[Any]):
         return super().__len__() - self.num_rows_done // self.num_replicas
 
     def start_epoch(self, epoch: int) -> None:
-        """Go to the first row of ``epoch``, which is shuffled anew."""
+        """Go to the first row of ``epoch``, which has its own shuffle."""
         self.set_epoch(epoch)
         self.num_rows_done = 0
 
@@ -69,9 +69,9 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class RandomState:
-    """torch's generators of every rank: dropout draws other masks on each.
+    """torch's generators of every rank: dropout draws different masks on each.
 
-    Add those of Python and numpy if your data come from them, as numbers and tensors.
+    If your data use the generators of Python or numpy, add their states, as numbers and tensors.
     """
 
     def state_dict(self) -> dict[str, list[Tensor]]:
@@ -84,7 +84,7 @@ class RandomState:
         return {device: [states[device] for states in ranks] for device in mine}
 
     def load_state_dict(self, state: Mapping[str, list[Tensor]]) -> None:
-        """Restore this rank's generators; with another number of ranks they stay as they are."""
+        """Restore this rank's generators; with another number of ranks they stay unchanged."""
         if len(state["cpu"]) != dist.get_world_size():
             return
         torch.set_rng_state(state["cpu"][dist.get_rank()])
@@ -95,9 +95,10 @@ class RandomState:
 def join() -> None:
     """Join the process group of this attempt.
 
-    torchrun keeps one store over its restarts, in which the addresses of dead ranks stay: who reads them before the new
-    ones are there fails to connect, or waits. So each attempt has keys of its own. The number of the attempt is the
-    same on all ranks of one machine only; on several, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun.
+    torchrun keeps one store over its restarts, and the addresses of dead ranks stay in it. A rank that reads them
+    before the new ones are written fails to connect, or waits. So each attempt uses its own prefix for the keys. The
+    number of the attempt is the same on all ranks of one machine only; on several machines, set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun.
     """
     store, rank, world_size = next(rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -106,17 +107,18 @@ def join() -> None:
 
 
 def settle(model: DistributedDataParallel, features: Tensor) -> None:
-    """Let DDP choose its buckets before the first step, with any batch; call it in front of :func:`load`.
+    """Let DDP choose its buckets before the first step, with any batch; call it before :func:`load`.
 
-    After its first backward DDP rearranges them, and with them the order in which it adds up three or more ranks: the
-    first step after a restart would differ from the same step of a job that runs through, by a rounding.
+    After its first backward, DDP rebuilds its buckets. With three or more ranks this changes the order in which it adds
+    their gradients, so the first step after a restart would differ by rounding from the same step of an uninterrupted
+    job.
     """
     model(features).sum().backward()
     model.zero_grad()
 
 
 def save(path: Path, step: int, parts: Mapping[str, Any]) -> None:
-    """Write a checkpoint; every rank calls it. Whenever the job dies, ``path`` is the old or the new file, whole."""
+    """Write a checkpoint; every rank calls it. Whenever the job dies, ``path`` is the complete old or new file."""
     checkpoint = {"step": step, **{name: part.state_dict() for name, part in parts.items()}}
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,12 +126,12 @@ def save(path: Path, step: int, parts: Mapping[str, Any]) -> None:
         with unfinished.open("wb") as file:
             torch.save(checkpoint, file)
             file.flush()
-            os.fsync(file.fileno())  # or the new name may reach the disk before the contents do
+            os.fsync(file.fileno())  # otherwise the new name may reach the disk before the contents
         unfinished.replace(path)
 
 
 def load(path: Path, parts: Mapping[str, Any], forget: str | None = None) -> int:
-    """Restore what :func:`save` wrote, on every rank, and return the step to go on with; 0 without a checkpoint."""
+    """Restore what :func:`save` wrote, on every rank, and return the next step; 0 without a checkpoint."""
     if not path.exists():
         return 0
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -140,7 +142,7 @@ def load(path: Path, parts: Mapping[str, Any], forget: str | None = None) -> int
 
 
 def make_rows() -> TensorDataset:
-    """Return 1,000 rows of 16 features, of which one in ten or so is a positive."""
+    """Return 1,000 rows of 16 features; about one in ten is a positive."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1000, 16, generator=generator)
     noise = torch.randn(1000, generator=generator)
@@ -148,7 +150,7 @@ def make_rows() -> TensorDataset:
 
 
 def make_model() -> nn.Module:
-    """Return a network with dropout: the same weights on every rank, and other masks on each."""
+    """Return a network with dropout: the same weights on every rank, different masks on each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
     torch.manual_seed(1 + dist.get_rank())
@@ -169,12 +171,12 @@ def make_loss() -> LossWarmupWrapper:
 
 
 def train(options: argparse.Namespace) -> tuple[nn.Module, LossWarmupWrapper]:
-    """Train, from the checkpoint on if there is one, and return the model and the loss."""
+    """Train, starting from the checkpoint if there is one, and return the model and the loss."""
     rows, model, loss = make_rows(), make_model(), make_loss()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     sampler = ResumableSampler(rows)
-    # With a generator of its own, since a loader draws a seed whenever it starts: after a restart once more.
+    # A separate generator, because the loader draws a seed whenever it starts, and it starts once more after a restart.
     loader = DataLoader(rows, options.batch_size, sampler=sampler, generator=torch.Generator())
     parts = {"model": model, "optimizer": optimizer, "loss": loss, "sampler": sampler, "random": RandomState()}
     settle(wrapped, rows[: options.batch_size][0])
@@ -202,7 +204,7 @@ def train(options: argparse.Namespace) -> tuple[nn.Module, LossWarmupWrapper]:
 
 
 def die_once() -> None:
-    """Kill the last rank as the kernel would, short of memory; not again after torchrun has started the job anew."""
+    """Kill the last rank, as the kernel does when memory runs out; only in the first attempt, not after a restart."""
     if dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -219,20 +221,22 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
-        description="Train with checkpoints, and go on from the last one.",
+        description="Train with checkpoints, and resume from the last one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps in all")
     parser.add_argument("--batch-size", type=int, default=24, help="rows per rank and step")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/resume"), help="where the checkpoint is, shared")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/resume"), help="folder of the checkpoint, shared by all ranks"
+    )
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the last rank in this step, once")
     parser.add_argument("--forget", choices=PARTS, help="leave this part of the checkpoint out when loading")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train and print what the job ended with."""
+    """Train and print digests of the final weights and the queue."""
     options = parse_options()
     join()
     try:
@@ -241,7 +245,7 @@ def main() -> None:
             queue = loss.main_loss.queue.rows()
             print(f"weights {digest(model.state_dict())}")
             print(f"queue   {digest({'logits': queue.logits, 'targets': queue.targets})}, {len(queue.targets)} rows")
-        dist.barrier()  # gloo may abort a rank that leaves while another still communicates
+        dist.barrier()  # gloo may abort a rank that leaves while another rank still communicates
     finally:
         dist.destroy_process_group()
 

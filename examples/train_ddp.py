@@ -3,9 +3,9 @@
 Two processes:  torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 One process:    python examples/train_ddp.py --seeds 1 --steps 20
 
-To use a ranking loss in your own training, start from the recipe in README.md, or copy what `build_loss` and `warm_up`
-return for one loss, with `CrossEntropy`, and the lines of `train` that call `on_train_batch_start` and the loss. The
-model is wrapped by DDP as it comes, and the batches of the ranks need not have the same size.
+To use a ranking loss in your own training, start from the recipe in README.md. Or copy `CrossEntropy`, what
+`build_loss` and `warm_up` return for one loss, and the lines of `train` that call `on_train_batch_start` and the loss.
+DDP wraps the model with its default settings, and the batches of the ranks may differ in size.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from fullrank import (
 )
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
-HIGHEST_DIFFERENCE = 1e-12  # of a float64 gradient, relative: the promise of the package
+HIGHEST_DIFFERENCE = 1e-12  # relative, of a float64 gradient: the promise of the package
 METRIC_TOLERANCE = 1e-6  # between our metrics and scikit-learn: both are exact up to the rounding of their dtype
 
 
 class PerElement(nn.Module):
-    """Calls a loss that takes its targets as floats in the shape of the logits, as every sigmoid loss does."""
+    """Calls a loss whose targets are floats in the shape of the logits, as for every sigmoid loss."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PerElement(nn.Module):
 class CrossEntropy(nn.Module):
     """Cross-entropy whose mean is over the rows of all ranks, for one logit.
 
-    A softmax needs two logits and a model with one score has one: the softmax of (0, z) is the sigmoid of z.
+    A softmax needs two logits, and the model returns one. The softmax of (0, z) is the sigmoid of z.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,9 @@ def build_loss(name: str, options: argparse.Namespace) -> nn.Module:
     """Return the loss called ``name``, to be called with logits (N, 1) and targets (N,) of 0 and 1.
 
     Binary mode, num_classes=1: with two logits a ranking loss would also rank the frequent class against the rare one.
-    The temperatures are in units of the logits, which cross-entropy makes log-odds; that of pAUC is a multiple of the
-    spread of the negatives. They cool, so that the sigmoid comes closer to the step it stands for.
+    The temperatures are in units of the logits, which are log-odds after cross-entropy; the temperature of pAUC is a
+    multiple of the spread of the negatives. They decrease during training, so that the sigmoid approaches the step
+    function that it replaces.
     """
     if name == "cross_entropy":
         return PerElement(nn.BCEWithLogitsLoss())  # torch's own: the mean of each rank, averaged by DDP
@@ -84,16 +85,16 @@ def build_loss(name: str, options: argparse.Namespace) -> nn.Module:
     if name == "recall":
         return warm_up(RecallAtQuantileLoss(quantile=options.quantile, **shared), 1.0, 0.25, options)
     if name == "pauc":
-        # "pairwise" also lowers the negatives in the band; "trapezoid" takes their scores for given.
+        # "pairwise" also lowers the negatives in the band; "trapezoid" treats their scores as constants.
         return warm_up(PAUCAtBudgetLoss(beta=options.beta, surrogate="pairwise", **shared), 0.25, 0.1, options)
     raise ValueError(f"name: expected one of {list(STYLES)}, got {name!r}")
 
 
 def warm_up(loss: nn.Module, temp_start: float, temp_end: float, options: argparse.Namespace) -> LossWarmupWrapper:
-    """Return ``loss`` with cross-entropy for a quarter of the steps before it, then a blend of an eighth.
+    """Return ``loss`` after cross-entropy for a quarter of the steps and a blend for an eighth of them.
 
-    A share of cross-entropy stays to the end. A loss with a threshold only raises positives towards a score it takes
-    for given: nothing in it lowers the negatives, and alone it lets all scores drift up together.
+    A share of cross-entropy stays to the end. A loss with a threshold only raises positives towards a constant score.
+    Nothing in it lowers the negatives, so on its own it lets all scores drift up together.
     """
     warmup_steps = options.steps // 4
     return LossWarmupWrapper(
@@ -115,19 +116,19 @@ def build_model(seed: int) -> nn.Module:
 
 
 def wrap(model: nn.Module) -> nn.Module:
-    """Return ``model`` under DDP; without a process group, as it is."""
+    """Return ``model`` wrapped by DDP, or unchanged without a process group."""
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
 def train(
     model: nn.Module, loss: nn.Module, train_rows: Rows, test_shard: Rows, options: argparse.Namespace, seed: int
 ) -> list[tuple[int, float]]:
-    """Train ``model`` and return (step, average precision on the test rows of all ranks) along the way."""
+    """Train ``model`` and return pairs of (step, average precision on the test rows of all ranks)."""
     shards = UnevenShards(len(train_rows.targets), options.batch_size * world_size(), options.steps, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     every = max(options.steps // 25, 1)
     curve: list[tuple[int, float]] = []
-    # batch_size=None: the sampler yields the indices of a whole batch, and there is nothing left to collate.
+    # batch_size=None: the sampler yields the indices of a whole batch, so there is nothing to collate.
     for step, (pixels, targets) in enumerate(DataLoader(TensorDataset(*train_rows), sampler=shards, batch_size=None)):
         if isinstance(loss, LossWarmupWrapper):
             loss.on_train_batch_start(step)
@@ -154,7 +155,7 @@ def average_precision(logits: Tensor, targets: Tensor) -> float:
 
 
 def our_figures(logits: Tensor, targets: Tensor, options: argparse.Namespace) -> Figures:
-    """Return the metrics over the rows of all ranks, each rank having updated them with its own."""
+    """Return the metrics over the rows of all ranks; each rank updates them with its own rows."""
     recall, pauc = RecallAtQuantile(1, options.quantile), PAUCAtBudget(1, 0.0, options.beta)
     recall.update(logits, targets)
     pauc.update(logits, targets)
@@ -162,7 +163,7 @@ def our_figures(logits: Tensor, targets: Tensor, options: argparse.Namespace) ->
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> Run:
-    """Train with one loss and one seed, which draws the rows, the model and the batches; evaluate."""
+    """Train with one loss and one seed, and evaluate. The seed draws the rows, the model and the batches."""
     train_rows, test_rows = make_rare(options.digit, options.positive_rate, seed)
     train_shard, test_shard = (rows.take(own_share(len(rows.targets))) for rows in (train_rows, test_rows))
     model = wrap(build_model(seed))
@@ -181,14 +182,14 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train with each loss on scikit-learn's digits, one of them made rare. Compare gradients, metrics.",
         epilog="With two processes: torchrun --standalone --nproc-per-node 2 examples/train_ddp.py [options]. "
-        "With one: python examples/train_ddp.py --seeds 1 --steps 20, in some 10 seconds.",
+        "With one: python examples/train_ddp.py --seeds 1 --steps 20, in about 10 seconds.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--losses", nargs="+", choices=list(STYLES), default=list(STYLES), help="which to compare")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
     parser.add_argument("--batch-size", type=int, default=64, help="rows per rank and step, on average over the ranks")
-    # The rate at which cross-entropy does well within the steps, on a coarse grid; the other losses take it as it is.
+    # The best rate for cross-entropy on a coarse grid; the other losses use the same rate.
     parser.add_argument("--lr", type=float, default=3e-2, help="learning rate of Adam, for all losses")
     parser.add_argument("--main-weight", type=float, default=0.5, help="weight of a ranking loss after the blend")
     parser.add_argument("--queue-size", type=int, default=512, help="rows of the memory queue of the ranking losses")
@@ -205,7 +206,7 @@ def parse_options() -> argparse.Namespace:
             parser.error(f"--{name}: expected a share between 0 and 1, got {getattr(options, name)}")
     if not 0 < options.main_weight <= 1:
         parser.error(f"--main-weight: expected a weight > 0 and at most 1, got {options.main_weight}")
-    # A batch of two rows per rank leaves none of them without a row, of which torch's cross-entropy makes NaN.
+    # With two rows per rank, every rank gets at least one; torch's cross-entropy of no rows is NaN.
     for name, least in (("seeds", 1), ("steps", 1), ("batch_size", 2), ("queue_size", 0)):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')}: expected a number >= {least}, got {getattr(options, name)}")
@@ -213,7 +214,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def proof_loss(name: str, options: argparse.Namespace) -> nn.Module:
-    """Return the loss without its warm-up; for cross-entropy the one that the others warm up with."""
+    """Return the loss without its warm-up; for cross-entropy, the one that the ranking losses warm up with."""
     loss = CrossEntropy() if name == "cross_entropy" else build_loss(name, options)
     return loss.main_loss if isinstance(loss, LossWarmupWrapper) else loss
 
@@ -253,7 +254,7 @@ def train_all(options: argparse.Namespace, is_first: bool) -> bool:
 
 
 def demonstrate(options: argparse.Namespace, is_first: bool) -> int:
-    """Prove, train and report; return the exit status: 0 when all figures are as promised."""
+    """Prove, train and report; return the exit status, 0 if all figures are as promised."""
     start = time.perf_counter()
     is_exact, do_agree = prove_all(options, is_first), train_all(options, is_first)
     if is_first:
@@ -269,7 +270,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     try:
         status = demonstrate(options, dist.get_rank() == 0)
-        dist.barrier()  # gloo may abort a rank that leaves while another still communicates
+        dist.barrier()  # gloo may abort a rank that leaves while another rank still communicates
         return status
     finally:
         dist.destroy_process_group()

@@ -1,12 +1,12 @@
-"""Adding gradients over ranks that no wrapper reduces over: those that share a sequence, or hold copies of an expert.
+"""Add gradients over ranks that no wrapper reduces over, such as ranks that share a sequence or copies of an expert.
 
-What happens, on every rank of the group and whatever the data::
+Every rank of the group makes the same collectives, whatever its data::
 
-    header        number of parameters, what this rank has done wrong
-    participants  one word per parameter: a hash of its layout, and whether it has a gradient here
-    buckets       all-reduces of at most 25 MiB, of the gradients that some rank has
+    header    number of parameters, and whether this rank failed its checks
+    words     one word per parameter: a hash of its layout, and whether it has a gradient on this rank
+    buckets   all-reduces of at most 25 MiB, over the gradients that at least one rank has
 
-Layouts are compared before the first bucket, so a mismatch raises on every rank with the gradients untouched.
+The ranks compare layouts before the first bucket, so a mismatch raises on every rank with the gradients untouched.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.collectives import all_gather
+from ..distributed.collectives import all_gather, lost
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
-from ..distributed.torch_private import fsdp_groups, not_compiled
+from ..distributed.payload import is_staged
+from ..distributed.torch_private import copy_each_, fsdp_groups, not_compiled
 from ..errors import Words, check_choice, expected
-from .grad_buckets import add_over_ranks_
-from .parameters import Entry, _check_gradient, held_gradient, is_dtensor, list_entries
+from .parameters import Entry, check_gradient, check_parameter, held_gradient, is_dtensor, list_entries
 
 CALL = "all_reduce_grads_"
+BUCKET_BYTES = 25 * 2**20  # per collective: large enough to use the bandwidth, small compared with all gradients
 
 G = TypeVar("G", bound=ProcessGroup | DeviceMesh)
 
@@ -40,32 +41,32 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
 
     Equal to ``for p in parameters: dist.all_reduce(p.grad, group=group)``, where a missing gradient counts as 0.
 
-    For gradients that no wrapper reduces over these ranks: of parameters copied over the ranks that share a sequence,
-    when that dimension is not folded into FSDP (see :func:`sequence_sync_group`); of norms under hand-written sequence
-    parallelism; of copies of an expert. Call it after the last backward and before clipping.
+    Use it for gradients that no wrapper reduces over these ranks: of parameters copied over the ranks that share a
+    sequence, when that dimension is not folded into FSDP (see :func:`sequence_sync_group`); of norms under hand-written
+    sequence parallelism; of copies of an expert. Call it after the last backward and before clipping.
 
     Args:
         parameters: a Module, or an iterable of parameters or of ``(name, parameter)`` pairs, in the same order on every
-            rank; plain tensors and DTensors. One that is listed twice is added once.
-        group: the ranks to add over, a ``ProcessGroup`` or a ``DeviceMesh``. None is no group and adds nothing;
-            ``torch.distributed.group.WORLD`` is all ranks.
+            rank; plain tensors and DTensors. A parameter that is listed twice is added once.
+        group: the ranks to add over, a ``ProcessGroup`` or a ``DeviceMesh``. None means no group and adds nothing;
+            ``torch.distributed.group.WORLD`` means all ranks.
 
     Raises:
-        TypeError: for what is not a parameter; a sparse gradient; a gradient that is a DTensor where its parameter is
-            not.
-        ValueError: when the ranks bring different parameters: their number, dtypes, local shapes, or the shards that
-            they hold. A DTensor that is sharded over ``group``, or Partial, is such a case.
+        TypeError: for an item that is not a parameter; for a sparse gradient; for a gradient that is a DTensor although
+            its parameter is not.
+        ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards.
+            A DTensor that is sharded over ``group``, or Partial, is such a case.
         RuntimeError: when this rank's process group has been destroyed.
 
     Degenerate:
-        A gradient that only some ranks have becomes the sum on all of them, laid out as its parameter. One that no rank
-        has stays None. Empty shards take part. A group of one rank adds nothing.
+        If only some ranks have a gradient, all ranks get the sum, laid out as the parameter. If no rank has one, it
+        stays None. Empty shards take part. A group of one rank adds nothing.
     Numerics:
-        Half precision is added in float32 and rounded once. NaN and inf come through.
+        Half precision is added in float32 and rounded once. NaN and inf propagate.
     Distributed:
-        One header of 64 bytes, 8 bytes for each parameter, and one all-reduce for 25 MiB of gradients of one dtype;
-        a larger gradient travels alone, in its own memory. Tensors and DTensors stay the same objects. Errors are
-        raised on every rank of ``group``.
+        One header of 64 bytes, 8 bytes per parameter, and one all-reduce per 25 MiB of gradients of one dtype. A larger
+        gradient is reduced alone, in its own memory. Tensors and DTensors stay the same objects. Errors are raised on
+        every rank of ``group``.
 
     Example:
         >>> import torch
@@ -79,17 +80,17 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
 
 
 def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | None:
-    """Return the group that gradients are still to be added over, after FSDP has reduced over what is folded into it.
+    """Return the group over which gradients must still be added after FSDP has reduced over the dimensions in its mesh.
 
     Args:
         mode: which dimensions of context parallelism are part of FSDP's mesh: ``"all"``, ``"ulysses_only"``,
             ``"ring_only"`` or ``"none"``.
         ring: the ranks that pass keys and values around (ring attention).
         ulysses: the ranks that exchange heads for tokens.
-        unified: the ranks of both, all that share a sequence.
+        unified: the ranks of both, all ranks that share a sequence.
 
     Returns:
-        None for ``"all"``: nothing is left, and :func:`all_reduce_grads_` does nothing with it. ``ring`` for
+        None for ``"all"``: nothing is left to add, and :func:`all_reduce_grads_` does nothing with it. ``ring`` for
         ``"ulysses_only"``, ``ulysses`` for ``"ring_only"``, ``unified`` for ``"none"``.
 
     Raises:
@@ -109,35 +110,69 @@ class Summand(NamedTuple):
     name: str
     parameter: Tensor
     held: Tensor | None  # the memory of the gradient on this rank
-    layout: str  # what must be equal on all ranks of the group
+    layout: str  # must be equal on all ranks of the group
 
 
 def distinct_entries(parameters: Any) -> list[Entry]:
     """Return the distinct parameters in their order, or raise TypeError or ValueError.
 
-    Of a module also those that FSDP2 keeps while it shows whole ones, as after ``set_reshard_after_backward(False)``:
-    the gradients are theirs.
+    While FSDP2 shows whole parameters, as after ``set_reshard_after_backward(False)``, the gradients belong to the
+    sharded parameters that it keeps. For a module these are listed too.
     """
     if isinstance(parameters, nn.Module):
         kept = [parameter for group in fsdp_groups(parameters) for parameter in group.parameters()]
         parameters = [*parameters.named_parameters(), *(("a parameter of FSDP2", parameter) for parameter in kept)]
-    problems: list[Exception] = []
-    entries = list_entries(parameters, problems)
-    if problems:
-        raise problems[0]
+    entries = list_entries(parameters)
+    for entry in entries:
+        check_parameter(entry)
     if isinstance(parameters, Iterator) and not entries:
-        fix = "It can be used only once, and may have been: pass a list."
+        fix = "An iterator can be used only once, and this one may already be used up: pass a list."
         raise ValueError(expected("parameters", "parameters", Words("an iterator with none"), fix))
     return entries
 
 
 def list_summands(parameters: Any) -> list[Summand]:
-    """Return what this rank brings, or raise TypeError or ValueError."""
-    return [_summand(entry) for entry in distinct_entries(parameters)]
+    """Return this rank's part of every sum, or raise TypeError or ValueError."""
+    summands = []
+    for entry in distinct_entries(parameters):
+        check_gradient(entry)
+        parameter, grad = entry.parameter, entry.parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            fix = "Use nn.Embedding(sparse=False), or make the gradient dense with to_dense()."
+            raise TypeError(expected(f"gradient of {entry.name}", "a dense tensor", grad, fix))
+        held = held_gradient(entry)
+        laid_out = parameter if grad is None else grad
+        local, dtype = (_memory(laid_out), _gradient_dtype(parameter)) if held is None else (held, held.dtype)
+        layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}{_shard_of(laid_out)}"
+        layout += "" if parameter.requires_grad else ", frozen"
+        summands.append(Summand(entry.name, parameter, held, layout))
+    return summands
+
+
+def _shard_of(tensor: Tensor) -> str:
+    """Return which part of the whole tensor this rank holds. It is equal on ranks whose gradients may be added."""
+    if not is_dtensor(tensor):
+        return ""
+    mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if own is None:
+        return ", elsewhere"
+    places = zip(tensor.placements, own, range(mesh.ndim))
+    return "".join(f", {place} {part} of {mesh.size(dim)}" for place, part, dim in places if not place.is_replicate())
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    # With gradients disabled, to_local() of a DTensor returns its own memory.
+    with torch.no_grad():
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype that a gradient will have; since torch 2.9 it may differ from the parameter's."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def plan_sum(parameters: Any, group: ProcessGroup) -> list[Summand]:
-    """Compare what the ranks bring, and return the summands of the gradients that some rank has.
+    """Compare the parameters of all ranks, and return the summands of the gradients that at least one rank has.
 
     Raises:
         TypeError, ValueError: see :func:`all_reduce_grads_`; on every rank of ``group``, which has two or more.
@@ -150,77 +185,82 @@ def plan_sum(parameters: Any, group: ProcessGroup) -> list[Summand]:
     summands = agree_on(CALL, group, bring).value
     if not summands:
         return []
-    words = _exchange_words(summands, group)  # [W, parameters]
+    # One int64 per parameter: a hash of its layout, whose last bit is replaced by whether there is a gradient.
+    own = [digest({"layout": one.layout}) & ~1 | (one.held is not None) for one in summands]
+    sent = torch.tensor(own, dtype=torch.int64, device=header_device(group))
+    gathered = sent.new_empty(group.size() * len(own))
+    all_gather(gathered, sent, group, call=CALL, what="the all-gather of which gradients there are")
+    words = gathered.view(group.size(), -1).cpu()  # [W, parameters]
     layouts = words & ~1
     differs = (layouts != layouts[0]).any(dim=0).tolist()
     if any(differs):
-        raise _mismatch(summands[differs.index(True)], group)
+        first = summands[differs.index(True)]
+        held: list[Any] = [None] * group.size()
+        dist.all_gather_object(held, (first.name, first.layout), group=group)
+        raise disagreement(group_ranks(group), [{"call": CALL, held[0][0]: layout} for _, layout in held])
     is_present = (words & 1).any(dim=0).tolist()
     return [summand for summand, present in zip(summands, is_present) if present]
 
 
 @torch.no_grad()
 def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
-    """Add planned summands over the ranks, bucket by bucket, into the memory of the gradients."""
-    created = {index: _new_gradient(own.parameter) for index, own in enumerate(summands) if own.held is None}
-    held = [_memory(created[index]) if own.held is None else own.held for index, own in enumerate(summands)]
-    add_over_ranks_(held, group, CALL)
+    """Add planned summands over the ranks, bucket by bucket, into the memory of the gradients.
+
+    A rank without a gradient gets one: the parameter's ``grad`` is set after the sums are made.
+    """
+    created: dict[int, Tensor] = {}
+    tensors: list[Tensor] = []
+    for index, (_, parameter, held, _) in enumerate(summands):
+        if held is None:
+            created[index] = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
+            held = _memory(created[index])
+        tensors.append(held)
+    for bucket in buckets(tensors):
+        _add_bucket(bucket, group)
     for index, grad in created.items():
         summands[index].parameter.grad = grad
 
 
-def _summand(entry: Entry) -> Summand:
-    """Return what this rank brings for one parameter."""
-    _check_gradient(entry)
-    grad = entry.parameter.grad
-    if grad is not None and grad.layout != torch.strided:
-        fix = "Use nn.Embedding(sparse=False), or turn it into a dense one with to_dense()."
-        raise TypeError(expected(f"gradient of {entry.name}", "a dense tensor", grad, fix))
-    held = held_gradient(entry)
-    laid_out = entry.parameter if grad is None else grad
-    local, dtype = (_memory(laid_out), _gradient_dtype(entry.parameter)) if held is None else (held, held.dtype)
-    layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}{_parts(laid_out)}"
-    return Summand(entry.name, entry.parameter, held, layout + ("" if entry.parameter.requires_grad else ", frozen"))
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype and device to be reduced together, in their order. Empty ones are left out.
+
+    The buckets are equal on every rank, because shapes, dtypes and types of device are.
+    """
+    filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        kind, size = (tensor.device, tensor.dtype), tensor.numel() * _sum_dtype(tensor.dtype).itemsize
+        if kind in filling and sizes[kind] + size > BUCKET_BYTES:
+            yield filling.pop(kind)
+        sizes[kind] = size + (sizes[kind] if kind in filling else 0)
+        filling.setdefault(kind, []).append(tensor)
+    yield from filling.values()
 
 
-def _parts(tensor: Tensor) -> str:
-    """Return which part of the whole this rank holds: equal on ranks whose gradients may be added."""
-    if not is_dtensor(tensor):
-        return ""
-    mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if own is None:
-        return ", elsewhere"
-    places = zip(tensor.placements, own, range(mesh.ndim))
-    return "".join(f", {place} {part} of {mesh.size(dim)}" for place, part, dim in places if not place.is_replicate())
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients are added: float32 for half precision."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _memory(tensor: Tensor) -> Tensor:
-    # Without gradients on, a DTensor hands out its own memory.
-    with torch.no_grad():
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+def _add_bucket(tensors: list[Tensor], group: ProcessGroup) -> None:
+    """Replace each tensor, in its memory, by its sum over the ranks."""
+    first, dtype = tensors[0], _sum_dtype(tensors[0].dtype)
+    staged = is_staged(first, group)
+    if len(tensors) == 1 and first.dtype == dtype and first.is_contiguous() and not staged:
+        _all_reduce(first, group)
+        return
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=dtype, device="cpu" if staged else first.device)
+    parts = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors)]
+    copy_each_(parts, tensors)
+    _all_reduce(flat, group)
+    copy_each_(tensors, parts)
 
 
-def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype that a gradient will have; torch 2.9 and later let it differ from the parameter's."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _new_gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
-
-
-def _exchange_words(summands: Sequence[Summand], group: ProcessGroup) -> Tensor:
-    """Return one int64 for each rank and parameter on the CPU: a hash, its last bit set where there is a gradient."""
-    own = [digest({"layout": one.layout}) & ~1 | (one.held is not None) for one in summands]
-    words = torch.tensor(own, dtype=torch.int64, device=header_device(group))
-    gathered = words.new_empty(group.size() * len(own))
-    all_gather(gathered, words, group, call=CALL, what="the all-gather of which gradients there are")
-    return gathered.view(group.size(), -1).cpu()
-
-
-def _mismatch(summand: Summand, group: ProcessGroup) -> Exception:
-    """Return the error for the first parameter that differs between the ranks; on all of them."""
-    held: list[Any] = [None] * group.size()
-    dist.all_gather_object(held, (summand.name, summand.layout), group=group)
-    texts = [{"call": CALL, held[0][0]: layout} for _, layout in held]
-    return disagreement(group_ranks(group), texts)
+def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
+    try:
+        dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        raise lost(CALL, "an all-reduce of gradients", error) from error

@@ -1,32 +1,56 @@
 """One gradient norm over every mesh, and clipping by it: measure, reduce, apply.
 
-*Measure* (norm_measure.py) takes the norm of what this rank holds, one number for all parameters that are sharded over
-the same groups. *Reduce* (norm_reduce.py) joins these numbers over the groups, in the order that all ranks share
-(norm_plan.py). *Apply* is torch's own scaling. Nothing between the first kernel and the last waits for the device.
+*Measure* checks the arguments, plans the groups (norm_plan.py) and takes the norms of what this rank holds
+(norm_measure.py): one norm, a column, for all parameters that are sharded over the same groups. *Reduce* joins the
+columns over the groups, one all-gather per group, in the order that all ranks share. *Apply* is torch's own scaling.
+Between the first kernel and the last nothing waits for the device.
+
+A rank with a bad argument still takes part in every all-gather, so that no rank hangs, and all ranks raise afterwards.
+Group by group, the columns sharded over that group are joined over its ranks. A column that was joined over all of its
+groups is whole::
+
+    sent by each rank:  | failed | digest | narrow | not finite | whole | column | column | ...
+
+    failed       1 if this rank or any rank reduced so far failed its checks
+    digest       hash of the arguments and of the layout of the columns, which must be equal on all ranks
+    narrow       1 if this rank or any rank reduced so far returns the norm in float32, else 0
+    not finite   inf or NaN if this rank or any rank reduced so far holds such a gradient, else 0
+    whole        norm of what every rank of the group has whole: the first rank's counts. Of stages, all ranks' count
+    column       norm of this rank's part of what is sharded over this group, and perhaps over later groups
+
+It is a gather and not an all-reduce because powers of norms can be added within the range of float64 only where all
+norms are known. All ranks then add them in the same order, to the same bits, and NaN survives the maximum.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_
 
+from ..distributed.collectives import all_gather
+from ..distributed.group import is_initialized
+from ..distributed.header import backend_by_device, disagreement, failure, public_class, reason_of
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, attempt, expected, warn
-from .norm_errors import Options, check_options, raise_nonfinite, raise_together
-from .norm_measure import local_norm
-from .norm_plan import Groups, Layout, Plan, make_plan
-from .norm_reduce import meeting_device, reduce_columns
+from ..errors import Words, expected, warn
+from .norm_measure import join_norms, local_norm
+from .norm_plan import Groups, Layout, Plan
 from .parameters import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]
+
+_HEAD = 5  # words in front of the columns
+_LEAST = 16  # words: ranks that disagree on the number of columns must still send the same size
+_MOST_NAMES = 10  # of parameters, in one message
 
 
 @not_compiled
@@ -47,23 +71,24 @@ def total_grad_norm(
 
     over the parameters :math:`\theta` and their distinct elements i: shards are added, copies count once. Mesh
     dimension by mesh dimension, Replicate is a copy, a Partial gradient is reduced first, and every other placement is
-    sharded. A plain tensor is whole, unless ``shard_groups`` says otherwise. A parameter listed twice counts once.
+    sharded. A plain tensor is whole, unless ``shard_groups`` names groups for it. A parameter listed twice counts once.
 
     Args:
         parameters: a Module, a tensor, or an iterable of parameters or of ``(name, parameter)`` pairs, in the same
-            order on every rank; plain tensors and DTensors on any meshes. What has no gradient counts as 0.
+            order on every rank; plain tensors and DTensors on any meshes. A missing gradient counts as 0.
         norm_type: p > 0, or inf.
         error_if_nonfinite: raise on every rank when the norm is inf or NaN. Waits for the device.
-        shard_groups: called with each parameter; returns the groups over which it is sharded beside what its placements
-            say, such as the expert-parallel group for local experts: None, a group, a mesh, or several of these.
-        across: the groups whose ranks hold different parameters, pipeline stages; reduced last.
+        shard_groups: called with each parameter; returns the groups over which it is sharded in addition to those of
+            its placements, such as the expert-parallel group for local experts: None, a group, a mesh, or several.
+        across: the groups whose ranks hold different parameters, such as pipeline stages; reduced last.
 
     Returns:
-        A plain scalar on the device of the gradients, the same number on all ranks that the groups connect: float64
-        where a parameter is, else float32, also for half precision; as float32 rounds it if that is so on any rank.
+        A plain scalar on the device of the gradients, the same number on all ranks that the groups connect. Its dtype
+        is float64 if one of this rank's parameters is float64, else float32, also for half precision. If any rank
+        returns float32, all ranks return the number rounded to float32.
 
     Raises:
-        TypeError: for what is not a parameter, and a gradient that is a DTensor where its parameter is not.
+        TypeError: for an item that is not a parameter; for a gradient that is a DTensor although its parameter is not.
         ValueError: for a ``norm_type`` not > 0; gradients on different devices; a group without this rank; groups that
             overlap; arguments that differ between ranks.
         RuntimeError: with ``error_if_nonfinite``; names the parameters and the ranks that hold them.
@@ -71,11 +96,13 @@ def total_grad_norm(
     Degenerate:
         No gradient at all gives 0, and the same collectives. Empty shards add 0. NaN anywhere gives NaN.
     Numerics:
-        Range: any norm that the result can hold, for any p; half precision is summed in float32. float64 to 1e-14.
+        The norm is right whenever the result dtype can hold it, for any p; half precision is summed in float32. The
+        relative error in float64 is at most 1e-14.
     Distributed:
-        One all-gather of 128 bytes per distinct process group. Redistributing a gradient that is not placed as its
-        parameter comes on top. An error of one rank is raised on all where the norms travel by the CPU, or with
-        ``error_if_nonfinite``; elsewhere the other ranks get NaN, since to look would be to wait.
+        One all-gather of 128 bytes per distinct process group. A gradient that is not placed as its parameter needs
+        further collectives to redistribute it. If the norms travel over the CPU, or with ``error_if_nonfinite``, an
+        error of one rank is raised on all. Otherwise the other ranks get NaN, because reading the flag would wait for
+        the device.
 
     Example:
         >>> import torch
@@ -84,8 +111,8 @@ def total_grad_norm(
         >>> total_grad_norm([weight])
         tensor(5.)
     """
-    options = Options("total_grad_norm", norm_type, None, error_if_nonfinite)
-    return _measure_and_reduce(parameters, options, shard_groups, across).returned
+    call = "total_grad_norm"
+    return _reduce(_measure(call, parameters, norm_type, None, error_if_nonfinite, shard_groups, across)).returned
 
 
 @not_compiled
@@ -107,15 +134,15 @@ def clip_grad_norm_(
 
     .. math:: g \leftarrow g \cdot \min\Bigl(1, \frac{\text{max\_norm}}{\|g\|_p + 10^{-6}}\Bigr)
 
-    Call it when all gradients are final: after the last backward, after any reduction of one's own, after
-    ``scaler.unscale_``, and before the step.
+    Call it when all gradients are final: after the last backward, after your own reductions, after
+    ``scaler.unscale_``, and before the optimizer step.
 
     Args:
         parameters: see :func:`total_grad_norm`.
-        max_norm: the largest norm, >= 0. None and inf measure only.
+        max_norm: the largest norm, >= 0. With None or inf the gradients are only measured.
         norm_type: p > 0, or inf.
         error_if_nonfinite: raise on every rank, before any gradient is touched, when the norm is inf or NaN.
-        foreach: handed to torch's scaling: None uses the faster kernels where there are some.
+        foreach: passed to torch's scaling; None uses the faster kernels where they exist.
         shard_groups: see :func:`total_grad_norm`.
         across: see :func:`total_grad_norm`.
 
@@ -127,9 +154,9 @@ def clip_grad_norm_(
         TypeError, RuntimeError: as :func:`total_grad_norm`.
 
     Degenerate:
-        A norm of inf or NaN scales as it does in torch: inf makes finite gradients 0, NaN makes all of them NaN.
+        A norm of inf or NaN scales as in torch: inf makes finite gradients 0, NaN makes all gradients NaN.
     Numerics:
-        The factor for gradients in half precision is float64: in their own dtype small ones round to 0.
+        The factor for gradients in half precision is float64, because a small factor would round to 0 in their dtype.
     Distributed:
         As :func:`total_grad_norm`; scaling is local. Gradients keep their placements, Partial ones too.
 
@@ -142,94 +169,261 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    options = Options("clip_grad_norm_", norm_type, max_norm, error_if_nonfinite)
-    measured = _measure_and_reduce(parameters, options, shard_groups, across)
-    if measured.max_norm < math.inf:
-        _scale(measured, foreach)
-    return measured.returned
+    call = "clip_grad_norm_"
+    measured = _measure(call, parameters, norm_type, max_norm, error_if_nonfinite, shard_groups, across)
+    reduced = _reduce(measured)
+    if measured.options.max_norm < math.inf:
+        _apply(measured, reduced.norm, foreach)
+    return reduced.returned
+
+
+# --- measure ---------------------------------------------------------------------------------------------------------
+
+
+class _Options(NamedTuple):
+    """The arguments that must be equal on every rank. With a ``max_norm`` of inf the gradients are only measured."""
+
+    call: str
+    norm_type: float
+    max_norm: float
+    error_if_nonfinite: bool
 
 
 class _Measured(NamedTuple):
-    entries: list[Entry]
-    norm: Tensor  # float64, on the device of the gradients
-    returned: Tensor
-    max_norm: float
+    """What one rank holds.
+
+    Attributes:
+        options: the arguments, checked.
+        plan: the parameters and the groups to reduce over.
+        columns: for each layout the norm of what this rank holds; float64 scalars where the ranks meet.
+        device: of the gradients, else of the first parameter; None without parameters.
+        narrow: whether this rank returns the norm in float32.
+        error: the first failed check of this rank. The columns are then 0.
+    """
+
+    options: _Options
+    plan: Plan
+    columns: dict[Layout, Tensor]
+    device: torch.device | None
+    narrow: bool
+    error: Exception | None
 
 
-def _measure_and_reduce(
-    parameters: Parameters, options: Options, shard_groups: ShardGroups | None, across: Groups
-) -> _Measured:
-    """Return the norm. What is wrong on this rank is raised after the collectives, so that no rank waits for it."""
-    problems: list[Exception] = []
-    options = check_options(options, problems)
-    entries = list_entries(parameters, problems)
-    if isinstance(parameters, types.GeneratorType) and not entries and across is None:
-        warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
-    plan = make_plan(entries, shard_groups, across, problems, include_copies=options.error_if_nonfinite)
-    own, columns = _measure(entries, plan, options.norm_type, problems)
-    # Half precision has no norm of its own: float16 ends at 65504.
-    wide = any(entry.parameter.dtype in (torch.float64, torch.complex128) for entry in entries)
-    narrow = not wide and bool(entries or not plan.groups)  # without any, the other ranks decide
-    facts = options._asdict()
-    reduced = reduce_columns(columns, plan, options.norm_type, facts, failed=bool(problems), narrow=narrow)
-    can_look = reduced.failed.device.type == "cpu" or options.error_if_nonfinite
-    if problems or (can_look and reduced.failed):
-        raise_together(plan, options, problems, can_look=can_look)
-    if options.error_if_nonfinite and not reduced.norm.isfinite():
-        raise_nonfinite(plan, options, entries, float(reduced.norm))
-    norm, returned = (norm if own is None else norm.to(own) for norm in (reduced.norm, reduced.rounded))
-    return _Measured(entries, norm, returned.float() if narrow else returned, options.max_norm)
+class _Postponed:
+    """Context manager that keeps the first exception raised inside it, to be raised after the collectives."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if self.error is None and isinstance(error, Exception):
+            self.error = error
+        return isinstance(error, Exception)
 
 
 def _measure(
-    entries: Sequence[Entry], plan: Plan, norm_type: float, problems: list[Exception]
-) -> tuple[torch.device | None, dict[Layout, Tensor]]:
-    """Return the device of the gradients, None without parameters, and each layout's norm where the ranks meet."""
+    call: str,
+    parameters: Any,
+    norm_type: Any,
+    max_norm: Any,
+    error_if_nonfinite: bool,
+    shard_groups: ShardGroups | None,
+    across: Groups,
+) -> _Measured:
+    """Check the arguments, plan the groups and take the norms on this rank. A failed check is returned, not raised."""
+    postponed = _Postponed()
+
+    options = _Options(call, 2.0, math.inf, bool(error_if_nonfinite))
+    with postponed:
+        options = options._replace(norm_type=_number("norm_type", norm_type, "a number > 0, or inf", lambda p: p > 0))
+    with postponed:
+        what, most = "a number >= 0, or None to measure only", math.inf if max_norm is None else max_norm
+        options = options._replace(max_norm=_number("max_norm", most, what, lambda norm: norm >= 0))
+
+    plan = Plan()
+    listed: list[Entry] = []
+    with postponed:
+        listed = list_entries(parameters)
+    if isinstance(parameters, types.GeneratorType) and not listed and across is None:
+        warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
+    for entry in listed:
+        with postponed:
+            plan.add(entry, shard_groups)
+    if options.error_if_nonfinite:
+        plan.add_copies()
+    with postponed:
+        plan.add_stages(across)
+
     held: dict[Layout, list[Tensor]] = {(): []}
-    for entry, layout in zip(entries, plan.layouts):
+    for entry, layout in zip(plan.entries, plan.layouts):
         grads = held.setdefault(layout, [])
-        grad, problem = attempt(partial(counted_gradient, entry))
-        grads += [] if grad is None else [grad]
-        problems += [problem] if problem else []
-    own, problem = attempt(partial(_device_of, entries, held))
-    problems += [problem] if problem else []
-    home = meeting_device(plan.groups[0], own) if plan.groups else own
+        # One by one: the redistribution of a gradient is a collective, which an earlier error must not skip.
+        with postponed:
+            grad = counted_gradient(entry)
+            grads += [] if grad is None else [grad]
+    device: torch.device | None = None
+    with postponed:
+        devices = {grad.device for grads in held.values() for grad in grads}
+        if len(devices) > 1:
+            found = Words(", ".join(sorted(map(str, devices))))
+            fix = "Move the parameters to one device, or clip those of each device separately."
+            raise ValueError(expected("gradients", "all on one device", found, fix))
+        here = (entry.parameter.device for entry in plan.entries if not is_elsewhere(entry.parameter))
+        device = devices.pop() if devices else next(here, None)
+
+    home = _meeting_device(plan.groups[0], device) if plan.groups else device
     nothing = torch.zeros((), dtype=torch.float64, device=home or "cpu")
-    columns, problem = attempt(
-        lambda: {
-            layout: local_norm(grads, norm_type).to(nothing.device) if grads else nothing
-            for layout, grads in held.items()
-        }
-    )
-    problems += [problem] if problem else []
-    # With a problem the values are of no use, but the other ranks expect as many.
-    return own, dict.fromkeys(held, nothing) if problems or columns is None else columns
+    columns = dict.fromkeys(held, nothing)  # what the other ranks receive from a rank that failed
+    if postponed.error is None:
+        with postponed:
+            norms = {layout: local_norm(grads, options.norm_type) for layout, grads in held.items() if grads}
+            columns |= {layout: norm.to(nothing.device) for layout, norm in norms.items()}
+
+    # Half precision has no norm of its own: float16 ends at 65504.
+    wide = any(entry.parameter.dtype in (torch.float64, torch.complex128) for entry in plan.entries)
+    narrow = not wide and bool(plan.entries or not plan.groups)  # a rank without parameters leaves it to the others
+    return _Measured(options, plan, columns, device, narrow, postponed.error)
 
 
-def _device_of(entries: Sequence[Entry], held: Mapping[Layout, Sequence[Tensor]]) -> torch.device | None:
-    """Return the device of the gradients, else of the first parameter, else None; ValueError when there are several."""
-    devices = {grad.device for grads in held.values() for grad in grads}
-    if len(devices) > 1:
-        fix = "Move the parameters to one device, or clip those of each device by themselves."
-        raise ValueError(expected("gradients", "all on one device", Words(", ".join(sorted(map(str, devices)))), fix))
-    here = (entry.parameter.device for entry in entries if not is_elsewhere(entry.parameter))
-    return devices.pop() if devices else next(here, None)
+def _number(name: str, value: Any, what: str, is_right: Callable[[float], bool]) -> float:
+    try:
+        number = float(value)  # torch takes the same: "inf", numpy's numbers, tensors of one element
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(expected(name, what, value)) from None
+    if not is_right(number):
+        raise ValueError(expected(name, what, value))
+    return number
+
+
+# --- reduce ----------------------------------------------------------------------------------------------------------
+
+
+class _Reduced(NamedTuple):
+    """Scalars that are bit-identical on all ranks that the groups connect."""
+
+    norm: Tensor  # float64; NaN if a rank failed or the ranks disagree
+    returned: Tensor  # the norm, rounded to float32 if any rank returns float32
+    failed: Tensor  # 1 if a rank failed or the ranks disagree, else 0
+
+
+def _reduce(measured: _Measured) -> _Reduced:
+    """Return the norm over all ranks. If a rank failed its checks, or the ranks disagree, raise on all of them."""
+    options = measured.options
+    norm, returned, failed = _join_over_groups(measured)
+    can_look = failed.device.type == "cpu" or options.error_if_nonfinite
+    if measured.error is not None or (can_look and failed):
+        _raise_together(measured, can_look=can_look)
+    if options.error_if_nonfinite and not norm.isfinite():
+        _raise_nonfinite(measured, float(norm))
+    device = measured.device or norm.device
+    returned = returned.to(device)
+    return _Reduced(norm.to(device), returned.float() if measured.narrow else returned, failed)
+
+
+def _join_over_groups(measured: _Measured) -> _Reduced:
+    """Exchange the columns over one group after the other, without reading a value."""
+    options, plan, left = measured.options, measured.plan, dict(measured.columns)
+    held = torch.stack(list(left.values()))
+    odd = torch.where(held.isfinite(), 0.0, held).sum()  # inf, NaN, or 0
+    failed = torch.full_like(odd, float(measured.error is not None))
+    narrow = torch.full_like(odd, float(measured.narrow))
+    for place, group in enumerate(plan.groups):
+        layouts = sorted(layout for layout in left if place in layout)
+        # 48 bits of a hash that is the same in every process: float64 holds them exactly.
+        facts = repr({**options._asdict(), "layouts": layouts}).encode()
+        digest = float(int.from_bytes(hashlib.blake2b(facts, digest_size=6).digest(), "big"))
+        head = [failed, torch.full_like(odd, digest), narrow, odd, left[()]]
+        sent = torch.stack([*head, *(left.pop(layout) for layout in layouts)])
+        padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _LEAST)).to(_meeting_device(group, sent.device))
+        gathered = padded.new_empty(dist.get_world_size(group) * padded.numel())
+        all_gather(gathered, padded, group, call=options.call, what="the all-gather of the norms")
+        ranks = gathered.view(-1, padded.numel()).to(sent.device)  # [W, words]
+        differ = ranks[:, 1] != ranks[0, 1]
+        failed = torch.maximum(ranks[:, 0], differ.double()).amax()
+        narrow, odd = ranks[:, 2].amax(), ranks[:, 3].sum()
+        is_stage = place >= plan.first_stage
+        left[()] = join_norms(ranks[:, 4], options.norm_type) if is_stage else ranks[0, 4]
+        for layout, norm in zip(layouts, join_norms(ranks[:, _HEAD : sent.numel()], options.norm_type)):
+            rest = tuple(other for other in layout if other != place)
+            left[rest] = join_norms(torch.stack([left[rest], norm]), options.norm_type) if rest in left else norm
+    norm = torch.where(failed > 0, math.nan, left[()] + odd)
+    return _Reduced(norm, torch.where(narrow > 0, norm.float().double(), norm), failed)
+
+
+def _meeting_device(group: ProcessGroup, own: torch.device | None) -> torch.device:
+    """Return the device on which the ranks of ``group`` exchange norms; ``own`` is that of the gradients, if any."""
+    served = backend_by_device(group)
+    if own is not None and served.get(own.type, "gloo") != "gloo":
+        return own
+    if "cpu" in served and (own is not None or set(served.values()) == {"gloo"}):
+        return torch.device("cpu")  # gloo moves no memory of an accelerator
+    # A rank without gradients uses the device that the gradients of the other ranks are probably on.
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _raise_together(measured: _Measured, *, can_look: bool) -> NoReturn:
+    """Raise the same error on all ranks if all of them know that there is one (``can_look``), else this rank's own."""
+    options, plan, error = measured.options, measured.plan, measured.error
+    if error is not None and not (plan.groups and can_look):
+        raise error
+    sizes = [dist.get_world_size(group) for group in plan.groups]
+    texts = {key: repr(value) for key, value in options._asdict().items()} | {"call": options.call}
+    texts["layouts"] = f"{sorted(set(plan.layouts))} of groups of {sizes} ranks"
+    reason = None if error is None else (public_class(error).__name__, reason_of(error))
+    known = _exchange(plan, (reason, texts))
+    failed = [(rank, options.call, *reason) for rank, (reason, _) in known if reason is not None]
+    if failed:
+        raise failure(failed) from error
+    raise disagreement([rank for rank, _ in known], [held for _, (_, held) in known])
+
+
+def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
+    """Raise RuntimeError on all ranks, naming the parameters whose gradients are not finite, and their ranks."""
+    grads = ((entry.name, held_gradient(entry)) for entry in measured.plan.entries)
+    own = [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
+    ranks_by_name: dict[str, list[str]] = {}
+    for rank, names in _exchange(measured.plan, own):
+        for name in names:
+            ranks_by_name.setdefault(name, []).append(str(rank))
+    places = [
+        f"{name} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}" for name, ranks in ranks_by_name.items()
+    ]
+    more = [f"{len(places) - _MOST_NAMES} more"] if len(places) > _MOST_NAMES else []
+    found = Words(f"{norm}: {'; '.join(places[:_MOST_NAMES] + more) or 'all elements are finite'}")
+    fix = "Skip the step, or lower the scale."
+    raise RuntimeError(expected(measured.options.call, "gradients with a finite norm", found, fix))
+
+
+def _exchange(plan: Plan, own: Any) -> list[tuple[int, Any]]:
+    """Return (rank, object) of all ranks that the groups connect, in the order of the ranks. Only before an error."""
+    known = {dist.get_rank() if is_initialized() else 0: own}
+    for group in plan.groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, known, group=group)
+        known = {rank: value for part in gathered for rank, value in part.items()}
+    return sorted(known.items(), key=lambda item: item[0])
+
+
+# --- apply -----------------------------------------------------------------------------------------------------------
 
 
 class _Scaled(NamedTuple):
-    """What torch's scaling reads of a parameter."""
+    """Stands for a parameter in torch's scaling, which reads nothing but its gradient."""
 
     grad: Tensor
 
 
-def _scale(measured: _Measured, foreach: bool | None) -> None:
-    """Multiply the gradients in place. As plain local tensors: torch's kernels take no mix of meshes and norms."""
+def _apply(measured: _Measured, norm: Tensor, foreach: bool | None) -> None:
+    """Scale the gradients in place, as plain local tensors: torch's kernels accept no mix of meshes and norms."""
     by_dtype: dict[torch.dtype, list[_Scaled]] = {}
-    for entry in measured.entries:
+    for entry in measured.plan.entries:
         grad = held_gradient(entry)
         if grad is not None:
             by_dtype.setdefault(grad.dtype, []).append(_Scaled(grad))
     for dtype, scaled in by_dtype.items():
-        # The fused kernels want a factor in the dtype of the gradients. One in half precision would round to 0 early.
-        norm = measured.norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
-        clip_grads_with_norm_(cast(Iterable[Tensor], scaled), measured.max_norm, norm, foreach)
+        # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
+        exact = norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
+        clip_grads_with_norm_(cast(Iterable[Tensor], scaled), measured.options.max_norm, exact, foreach)

@@ -1,21 +1,22 @@
-"""How a model reduces its gradients over the ranks, read off its wrappers, and the switch that says when.
+"""Which wrappers a model has, over which ranks they reduce gradients, and the switch that says when they do.
 
-Every wrapper reduces at the end of a backward and divides by the number of ranks W that it reduces over::
+A wrapper reduces gradients at the end of a backward, and divides them by the number W of ranks it reduces over::
 
-    DDP             all-reduce                                    / W
-    FSDP2           reduce-scatter                                / W
-    HSDP            reduce-scatter over shards, all-reduce over replicas, / W
-    sum_gradients_  FSDP2 and HSDP as above                       / 1
-    plain module    nothing
+    DDP             all-reduce                                            / W
+    FSDP2           reduce-scatter                                        / W
+    HSDP            reduce-scatter over shards, all-reduce over replicas  / W
+    FSDP2 or HSDP after sum_gradients_: the same collectives              / 1
+    plain module    no reduction                                          / 1
 
-So a loss that is to be *added* over the ranks is multiplied by W first, the multiplier.
+A loss whose gradients should be *added* over the ranks is therefore multiplied by W first. That factor is called the
+multiplier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -26,6 +27,7 @@ from ..distributed.group import Group, group_ranks, is_initialized, resolve_grou
 from ..distributed.torch_private import (
     FsdpGroup,
     awaits_first_reduction,
+    broadcast_ddp_buffers,
     forget_forward,
     fsdp_groups,
     fsdp_modules,
@@ -37,32 +39,40 @@ SYNCS = ("last", "each", "shard")
 
 
 class GradientSync(NamedTuple):
-    """The wrappers inside a model."""
+    """The wrappers inside a model, as :func:`find_sync` found them."""
 
     ddp: list[DistributedDataParallel]
-    fsdp: list[FsdpGroup]
-    unmanaged: list[str]  # trainable parameters beside the wrappers that none of them reduces
-    shares_statistics: bool = False  # SyncBatchNorm, which communicates in every forward and backward
+    fsdp_modules: list[Any]  # FSDPModules
+    fsdp: list[FsdpGroup]  # their groups of parameters
+    unmanaged: list[str]  # trainable parameters that no wrapper reduces, in a model that has wrappers
+    shares_statistics: bool  # SyncBatchNorm, which communicates in every forward and backward
 
     @property
     def kind(self) -> str:
-        """What wraps the model, for messages and for the agreement between ranks."""
+        """What wraps the model, for messages and for the comparison between ranks."""
         kinds = {f"DDP over {dist.get_world_size(module.process_group)} ranks" for module in self.ddp}
-        kinds |= {f"{_fsdp_name(group)} over {group.num_ranks} ranks" for group in self.fsdp}
+        for group in self.fsdp:
+            name = "HSDP" if group.is_hybrid else "FSDP2" if group.is_sharded else "replicas"
+            kinds.add(f"{name} over {group.num_ranks} ranks")
         return " and ".join(sorted(kinds)) or "a plain module"
 
     @property
     def multiplier(self) -> float:
-        """What every gradient is divided by; ValueError when that is not one number for all of them."""
+        """The number that every gradient is divided by; ValueError when the gradients are divided by several."""
         divisors = {float(dist.get_world_size(module.process_group)) for module in self.ddp}
         divisors |= {group.divisor for group in self.fsdp}
         if len(divisors) > 1:
-            fix = "Call sum_gradients_(model) once, which makes every FSDP module, experts included, add its gradients."
+            fix = "Call sum_gradients_(model) once: every FSDP module, experts included, then adds its gradients."
             if self.ddp:
                 fix = "DDP divides by the size of its group: wrap with groups of one size, or use FSDP2."
             found = Words(f"divisors {sorted(divisors)}")
             raise ValueError(expected("model", "gradients that are all divided by the same number", found, fix))
         return divisors.pop() if divisors else 1.0
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether a forward, or a backward without reduction, communicates: all ranks must then make as many."""
+        return self.shares_statistics or any(group.is_sharded for group in self.fsdp)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -76,35 +86,27 @@ class GradientSync(NamedTuple):
         return wrapper.process_group() if isinstance(wrapper, FsdpGroup) else wrapper
 
     def _largest_groups(self) -> dict[tuple[int, ...], ProcessGroup | FsdpGroup]:
-        """Return, by their ranks, those of the groups to reduce over that are the largest."""
+        """Return the largest of the groups that gradients are reduced over, keyed by their ranks."""
         groups: dict[tuple[int, ...], ProcessGroup | FsdpGroup] = {tuple(group.ranks()): group for group in self.fsdp}
         groups |= {tuple(group_ranks(module.process_group)): module.process_group for module in self.ddp}
         largest = max(map(len, groups), default=0)
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether a forward or an unreduced backward communicates, so that all ranks must make the same number."""
-        return self.shares_statistics or any(group.is_sharded for group in self.fsdp)
+    def check_group(self, group: Group) -> None:
+        """Raise ValueError unless a loss can be added over ``group``, None for the ranks that the wrappers reduce over.
 
-    def resolve_group(self, group: Group) -> ProcessGroup | None:
-        """Return the ranks that a loss is added over, ``group`` or else the wrappers'; None when this process is alone.
-
-        Without either it is the default group. Raises like :func:`~fullrank.distributed.group.resolve_group`, and
-        ValueError for a ``group`` without some of the ranks that the wrappers reduce over.
+        Without ``group`` that must be a single group. A ``group`` that is given must contain all of these ranks.
         """
-        found = self.group if group is None else None
-        if found is None and (group is not None or is_initialized()):
-            found = resolve_group(group)
-            for ranks in self._largest_groups():
-                if not set(ranks) <= set(group_ranks(found)):
-                    fix = "The loss is added over more ranks than these, so they have to be counted too."
-                    what = f"all of {list(ranks)}, which the model reduces its gradients over"
-                    raise ValueError(expected("group", what, Words(f"ranks {group_ranks(found)}"), fix))
-        return found if found is not None and dist.get_world_size(found) > 1 else None
+        given = self.group if group is None else resolve_group(group)
+        ranks = [] if given is None else group_ranks(given)
+        for reduced in self._largest_groups():
+            if not set(reduced) <= set(ranks):
+                fix = "Gradients are added over more ranks than these, so their rows must be counted too."
+                what = f"all of {list(reduced)}, which the model reduces its gradients over"
+                raise ValueError(expected("group", what, Words(f"ranks {ranks}"), fix))
 
-    def check(self, sync: str, num_micro_batches: int) -> None:
-        """Raise ValueError when the wrappers cannot accumulate ``num_micro_batches`` in the way of ``sync``."""
+    def check_sync(self, sync: str, num_micro_batches: int) -> None:
+        """Raise ValueError when the wrappers cannot accumulate ``num_micro_batches`` in the way that ``sync`` names."""
         check_choice("sync", sync, SYNCS)
         if sync == "shard" and not self.fsdp:
             fix = "Use sync='last', or sync='each' to reduce after every micro-batch."
@@ -112,47 +114,44 @@ class GradientSync(NamedTuple):
         if sync != "each" and num_micro_batches > 1 and any(map(awaits_first_reduction, self.ddp)):
             fix = "Use sync='each', or a single micro-batch, in the first window, or DDP without static_graph."
             what = "DDP with static_graph to reduce in its first backward, in which it records the graph"
-            raise ValueError(expected("model", what, Words(f"{num_micro_batches} micro-batches to add up first"), fix))
+            found = Words(f"{num_micro_batches} micro-batches that are added up before the first reduction")
+            raise ValueError(expected("model", what, found, fix))
 
     def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
-        """Raise ValueError when some gradients would stay as they are on each rank, or be too large once added up.
+        """Raise ValueError when some gradients would be left unreduced, or would be too large once they are added.
 
         Args:
-            others_reduce: whether the caller has promised, by naming a group, to add up what no wrapper reduces.
+            others_reduce: whether the caller has promised, by naming a group, to add what no wrapper reduces.
             multiplier: the caller's, None for that of the wrappers.
         """
         if not self.unmanaged:
             return
-        more = f" and {len(self.unmanaged) - 3} more" if len(self.unmanaged) > 3 else ""
-        found = f"{', '.join(self.unmanaged[:3])}{more} in none of them"
+        found = f"{shorten(self.unmanaged)} in none of them"
         fix = "Wrap them too, or call sum_gradients_(model), pass group, and add them up with all_reduce_grads_."
         if not others_reduce:
             raise ValueError(expected("model", "every trainable parameter inside a wrapper", Words(found), fix))
         if multiplier is None and self.multiplier != 1.0:
-            what = "wrappers that add gradients up beside parameters that are in no wrapper"
+            what = "wrappers that add gradients up, because some parameters are in no wrapper"
             found += f", and wrappers that divide by {self.multiplier:g}, for which the loss is multiplied by it"
             raise ValueError(expected("model", what, Words(found), fix))
 
     def switch(self, sync: str, is_last: bool) -> None:
-        """Say what the next forward and backward do: reduce or only add up; set before the forward."""
+        """Set whether the next backward reduces or only adds up; call it before the forward."""
         for module in self.ddp:
             module.require_backward_grad_sync = is_last or sync == "each"
         for group in self.fsdp:
             group.switches = (is_last or sync != "last", is_last or sync == "each")
 
-    def forget_forwards(self, model: nn.Module) -> None:
-        """Undo what forwards of ``model`` have prepared that no backward followed; on every rank."""
-        for module in self.ddp:
-            forget_forward(module)
-            # Ranks that were in different micro-batches left it on or off; as DDP leaves it after a reduced step.
-            module.require_forward_param_sync = True
-        # Only a backward reshards: a forward after an optimizer step would find the parameters of before.
-        for module in fsdp_modules(model):
-            module.reshard()
+    @property
+    def reduces_always(self) -> bool:
+        """Whether the switches are as the wrappers come: every backward reduces."""
+        return all(module.require_backward_grad_sync for module in self.ddp) and all(
+            all(group.switches) for group in self.fsdp
+        )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back the switches as they were found."""
+        """Set the switches back at the end to what they were at the beginning."""
         found = [module.require_backward_grad_sync for module in self.ddp], [group.switches for group in self.fsdp]
         try:
             yield
@@ -162,11 +161,50 @@ class GradientSync(NamedTuple):
             for group, switches in zip(self.fsdp, found[1]):
                 group.switches = switches
 
+    @contextmanager
+    def buffers_broadcast_once(self) -> Iterator[None]:
+        """Let DDP broadcast its buffers now, and not in the forwards inside, which then do not communicate.
 
-def _fsdp_name(group: FsdpGroup) -> str:
-    if group.is_hybrid:
-        return "HSDP"
-    return "FSDP2" if group.is_sharded else "replicas"
+        Several forwards inside then start from the same buffers, the ranks may make different numbers of them, and a
+        rank that fails in one leaves no other rank waiting in a broadcast. Collective where DDP would have broadcast.
+        After a forward inside that reduces, call :meth:`hold_broadcasts` before the next one.
+        """
+        for module in self.ddp:
+            broadcast_ddp_buffers(module)
+        self.hold_broadcasts()
+        try:
+            yield
+        finally:
+            for module in self.ddp:
+                module.require_forward_param_sync = True  # as DDP leaves it after a backward that reduced
+
+    def hold_broadcasts(self) -> None:
+        """Let the next forward of DDP broadcast no buffers."""
+        for module in self.ddp:
+            module.require_forward_param_sync = False
+
+    def forget_forwards(self) -> None:
+        """Undo what forwards without a backward have prepared in the wrappers; call it on every rank."""
+        for module in self.ddp:
+            forget_forward(module)
+            # Ranks that stood in different micro-batches differ in it. DDP sets it to True after a backward that
+            # reduced.
+            module.require_forward_param_sync = True
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free the whole parameters that a forward of FSDP2 without a backward has left.
+
+        Only a backward reshards: a forward after the next optimizer step would compute with the old parameters.
+        """
+        for module in self.fsdp_modules:
+            module.reshard()
+
+
+def shorten(names: list[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def find_sync(model: nn.Module) -> GradientSync:
@@ -184,25 +222,47 @@ def find_sync(model: nn.Module) -> GradientSync:
         managed |= set(map(id, reduced))
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    return GradientSync(ddp, fsdp, unmanaged if fsdp or ddp else [], shares_statistics)
+    return GradientSync(ddp, fsdp_modules(model), fsdp, unmanaged if fsdp or ddp else [], shares_statistics)
+
+
+def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
+    """Return the ranks that a loss of ``model`` is added over; None when this process is alone.
+
+    They are ``group`` if it is given, else those that the wrappers reduce over, else the default group. An error in the
+    model is not raised here: the header that follows reports it to all ranks, over the default group. Raises like
+    :func:`~fullrank.distributed.group.resolve_group`.
+    """
+    if group is None:
+        try:
+            found = find_sync(model).group
+        except Exception:
+            found = None
+        if found is None and not is_initialized():
+            return None
+        # When it is everyone, return the default group, the object that other calls use. A rank that fails in front of
+        # its loss exchanges a header here while the other ranks open their loss; both headers must be in one group.
+        is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
+        group = None if is_everyone else found
+    ranks = resolve_group(group)
+    return ranks if ranks.size() > 1 else None
 
 
 def sum_gradients_(model: nn.Module) -> float:
     """Make every FSDP2 module of ``model``, experts included, add its gradients over the ranks, without dividing.
 
-    Expert modules are sharded over fewer ranks than the rest, so each would divide by a number of its own. Added
-    gradients need one division only, by the global count, and it is the loss that makes it.
+    Expert modules are sharded over fewer ranks than the rest, so they would divide by another number. Gradients that
+    are added need a single division, by the global count, and the loss makes it.
 
     Args:
-        model: the model after ``fully_shard``; DDP keeps its mean, and plain modules have nothing to change.
+        model: the model after ``fully_shard``. DDP keeps its mean, and plain modules have nothing to change.
 
     Returns:
         The multiplier of a loss that is to be added over the ranks: 1 for FSDP2 and HSDP from now on, the number of
-        ranks for DDP, 1 for a plain module. :func:`accumulate` finds it by itself.
+        ranks for DDP, 1 for a plain module. :func:`accumulate` reads it from the model.
 
     Raises:
         TypeError: when ``model`` is not a module.
-        ValueError: when it contains DDP modules of different sizes, or DDP beside FSDP2.
+        ValueError: when it contains DDP modules of different sizes, or both DDP and FSDP2.
 
     Distributed:
         No communication; call it on every rank. The collectives become sums too, because gloo has no other. A pooled
@@ -216,7 +276,7 @@ def sum_gradients_(model: nn.Module) -> float:
     if sync.ddp and sync.fsdp:
         fix = "Wrap all of it in one of the two."
         raise ValueError(expected("model", "DDP or FSDP2 modules", Words("both"), fix))
-    for module in fsdp_modules(model):
+    for module in sync.fsdp_modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return sync.multiplier
@@ -224,7 +284,7 @@ def sum_gradients_(model: nn.Module) -> float:
 
 @contextmanager
 def maybe_no_sync(model: nn.Module, micro_step: int, num_micro_steps: int) -> Iterator[None]:
-    """Let gradients be reduced only in the last micro-step of a window; forward and backward go inside.
+    """Reduce gradients only in the last micro-step of a window; forward and backward run inside.
 
     Args:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one.
@@ -234,16 +294,16 @@ def maybe_no_sync(model: nn.Module, micro_step: int, num_micro_steps: int) -> It
     Raises:
         TypeError: when ``model`` is not a module, or a number not an int.
         ValueError: when ``micro_step`` is not in [0, num_micro_steps); for DDP with ``static_graph`` whose very first
-            backward would not reduce: torch fails inside it, while any later one may.
+            backward would not reduce: torch fails inside it. Any later backward may.
 
-    What is found is restored afterwards, also after an exception.
+    The switches of the wrappers are restored afterwards, also after an exception.
     """
     check_count("num_micro_steps", num_micro_steps, 1)
     check_count("micro_step", micro_step, 0)
     if micro_step >= num_micro_steps:
         raise ValueError(expected("micro_step", f"an int in [0, {num_micro_steps})", micro_step, "It counts from 0."))
     sync = find_sync(model)
-    sync.check("last", num_micro_steps)
+    sync.check_sync("last", num_micro_steps)
     with sync.restored():
         sync.switch("last", micro_step == num_micro_steps - 1)
         yield
@@ -252,9 +312,9 @@ def maybe_no_sync(model: nn.Module, micro_step: int, num_micro_steps: int) -> It
 def discard_gradients_(model: nn.Module) -> None:
     """Drop all gradients of ``model``, reduced or not, as if the window had never begun.
 
-    ``optimizer.zero_grad()`` is not enough after a window that was broken off. FSDP2 holds what it has not reduced yet
-    apart from ``grad``, and would add it to the next window. A forward that no backward followed leaves FSDP2 with the
-    whole parameters of before the next optimizer step, and makes DDP reduce in the first backward of the next window.
+    ``optimizer.zero_grad()`` is not enough after a window that was left early. FSDP2 keeps what it has not reduced yet
+    apart from ``grad``, and would add it to the next window. A forward without a backward leaves FSDP2 with the whole
+    parameters from before the next optimizer step, and makes DDP reduce in the first backward of the next window.
 
     Args:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one. Call it on every rank.
@@ -268,6 +328,6 @@ def discard_gradients_(model: nn.Module) -> None:
     sync = find_sync(model)
     for group in sync.fsdp:
         group.discard()
-    sync.forget_forwards(model)
+    sync.forget_forwards()
     for parameter in model.parameters():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: the schedules of the losses follow the trainer."""
+"""PyTorch Lightning: a callback that passes epoch and step to the schedules of the losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .schedules import find_schedules
 
 
 def _find_callback() -> Any:
-    """Return the base class of callbacks, from whichever of Lightning's two distributions is installed."""
+    """Return the base class of callbacks from the distribution of Lightning that is installed; there are two."""
     for distribution, name in (("pytorch_lightning", "pytorch_lightning"), ("lightning", "lightning.pytorch")):
         if find_spec(distribution) is not None:
             return import_module(name).Callback
@@ -23,14 +23,14 @@ _Callback: Any = _find_callback()
 
 
 class LossSchedule(_Callback):
-    """Tell every :class:`~fullrank.LossWarmupWrapper` in the LightningModule the epoch and the step.
+    """Pass the epoch and the step to every :class:`~fullrank.LossWarmupWrapper` in the LightningModule.
 
     Equal to calling ``on_train_epoch_start(trainer.current_epoch)`` and ``on_train_batch_start(trainer.global_step)``
-    of each in the hooks of the same names, the former also where a resumed trainer leaves its hook out.
-    ``global_step`` counts optimizer steps, so the micro-batches of one window have the same one; with several
-    optimizers it counts the steps of all.
+    of each wrapper in the hooks of the same names. The epoch is also passed where a resumed trainer skips its epoch
+    hook. ``global_step`` counts optimizer steps, so it is the same for all micro-batches of a window. With several
+    optimizers it counts the steps of all of them.
 
-    The losses, attributes of the LightningModule, are saved and restored with it: queue, temperature, schedule.
+    The losses are attributes of the LightningModule, which saves and restores them: queue, temperature, schedule.
 
     Example:
         >>> LossSchedule().state_key
@@ -45,6 +45,6 @@ class LossSchedule(_Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Set the optimizer step of every schedule."""
         for schedule in find_schedules(pl_module):
-            # Resumed from a checkpoint of an epoch's last step, Lightning leaves out that hook of the epoch it begins.
+            # After a restart from the last step of an epoch, Lightning skips the epoch hook of the next epoch.
             schedule.on_train_epoch_start(trainer.current_epoch)
             schedule.on_train_batch_start(trainer.global_step)

@@ -1,4 +1,4 @@
-"""The Trainer of transformers: losses that see the window of all ranks. Nothing here imports transformers."""
+"""The Trainer of transformers: losses over the window of all ranks. This module does not import transformers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .schedules import find_schedules
 def causal_lm_loss_func(
     outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | float | None = None
 ) -> Tensor:
-    """Sum the cross-entropies of the next tokens, divided by those of the window: a ``compute_loss_func``.
+    """Sum the cross-entropies of the next tokens and divide by the tokens of the window: a ``compute_loss_func``.
 
     Equal to ``causal_lm_loss(outputs.logits, labels, num_items=num_items_in_batch)``.
 
-    The Trainer counts the labels of all micro-batches and ranks, and multiplies what this returns by the number of
-    ranks, which DDP divides by. Both need ``average_tokens_across_devices=True``, the default. The count leaves out the
-    first label of each row, as the loss does, for models whose ``loss_type`` is that of a causal model.
+    The Trainer counts the labels of all micro-batches and ranks. It multiplies the loss by the number of ranks, by
+    which DDP divides. Both need ``average_tokens_across_devices=True``, the default. For models whose ``loss_type`` is
+    that of a causal model, the count leaves out the first label of each row, as the loss does.
 
     Args:
-        outputs: those of the model, with the logits under ``logits`` or first.
+        outputs: outputs of the model, with the logits under ``logits`` or in the first place.
         labels: (N, T), -100 where a token does not count; not shifted.
-        num_items_in_batch: what the Trainer counted. None, as in a call by hand, for the mean of this call.
+        num_items_in_batch: the count of the Trainer. None, as in a call by hand, gives the mean of this call.
 
     Raises:
-        ValueError: without labels; a Trainer then has no count either.
+        ValueError: without labels. The Trainer has no count then either.
 
     Example:
         >>> causal_lm_loss_func({"logits": torch.zeros(1, 3, 4)}, torch.tensor([[0, 2, -100]]), torch.tensor(2))
@@ -44,25 +44,27 @@ def causal_lm_loss_func(
 
 
 class PooledLossMixin:
-    """Put in front of ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
+    """A mixin for ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
 
-    ``class RankingTrainer(PooledLossMixin, Trainer)`` is all it takes. The loss reaches neither of the two factors that
-    the Trainer applies to that of a ``compute_loss_func``: times the number of ranks, and added up, instead of
-    averaged, over micro-batches. With ``gradient_accumulation_steps`` > 1 the window is back-propagated by
-    :func:`~fullrank.pooled_backward`, in the last of its micro-batches. The loss that is logged is that of the window.
+    Write ``class RankingTrainer(PooledLossMixin, Trainer)`` to use it. The Trainer changes the loss of a
+    ``compute_loss_func`` in two ways: it multiplies it by the number of ranks, and adds it up over micro-batches
+    instead of averaging it. The pooled loss is changed in neither way. With ``gradient_accumulation_steps`` > 1,
+    :func:`~fullrank.pooled_backward` back-propagates the window in the last of its micro-batches. The logged loss is
+    that of the window.
 
-    A :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss`` is told epoch and step. The checkpoints of the Trainer do
-    not hold the state of the loss: save its ``state_dict()`` beside them, or train without a queue and a schedule.
+    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. The checkpoints of the
+    Trainer do not contain the state of the loss. Save its ``state_dict()`` next to them, or train without a queue and a
+    schedule.
 
     Args:
         pooled_loss: called as ``pooled_loss(logits, labels)``; returns a scalar, the same on every rank.
-        *args, **kwargs: those of the Trainer. ``compute_loss_func`` is not used.
+        *args, **kwargs: arguments of the Trainer. ``compute_loss_func`` is not used.
 
     Raises:
-        RuntimeError: for a window of several micro-batches under DeepSpeed or Megatron, whose backward is their own.
+        RuntimeError: for a window of several micro-batches under DeepSpeed or Megatron, which have their own backward.
     """
 
-    # Of the Trainer.
+    # Attributes of the Trainer.
     accelerator: Any
     args: Any
     state: Any
@@ -89,12 +91,17 @@ class PooledLossMixin:
     def training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Keep the micro-batch; with the last of the window back-propagate the loss, and return it."""
+        """Store the micro-batch. With the last one of the window, back-propagate the loss and return it."""
         self._pooled_window.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         window, self._pooled_window = self._pooled_window, []
-        self._start_step()
+        epoch, schedules = int(self.state.epoch or 0), find_schedules(self.pooled_loss)
+        for schedule in schedules:
+            if epoch != self._pooled_epoch:
+                schedule.on_train_epoch_start(epoch)
+            schedule.on_train_batch_start(self.state.global_step)
+        self._pooled_epoch = epoch
         if len(window) == 1:
             trainer: Any = super()
             return trainer.training_step(model, window[0], num_items_in_batch)
@@ -110,17 +117,9 @@ class PooledLossMixin:
             scaler=self.accelerator.scaler,
         )
 
-    def _start_step(self) -> None:
-        epoch, schedules = int(self.state.epoch or 0), find_schedules(self.pooled_loss)
-        for schedule in schedules:
-            if epoch != self._pooled_epoch:
-                schedule.on_train_epoch_start(epoch)
-            schedule.on_train_batch_start(self.state.global_step)
-        self._pooled_epoch = epoch
-
     def _evaluate_loss(self, model: nn.Module, scores: Tensor, batches: list[Mapping[str, Any]]) -> Tensor:
         if isinstance(self.pooled_loss, nn.Module):
-            self.pooled_loss.train(model.training)  # rows enter the queue in training only
+            self.pooled_loss.train(model.training)  # rows enter the queue in training mode only
         return self.pooled_loss(scores, torch.cat([batch["labels"] for batch in batches]))
 
 
@@ -129,5 +128,5 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def _without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what would make the model compute a loss of its own."""
+    """Return the inputs without labels, with which the model would compute its own loss."""
     return {name: value for name, value in inputs.items() if name != "labels"}

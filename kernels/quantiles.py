@@ -1,7 +1,7 @@
 """Quantiles in the upper tail, shared by the losses and the metrics.
 
-``torch.quantile`` sorts everything, refuses half precision, raises above 2**24 elements and computes its rank in
-float32, which is one row off from about 1e5 rows on. Here the rank is float64 and only the tail is selected.
+``torch.quantile`` sorts every element, refuses half precision, raises above 2**24 elements and computes its rank in
+float32, which is off by one row from about 1e5 rows on. Here the rank is float64, and only the tail is selected.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _SNAP = 1e-9  # relative distance at which a rank counts as an integer: (1 - 0.7
 def upper_quantiles(
     scores: Tensor, member: Tensor | None, fractions: Sequence[float], interpolation: str = "higher"
 ) -> Tensor:
-    """Return, for each row and each fraction q, the (1 - q) quantile of the members' scores.
+    """Return, for each class and each fraction q, the (1 - q) quantile of the members' scores.
 
     Equal to ``torch.quantile(scores[c][member[c]], 1 - q, interpolation=interpolation)`` for each class c; O(M) time
-    for small q, by selecting the tail.
+    for small q, because only the tail is selected.
 
     Args:
-        scores: (C, M) floating; entries outside ``member`` are not looked at.
+        scores: (C, M) floating; entries outside ``member`` are ignored.
         member: (C, M) bool, None for all True.
         fractions: the q, in [0, 1]: 0 asks for the maximum, 1 for the minimum.
         interpolation: what to return when the rank (1 - q)(n - 1) lies between two scores: ``"linear"``, ``"lower"``,
@@ -35,6 +35,8 @@ def upper_quantiles(
         output (C, len(fractions)), detached; arbitrary where a class has no member.
     """
     scores = scores.detach()
+    if scores.shape[1] == 0:
+        return scores.new_zeros(scores.shape[0], len(fractions))
     if member is None:
         count = torch.full(scores.shape[:1], float(scores.shape[1]), dtype=torch.float64, device=scores.device)
     else:
@@ -43,34 +45,30 @@ def upper_quantiles(
     quantiles = [torch.empty(0)] * len(fractions)
     for from_top in (True, False):
         chosen = [index for index, q in enumerate(fractions) if (q <= 0.5) == from_top]
-        if not chosen or scores.shape[1] == 0:
+        if not chosen:
             continue
-        tails = [fractions[index] if from_top else 1.0 - fractions[index] for index in chosen]
-        ordered = _select_tail(scores, member, max(tails), from_top)  # [C, k], best first
+        # The tail holds enough entries of each class for every chosen quantile, best first.
+        share = max(fractions[index] if from_top else 1.0 - fractions[index] for index in chosen)
+        enough = min(scores.shape[1], math.floor(share * (scores.shape[1] - 1) * (1 + _SNAP)) + 2)
+        last_value = -math.inf if from_top else math.inf
+        tail = scores if member is None else scores.masked_fill(~member, last_value)  # [C, M]
+        tail = tail.topk(enough, dim=1, largest=from_top).values  # [C, k]
         for index in chosen:
             lower, upper, weight = _ranks(last, fractions[index], interpolation)
-            positions = [(last - rank if from_top else rank) for rank in (lower, upper)]
-            low, high = (_take(ordered, position) for position in positions)
+            places = [
+                (last - rank if from_top else rank).clamp(0, enough - 1).to(torch.int64) for rank in (lower, upper)
+            ]
+            low, high = (tail.gather(1, place[:, None])[:, 0] for place in places)
             blend = low + (high - low) * weight.to(low)
-            # Two equal infinities differ by NaN: where there is nothing to blend, nothing is blended.
+            # The difference of two equal infinities is NaN, so equal scores are not blended.
             quantiles[index] = torch.where((weight == 0) | (low == high), low, torch.where(weight == 1, high, blend))
-    if scores.shape[1] == 0:
-        return scores.new_zeros(scores.shape[0], len(fractions))
     return torch.stack(quantiles, dim=1)
-
-
-def _select_tail(scores: Tensor, member: Tensor | None, share: float, from_top: bool) -> Tensor:
-    """Return the best entries of each row, sorted, enough of them for every quantile within ``share`` of the end."""
-    size = scores.shape[1]
-    enough = min(size, math.floor(share * (size - 1) * (1 + _SNAP)) + 2)
-    outside = scores if member is None else scores.masked_fill(~member, -math.inf if from_top else math.inf)
-    return outside.topk(enough, dim=1, largest=from_top).values
 
 
 def _ranks(last: Tensor, fraction: float, interpolation: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the two neighbouring ranks of (1 - q)(n - 1) and the weight of the upper one, each (C,) float64."""
     rank = last * (1.0 - fraction)
-    nearest = (2 * rank).round() / 2  # half-integers too: there "nearest" turns
+    nearest = (2 * rank).round() / 2  # half-integers too, because "nearest" rounds up or down there
     rank = torch.where((rank - nearest).abs() <= _SNAP * nearest.clamp_min(1), nearest, rank)
     lower, upper = rank.floor(), rank.ceil()
     if interpolation == "lower":
@@ -82,8 +80,3 @@ def _ranks(last: Tensor, fraction: float, interpolation: str) -> tuple[Tensor, T
     if interpolation == "midpoint":
         return lower, upper, torch.where(upper > lower, 0.5, 0.0).to(rank)
     return lower, upper, rank - lower
-
-
-def _take(ordered: Tensor, position: Tensor) -> Tensor:
-    index = position.clamp(0, ordered.shape[1] - 1).to(torch.int64)
-    return ordered.gather(1, index[:, None])[:, 0]

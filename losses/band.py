@@ -16,11 +16,11 @@ TauScale = Literal["iqr", "band"]
 PosNumerator = Literal["pool", "live"]
 BudgetBasis = Literal["fpr", "population"]
 
-SMALLEST_SCALE = 1e-12  # at or below it the reference scores are one value, and no temperature can be derived
+SMALLEST_SCALE = 1e-12  # at or below it the reference scores do not differ, and no temperature follows from them
 
 
 class Band(NamedTuple):
-    """What defines the partial area; checked by :func:`check_band`."""
+    """The arguments that define the partial area; :func:`check_band` checks them."""
 
     alpha: float = 0.0
     beta: float = 0.005
@@ -49,14 +49,14 @@ def check_band(band: Band) -> Band:
 
 
 class Thresholds(NamedTuple):
-    """The scores at the band edges and at the knots, and the temperature; all detached."""
+    """The scores at the band edges and at the knots, and the temperature, all detached."""
 
     t_alpha: Tensor  # [C]
     t_beta: Tensor  # [C]
     knots: Tensor  # [C, K]
     tau: Tensor  # [C], 1 where the scale is too small
-    resolved: Tensor  # [C] bool: there is a reference, and its scale is large enough
-    has_reference: Tensor  # [C] bool
+    resolved: Tensor  # [C] bool: the class has reference rows, and their scale is large enough
+    has_reference: Tensor  # [C] bool: the class has reference rows
 
 
 def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> Thresholds:
@@ -64,7 +64,10 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
     reference = iid if band.budget_basis == "population" else iid & ~pool.positive
     fractions: list[float] = [band.alpha, band.beta]
     if band.surrogate == "trapezoid":
-        fractions += _knot_fractions(band)
+        # Equally spaced rates. The first and the last are the band edges to the last bit.
+        steps = band.n_knots - 1
+        inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
+        fractions += [band.alpha, *inner, band.beta]
     if band.tau_scale == "iqr":
         fractions += [0.25, 0.75]
     levels = upper_quantiles(pool.scores, reference, fractions, band.quantile_interpolation)  # [C, L]
@@ -72,14 +75,7 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
     levels = torch.where(has_reference[:, None], levels, torch.zeros_like(levels))
     t_alpha, t_beta = levels[:, 0], levels[:, 1]
     scale = levels[:, -2] - levels[:, -1] if band.tau_scale == "iqr" else t_alpha - t_beta
-    large = ~(scale <= SMALLEST_SCALE)  # a NaN scale stays: the loss is NaN, not skipped
+    large = ~(scale <= SMALLEST_SCALE)  # True for NaN: the loss is then NaN instead of being left out
     tau = torch.where(large, scale * temperature, torch.ones_like(scale))
     knots = levels[:, 2 : 2 + band.n_knots] if band.surrogate == "trapezoid" else levels[:, :0]
     return Thresholds(t_alpha, t_beta, knots, tau, has_reference & large, has_reference)
-
-
-def _knot_fractions(band: Band) -> list[float]:
-    """Return equally spaced rates whose ends are the band edges to the last bit."""
-    steps = band.n_knots - 1
-    inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
-    return [band.alpha, *inner, band.beta]

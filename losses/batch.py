@@ -1,4 +1,4 @@
-"""The rows that a ranking loss is given: how targets are read, what is checked, and the canonical form."""
+"""The rows given to a ranking loss: how targets are read, what is checked, and the checked form of the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Batch(NamedTuple):
     iid_mask: Tensor | None = None  # [N]
     sample_weight: Tensor | None = None  # [N]
     indexes: Tensor | None = None  # [N] int64, the query of each row
-    complete: bool = False  # known to hold no ignored target; a pass over the targets finds out where it is not known
+    complete: bool = False  # True: no target is ignored. False: not known, which costs one more pass over the targets.
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -40,12 +40,12 @@ class TargetRule(NamedTuple):
     multi_hot: bool = False
 
     def marked(self, codes: Tensor) -> Tensor:
-        """Return which multi-hot ``codes`` are positives: 1, unless 1 is what is ignored."""
+        """Return which multi-hot ``codes`` are positives: those equal to 1, or none if 1 is the ignored value."""
         return (codes == 1) & (codes != self.ignore_index)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype a loss is computed in: half precision in float32, whose sums over a pool do not saturate."""
+    """Return the dtype a loss is computed in: float32 for half precision, whose sums over a pool would saturate."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -59,10 +59,9 @@ def check_batch(
     indexes: Tensor | None = None,
     validate_args: bool = True,
 ) -> Batch:
-    """Return the rows in canonical form, or raise TypeError or ValueError.
+    """Return the checked rows, or raise TypeError or ValueError.
 
-    ``validate_args=False`` leaves out the checks that read values, each of which waits for the device. So does
-    compiling.
+    The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling.
     """
     validate_args = validate_args and not torch.compiler.is_compiling()
     check_tensor("logits", logits)
@@ -82,46 +81,56 @@ def check_batch(
         _check_row_tensor("sample_weight", sample_weight, logits)
         sample_weight = check_weight(sample_weight, compute_dtype(logits.dtype), validate_args)
     if indexes is not None:
-        indexes = _check_indexes(indexes, logits)
+        _check_row_tensor("indexes", indexes, logits)
+        if not is_integer(indexes):
+            raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
+        if logits.shape[1] != 1:
+            fix = "A query ranks its rows by one score; without indexes the columns are classes."
+            raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
+        indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
     return Batch(logits, targets, iid_mask, sample_weight, indexes, complete)
 
 
-def _check_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
-    """Return the indexes as int64: every rank sends the same dtype whatever it was given."""
-    _check_row_tensor("indexes", indexes, logits)
-    if not is_integer(indexes):
-        raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
-    if logits.shape[1] != 1:
-        fix = "A query ranks its rows by one score; without indexes the columns are classes."
-        raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
-    return indexes.to(torch.int64)
-
-
-def is_integer(tensor: Tensor) -> bool:
-    """Return True for the dtypes of whole numbers, of which bool is none."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
-    """Return the weights detached and in ``dtype``; ValueError when one is negative or not finite."""
-    if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
-        fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
-        raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
-    sample_weight = sample_weight.detach()
-    if validate_args and not torch.compiler.is_compiling():
-        bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
-        if bool(bad.any()):
-            first = sample_weight[bad][0].item()
-            raise ValueError(expected("sample_weight", "finite numbers >= 0", first))
-    return sample_weight.to(dtype)
-
-
-def may_hold(targets: Tensor, value: int) -> bool:
-    """Return False when no target is ``value``, which one pass over the targets tells; True while compiling."""
-    if torch.compiler.is_compiling() or targets.numel() == 0:
-        return True
-    low, high = targets.aminmax()
-    return bool((low <= value) & (value <= high))
+def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_args: bool) -> tuple[Tensor, bool]:
+    """Return the checked targets, and True if they are known to hold no ignored value."""
+    if targets.is_floating_point() or targets.is_complex():
+        raise TypeError(expected("targets", "integers or bools", targets, "Use targets.long() on class indices."))
+    check_device("targets", targets, logits)
+    count = logits.shape[0]
+    if rule.multi_hot:
+        if tuple(targets.shape) != (count, rule.num_classes):
+            raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
+        if validate_args:
+            bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
+            if bool(bad.any()):
+                what = f"0, 1 or ignore_index={rule.ignore_index}"
+                raise ValueError(expected("targets", what, int(targets[bad][0])))
+        return targets.to(multi_hot_dtype(rule.ignore_index)), False  # the ranks must send the same dtype
+    if tuple(targets.shape) == (count, 1):
+        targets = targets[:, 0]
+    if tuple(targets.shape) != (count,):
+        fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
+        raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
+    targets = targets.to(torch.int64)
+    if validate_args and count:
+        low, high = (int(edge) for edge in targets.aminmax())
+        if low >= 0 and high < max(2, rule.num_classes):
+            return targets, not low <= rule.ignore_index <= high  # the common case takes one pass over the targets
+    ignored = targets == rule.ignore_index
+    if rule.num_classes > 1:
+        if validate_args:
+            check_class_range(targets, ignored, rule.num_classes, rule.ignore_index)
+        return targets, False
+    if validate_args:
+        odd = (targets != 0) & (targets != 1) & ~ignored
+        if bool(odd.any()):
+            values = targets[odd].unique()[:8].tolist()
+            fix = "Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes."
+            warn(
+                f"targets: expected 0 or 1 with num_classes=1, got {values}. "
+                f"Every value but 0 counts as positive. {fix}"
+            )
+    return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False
 
 
 def check_class_range(targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
@@ -143,59 +152,34 @@ def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
 
 
 def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits") -> None:
-    """Raise ValueError when ``value`` is not on the device of ``rows``, which the caller knows as ``called``."""
+    """Raise ValueError when ``value`` is not on the device of ``rows``, the argument named ``called``."""
     if value.device != rows.device:
         what, fix = f"a tensor on {rows.device}, as {called}", f"Use {name}.to({called}.device)."
         raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
 
 
-def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_args: bool) -> tuple[Tensor, bool]:
-    """Return the targets in canonical form, and whether they are known to hold none that is ignored."""
-    if targets.is_floating_point() or targets.is_complex():
-        what = "integers or bools"
-        raise TypeError(expected("targets", what, targets, "Use targets.long() on class indices."))
-    check_device("targets", targets, logits)
-    count = logits.shape[0]
-    if rule.multi_hot:
-        if tuple(targets.shape) != (count, rule.num_classes):
-            raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
-        return _check_multi_hot(targets, rule, validate_args), False
-    if tuple(targets.shape) == (count, 1):
-        targets = targets[:, 0]
-    if tuple(targets.shape) != (count,):
-        fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
-        raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
-    targets = targets.to(torch.int64)
-    if validate_args and count:
-        low, high = (int(edge) for edge in targets.aminmax())
-        if low >= 0 and high < max(2, rule.num_classes):
-            return targets, not low <= rule.ignore_index <= high  # one pass over the targets, the common case
-    ignored = targets == rule.ignore_index
-    if rule.num_classes == 1:
-        return _check_binary(targets, ignored, validate_args), False
-    if validate_args:
-        check_class_range(targets, ignored, rule.num_classes, rule.ignore_index)
-    return targets, False
-
-
-def _check_binary(targets: Tensor, ignored: Tensor, validate_args: bool) -> Tensor:
-    if validate_args:
-        odd = (targets != 0) & (targets != 1) & ~ignored
-        if bool(odd.any()):
-            values = targets[odd].unique()[:8].tolist()
-            fix = "Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes."
-            warn(
-                f"targets: expected 0 or 1 with num_classes=1, got {values}. "
-                f"Every value but 0 counts as positive. {fix}"
-            )
-    return torch.where(ignored, targets, (targets != 0).to(torch.int64))
-
-
-def _check_multi_hot(targets: Tensor, rule: TargetRule, validate_args: bool) -> Tensor:
-    if validate_args:
-        bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
+def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
+    """Return the weights detached and in ``dtype``; ValueError when one is negative or not finite."""
+    if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
+        fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
+        raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
+    sample_weight = sample_weight.detach()
+    if validate_args and not torch.compiler.is_compiling():
+        bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
         if bool(bad.any()):
-            what = f"0, 1 or ignore_index={rule.ignore_index}"
-            raise ValueError(expected("targets", what, int(targets[bad][0])))
-    # Every rank sends the same dtype whatever it was given, and a byte is enough for 0, 1 and the default -100.
-    return targets.to(multi_hot_dtype(rule.ignore_index))
+            first = sample_weight[bad][0].item()
+            raise ValueError(expected("sample_weight", "finite numbers >= 0", first))
+    return sample_weight.to(dtype)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return True for integer dtypes; bool is not one of them."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def may_hold(targets: Tensor, value: int) -> bool:
+    """Return False if one pass over the targets shows that none is ``value``; True otherwise, and while compiling."""
+    if torch.compiler.is_compiling() or targets.numel() == 0:
+        return True
+    low, high = targets.aminmax()
+    return bool((low <= value) & (value <= high))

@@ -34,27 +34,28 @@ def causal_lm_loss(
     Args:
         logits: (..., T, V) raw logits; the one at t predicts token t + 1.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
-        num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. 0 stands
-            for no item: the sum, which is 0 then, is not divided.
+        num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. With 0 the
+            sum, which is 0 then, is not divided.
         ignore_index: the label that does not count.
-        shift: move the labels by one. The logits are not cut, which would copy them; those at the last t get no
+        shift: move the labels by one. The logits are not cut, because that would copy them; those at the last t get no
             gradient. False for labels that are shifted already, as they must be before a sequence is cut over ranks.
-        validate_args: check the range of the labels, which waits for the device; never done while compiling.
+        validate_args: check the range of the labels, which waits for the device; skipped while compiling. Types, shapes
+            and devices are always checked.
 
     Returns:
         Scalar, float32, or float64 for float64 logits.
 
     Raises:
         TypeError: for logits that are not floating-point, labels that are not integers, DTensors.
-        ValueError: for shapes or devices that do not fit; labels out of range; a number ``num_items`` that is negative
-            or not finite.
+        ValueError: for shapes or devices that do not fit; for labels out of range; for a number ``num_items`` that is
+            negative or not finite.
 
     Degenerate: no valid token gives 0 with zero gradients.
-    Numerics: half precision is computed in float32; the gradient has the dtype of the logits. What logits hold at
-        labels that do not count, NaN too, has no effect.
+    Numerics: half precision is computed in float32; the gradient has the dtype of the logits. Logits whose label does
+        not count have no effect, even if they are NaN.
 
-    Distributed: nothing travels. With None for ``num_items`` each rank divides by its own count, and DDP makes a mean
-        of means of that: give the count over all ranks, or use :func:`~fullrank.accumulate`.
+    Distributed: nothing travels. With None for ``num_items`` each rank divides by its own count, and the mean over
+        ranks in DDP is a mean of means. Pass the count over all ranks, or use :func:`~fullrank.accumulate`.
 
     Example:
         >>> import torch
@@ -68,19 +69,24 @@ def causal_lm_loss(
         targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
     valid = targets != ignore_index
     if validate_args and not torch.compiler.is_compiling():
-        _check_range(targets, valid, logits.shape[-1], ignore_index)
-    # Without this a NaN at a label that does not count would reach the gradient, as 0 * NaN.
-    x = _without(logits.to(compute_dtype(logits.dtype)), ~valid, is_copy=logits.dtype != compute_dtype(logits.dtype))
+        bad = ((targets < 0) | (targets >= logits.shape[-1])) & valid
+        if bool(bad.any()):
+            what = f"token indices in [0, {logits.shape[-1]}) or ignore_index={ignore_index}"
+            raise ValueError(expected("labels", what, int(targets[bad][0]), "Give padding the label ignore_index."))
+    # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. No tensor is larger than
+    # the logits, so they are overwritten in place if they are a copy.
+    x, ignored = logits.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
+    x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
     total = F.cross_entropy(x.reshape(-1, x.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum")
-    if num_items is None or isinstance(num_items, Tensor):
-        return local_mean(total, valid.sum() if num_items is None else _one_element(num_items))
-    return total / (_check_num_items(num_items) or 1)
-
-
-def _without(x: Tensor, ignored: Tensor, *, is_copy: bool) -> Tensor:
-    """Return ``x`` with zeros where ignored, in place where nobody else sees it: no tensor is larger."""
-    mask = ignored.unsqueeze(-1)
-    return x.masked_fill_(mask, 0.0) if is_copy else x.masked_fill(mask, 0.0)
+    if num_items is None:
+        return local_mean(total, valid.sum())
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))
+        return local_mean(total, num_items.detach().reshape(()))
+    if not (check_number("num_items", num_items) >= 0 and math.isfinite(num_items)):
+        raise ValueError(expected("num_items", "a finite number >= 0", num_items))
+    return total / (num_items or 1)
 
 
 def _check_shapes(logits: Tensor, labels: Tensor) -> None:
@@ -102,22 +108,3 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
     if labels.device != logits.device:
         given, fix = Words(f"one on {labels.device}"), "Use labels.to(logits.device)."
         raise ValueError(expected("labels", f"a tensor on {logits.device}, as logits", given, fix))
-
-
-def _check_range(targets: Tensor, valid: Tensor, num_tokens: int, ignore_index: int) -> None:
-    bad = ((targets < 0) | (targets >= num_tokens)) & valid
-    if bool(bad.any()):
-        what = f"token indices in [0, {num_tokens}) or ignore_index={ignore_index}"
-        raise ValueError(expected("labels", what, int(targets[bad][0]), "Give padding the label ignore_index."))
-
-
-def _one_element(num_items: Tensor) -> Tensor:
-    if num_items.numel() != 1:
-        raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))
-    return num_items.detach().reshape(())
-
-
-def _check_num_items(num_items: float) -> float:
-    if not (check_number("num_items", num_items) >= 0 and math.isfinite(num_items)):
-        raise ValueError(expected("num_items", "a finite number >= 0", num_items))
-    return num_items

@@ -1,4 +1,4 @@
-"""What every loss knows about the ranks it is computed over."""
+"""The arguments and checks that every loss needs when its rows are spread over ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the sa
 
 
 class DistributedLoss(nn.Module):
-    """Base of the losses: the arguments that say which ranks take part, and how their gradients are combined.
+    """Base of the losses: holds which ranks take part, and how the wrapper combines their gradients.
 
     Args:
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
-            May be changed between steps, such as False while rank 0 validates alone.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
             ``"sum"``, or the number of ranks it averages over.
-        validate_args: check target ranges and weights, which waits for the device; never done while compiling. Metadata
-            is always checked.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class DistributedLoss(nn.Module):
         self.gradient_reduction = check_gradient_reduction(gradient_reduction)
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
-        # What a schedule around this loss has set; its ranks must agree on it too.
+        # The weight that a schedule around this loss last gave it. Ranks whose schedules differ must raise.
         self._schedule: float | None = None
 
     @property
     def gather_distributed(self) -> bool | None:
-        """None detects a process group, False keeps to this rank, True demands a group."""
+        """None uses a process group if one exists, False uses this rank's rows alone, True requires a group."""
         return self._gather_distributed
 
     @gather_distributed.setter
     def gather_distributed(self, value: bool | None) -> None:
-        # Checked here, not in the forward: there an exception of one rank would leave the others waiting.
+        # Checked on assignment. An exception in the forward of one rank would leave the other ranks waiting.
         self._gather_distributed = check_gather_distributed(value)
 
     @property
@@ -68,7 +68,7 @@ class DistributedLoss(nn.Module):
         return self._data_group.resolve(self.gather_distributed)
 
     def _shared_facts(self) -> dict[str, object]:
-        """Return what all ranks must agree on in every loss."""
+        """Return the facts that must be equal on all ranks, whichever the loss."""
         return {
             "arguments": State(self.extra_repr(), SAME_ARGUMENTS),
             "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),

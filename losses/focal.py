@@ -1,8 +1,8 @@
-"""What the focal losses share: sums over elements divided by a count over all ranks. Logits never travel."""
+"""What the focal losses share: a sum over elements divided by a count, both over all ranks. Logits never travel."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .distributed_loss import DistributedLoss
 
 
 class Elements(NamedTuple):
-    """Element losses, weighted, 0 where ignored; and what a reduction divides their sum by."""
+    """Element losses, weighted, 0 where ignored; and the divisor of their sum."""
 
     values: Tensor  # [N, *], compute dtype
     divisor: Tensor  # scalar: number of elements, or their mass of weights; 0 for a plain sum
@@ -27,16 +27,16 @@ def reduce_elements(elements: Elements, reduction: str) -> Tensor:
 
 
 def focus(log_p: Tensor, gamma: float) -> Tensor:
-    """Return ``(1 - p)^gamma``, to full accuracy for p near 1, and with a finite slope there."""
+    """Return ``(1 - p)^gamma``, to full accuracy for p near 1, with a finite slope there."""
     if gamma == 0:
         return torch.ones_like(log_p)
     distance = -torch.expm1(log_p)
-    # x^gamma has an infinite slope at 0 for gamma < 1; the smallest normal number keeps it finite.
+    # For gamma < 1 the slope of x^gamma at 0 is infinite. At the smallest normal number it is finite.
     return distance.clamp_min(torch.finfo(distance.dtype).tiny) ** gamma if gamma < 1 else distance**gamma
 
 
 def check_inputs(inputs: Tensor, targets: Tensor) -> None:
-    """Raise TypeError or ValueError when the inputs are not floating, or the two are on different devices."""
+    """Raise when the inputs are not floating-point, or the two tensors are on different devices."""
     check_tensor("inputs", inputs)
     check_tensor("targets", targets)
     if not inputs.is_floating_point():
@@ -47,28 +47,31 @@ def check_inputs(inputs: Tensor, targets: Tensor) -> None:
 
 
 def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
-    """Return what to do when ``value`` has the shape ``shape`` but for a dimension of one element, else nothing."""
+    """Return the fix if ``value`` differs from ``shape`` by a last dimension of one element, else an empty text."""
     if tuple(value.shape) == (*shape, 1):
         return f"Use {name}.squeeze({len(shape)})."
     return f"Use {name}.unsqueeze({value.ndim})." if (*value.shape, 1) == shape else ""
 
 
 def check_gamma(gamma: float) -> None:
-    """Raise TypeError or ValueError when ``gamma`` is not a number >= 0."""
+    """Raise when ``gamma`` is not a number >= 0."""
     check_number("gamma", gamma)
     if not gamma >= 0:
         raise ValueError(expected("gamma", "a number >= 0", gamma))
 
 
 class FocalLoss(DistributedLoss):
-    """Base of the focal losses: the sum of element losses and their count ride in one header between the ranks.
+    """Base of the focal losses. The header carries the sum of the element losses and their count between the ranks.
 
     Args:
         reduction: see the subclass.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        validate_args: check values (targets, weights), which waits for the device; never done while compiling.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
     """
 
     def __init__(
@@ -83,11 +86,15 @@ class FocalLoss(DistributedLoss):
         self.reduction = reduction
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses and count; the formula of the subclass."""
+        """Return this rank's element losses and their divisor; the formula of the subclass."""
         raise NotImplementedError
 
     def forward(self, inputs: Tensor, targets: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
+
+        Args:
+            inputs, targets: see the class.
+            sample_weight: >= 0, weight of each element; None for all 1.
 
         Raises:
             TypeError, ValueError: for arguments that do not fit, on every rank.
@@ -111,3 +118,6 @@ class FocalLoss(DistributedLoss):
 
         mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
         return own[0].values if self.reduction == "none" else mean
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward

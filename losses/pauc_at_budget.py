@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from .band import (
     PosNumerator,
     Surrogate,
     TauScale,
-    Thresholds,
     band_thresholds,
     check_band,
 )
@@ -25,22 +24,17 @@ from .pool import (
     LossWithClasses,
     PerClass,
     Pool,
-    compact,
+    Reduction,
+    SharedOptions,
     local_pool,
+    loss_of,
     positive_shares,
-    reduce_classes,
     spread_nan,
-    with_classes,
 )
-from .ranking import RankingLoss, Reduction
+from .ranking import RankingLoss
 
-
-class PAUCResult(NamedTuple):
-    """The loss of each class, with what a diagnosis needs."""
-
-    per_class: PerClass
-    stats: dict[str, Tensor]
-    flat: Tensor  # [C] bool: has positives and a reference, but of one value
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LossWithStats(NamedTuple):
@@ -59,6 +53,57 @@ class LossWithClassesAndStats(NamedTuple):
     stats: dict[str, Tensor]
 
 
+class _Options(SharedOptions, total=False):
+    surrogate: Surrogate
+    n_knots: int
+    tau_scale: TauScale
+    budget_basis: BudgetBasis
+    temperature: float
+    quantile_interpolation: str
+    iid_mask: Tensor | None
+
+
+@overload
+def pauc_at_budget(
+    logits: Tensor,
+    targets: Tensor,
+    alpha: float = 0.0,
+    beta: float = 0.005,
+    surrogate: Surrogate = "trapezoid",
+    n_knots: int = 2,
+    tau_scale: TauScale = "iqr",
+    budget_basis: BudgetBasis = "fpr",
+    temperature: float = 0.1,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    quantile_interpolation: str = "higher",
+    return_per_class: Literal[False] = False,
+    *,
+    iid_mask: Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    multi_hot: bool = False,
+    validate_args: bool = True,
+) -> Tensor: ...
+@overload
+def pauc_at_budget(
+    logits: Tensor,
+    targets: Tensor,
+    alpha: float = 0.0,
+    beta: float = 0.005,
+    *,
+    return_per_class: Literal[True],
+    **options: Unpack[_Options],
+) -> LossWithClasses: ...
+@overload
+def pauc_at_budget(
+    logits: Tensor,
+    targets: Tensor,
+    alpha: float = 0.0,
+    beta: float = 0.005,
+    *,
+    return_per_class: bool,
+    **options: Unpack[_Options],
+) -> Tensor | LossWithClasses: ...
 def pauc_at_budget(
     logits: Tensor,
     targets: Tensor,
@@ -87,32 +132,36 @@ def pauc_at_budget(
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
         \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
 
-    Both surrogates are a mean over positives of their chance to exceed reference points :math:`t_k` with weights
-    :math:`c_k` that sum to one:
+    Both surrogates average over the positives how likely reference points :math:`t_k` are to exceed them. The weights
+    :math:`c_k` of the points sum to one:
 
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
-    ``"trapezoid"``: the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid rule; gradient
-    reaches positives only. ``"pairwise"``: the negatives inside the band, both ends in, with equal weights; gradient
-    reaches them too.
+    ``"trapezoid"``: the points are the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid
+    rule. Gradient reaches positives only. ``"pairwise"``: the points are the negatives inside the band, both ends
+    included, with equal weights. Gradient reaches them too.
+
+    With ``alpha=0`` and ``beta`` the budget, positives are compared with every false alarm that the budget allows.
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
-        alpha, beta: the band, 0 <= alpha < beta <= 1; 0 and the budget contrast positives with every false alarm.
-        surrogate: see above.
-        n_knots: >= 2, for ``"trapezoid"``.
-        tau_scale: ``"iqr"`` of the reference, or the width of the ``"band"``.
+        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
+        surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
+        n_knots: number of knots >= 2, for ``"trapezoid"``.
+        tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
-        temperature: > 0, without unit: a multiple of the scale.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,).
+        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
-        quantile_interpolation: how thresholds are read between two scores.
+        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``.
         return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
         iid_mask: (N,) bool, the rows that may set thresholds; None for all.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P; thresholds have none.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``.
-        validate_args: check target ranges and weights; never done while compiling.
+        sample_weight: (N,) >= 0, weights of the positives in the mean over P; other weights have no effect.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -144,12 +193,16 @@ def pauc_at_budget(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    per_class = pauc_per_class(pool, band, temperature).per_class
-    loss = reduce_classes(per_class, pool, reduction)
-    return with_classes(loss, per_class) if return_per_class else loss
+    return loss_of(_per_class(pool, band, temperature).per_class, pool, reduction, return_per_class)
 
 
-def pauc_per_class(pool: Pool, band: Band, temperature: float) -> PAUCResult:
+class _Outcome(NamedTuple):
+    per_class: PerClass
+    stats: dict[str, Tensor]  # each [C]: NaN, or 0 for counts, where the class is not valid
+    flat: Tensor  # [C] bool: the class has positives and reference rows, but their scores do not differ
+
+
+def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     """Return one minus the smooth partial area of each class of ``pool``, and its diagnostics."""
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
     edges = band_thresholds(pool, iid, band, temperature)
@@ -159,62 +212,69 @@ def pauc_per_class(pool: Pool, band: Band, temperature: float) -> PAUCResult:
     negative = pool.negative
     in_band = negative & (pool.scores >= edges.t_beta[:, None]) & (pool.scores <= edges.t_alpha[:, None])
     valid = has_positive & pool.has_negative & edges.resolved
-    # In units of tau from an edge of the band: dividing scores far from 0 would round their differences away.
+    # Distances from the lower edge of the band, in units of tau. Scores far from 0, divided by tau, would lose their
+    # differences to rounding.
     center = torch.where(edges.t_beta.isfinite(), edges.t_beta, torch.zeros_like(edges.t_beta))[:, None]
     scaled = (pool.scores - center) / edges.tau[:, None]
     if band.surrogate == "trapezoid":
         mask, queries, shares = numerator, scaled, share
-        points = (edges.knots - center) / edges.tau[:, None]
-        weights = _trapezoid(band.n_knots, edges.knots)
+        points = (edges.knots - center) / edges.tau[:, None]  # [C, K]
+        weights = torch.full_like(edges.knots, 1.0 / (band.n_knots - 1))  # the trapezoid rule, on an interval of 1
+        weights[:, 0] /= 2
+        weights[:, -1] /= 2
     else:
         valid = valid & in_band.any(dim=1)
-        mask, queries, shares = compact(numerator, scaled, share)
+        mask, queries, shares = _compact(numerator, scaled, share)
         shares = shares * mask
-        inside, points = compact(in_band, scaled)  # [C, K]
+        inside, points = _compact(in_band, scaled)  # [C, K]
         weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(scaled)
         points = torch.where(inside, points, torch.zeros_like(points))
     queries = torch.where(mask & valid[:, None], queries, torch.zeros_like(queries))
     points = torch.where(valid[:, None], points, torch.zeros_like(points))
     missed = sigmoid_sums(queries, points, weights.to(scaled)[:, :, None], 1.0)[:, :, 0]  # [C, P]
     per_class = PerClass(spread_nan((missed * shares).sum(dim=1), pool), valid)
-    stats = _stats(edges, valid, missed.detach(), mask, in_band & iid, live)
-    return PAUCResult(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
-
-
-def _trapezoid(n_knots: int, like: Tensor) -> Tensor:
-    """Return (C, K): the weights of the trapezoid rule on an interval of length one."""
-    weights = torch.full_like(like, 1.0 / (n_knots - 1))
-    weights[:, 0] /= 2
-    weights[:, -1] /= 2
-    return weights
-
-
-def _stats(
-    edges: Thresholds, valid: Tensor, missed: Tensor, numerator: Tensor, in_band: Tensor, live: Tensor
-) -> dict[str, Tensor]:
-    """Return the diagnostics, each (C,): NaN, or 0 for counts, where the class is not valid."""
-    count = numerator.sum(dim=1).clamp_min(1)
-    inside = numerator.to(missed)
-    mean = (missed * inside).sum(dim=1) / count
-    variance = ((missed - mean[:, None]) ** 2 * inside).sum(dim=1) / count
-    nan = torch.full_like(variance, torch.nan)
+    variance = _variance(missed.detach(), mask)
     floats = {"t_alpha": edges.t_alpha, "t_beta": edges.t_beta, "tau_eff": edges.tau, "pauc_var": variance}
-    counts = {"band_neg_count": in_band.sum(dim=1), "grad_pos_count": live.sum(dim=1)}
-    stats = {name: torch.where(valid, value, nan) for name, value in floats.items()}
+    counts = {"band_neg_count": (in_band & iid).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
+    stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
     stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
-    return stats
+    return _Outcome(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
+
+
+def _compact(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``mask`` and ``tensors`` (C, M) reduced to (C, K): the entries of each row's mask first, then padding.
+
+    K is the largest number of entries of any row. Reading it waits for the device once. While compiling, where shapes
+    must be known, the tensors are returned unchanged.
+    """
+    if torch.compiler.is_compiling():
+        return mask, *tensors
+    count = mask.sum(dim=1)
+    width = int(count.max()) if count.numel() else 0
+    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
+    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
+    kept = torch.arange(width, device=mask.device)[None] < count[:, None]
+    return kept, *(tensor.gather(1, index) for tensor in tensors)
+
+
+def _variance(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the variance of each row's entries in ``mask``, (C,); 0 without any."""
+    count, inside = mask.sum(dim=1).clamp_min(1), mask.to(values)
+    mean = (values * inside).sum(dim=1) / count
+    return ((values - mean[:, None]) ** 2 * inside).sum(dim=1) / count
 
 
 class PAUCAtBudgetLoss(RankingLoss):
     """One minus the smooth partial AUC over a band, over the rows of all ranks and of a memory queue.
 
     The formula is that of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the queue.
-    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a band from 0 are the top negative: let
-    the pool have many more, and watch ``band_neg_count``.
+    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a band from 0 are the top negative. Give
+    the pool many more rows than that, and watch ``band_neg_count``.
 
-    With ``surrogate="trapezoid"`` the gradient raises positives and lowers no negative: alone, it lets all scores rise
-    together. Anchor it with a pointwise loss, such as ``LossWarmupWrapper(..., final_main_weight=0.5)``, or use
-    ``"pairwise"``, which lowers the negatives in the band.
+    With ``surrogate="trapezoid"`` the gradient raises positives and lowers no negative. If this is the only loss, all
+    scores can rise together. Combine it with a pointwise loss, such as
+    ``LossWarmupWrapper(..., final_main_weight=0.5)``, or use ``"pairwise"``, which lowers the negatives in the band.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
@@ -222,24 +282,28 @@ class PAUCAtBudgetLoss(RankingLoss):
         surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
         tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
-        pos_numerator: the positives of the mean: ``"pool"``, or ``"live"``, whose gradient the queued positives do not
-            dilute; a class without live positives is then invalid for the step.
+        pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
+            queued positives then do not dilute. A class without live positives is invalid in that step.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
-        quantile_interpolation: how thresholds are read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
+        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
-        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient;
-            beside a pointwise loss, since against constant negatives all scores may rise together.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
+            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
+            together.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -252,10 +316,10 @@ class PAUCAtBudgetLoss(RankingLoss):
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
         most 1e-12 (a warning, once), and under ``"pairwise"`` without a negative in the band: left out of the mean and
-        the sum. With no valid class the loss is 0 and its gradient too.
+        the sum. With no valid class the loss is 0 with zero gradients.
 
     Distributed:
-        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank gets
+        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
         the same value and holds the same queue.
 
     Example:
@@ -309,28 +373,72 @@ class PAUCAtBudgetLoss(RankingLoss):
             multi_hot=multi_hot,
             validate_args=validate_args,
         )
-        band = Band(alpha, beta, surrogate, n_knots, tau_scale, pos_numerator, budget_basis, quantile_interpolation)
-        check_band(band)
-        self.alpha, self.beta = alpha, beta
-        self.surrogate, self.n_knots, self.tau_scale = surrogate, n_knots, tau_scale
-        self.pos_numerator, self.budget_basis = pos_numerator, budget_basis
+        self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
+        self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
         self.quantile_interpolation = quantile_interpolation
+        check_band(self.band)
 
     @property
     def band(self) -> Band:
-        """The arguments that define the partial area."""
-        return Band(
-            self.alpha,
-            self.beta,
-            self.surrogate,
-            self.n_knots,
-            self.tau_scale,
-            self.pos_numerator,
-            self.budget_basis,
-            self.quantile_interpolation,
-        )
+        """The arguments that define the partial area, as they are now."""
+        return Band(*(getattr(self, name) for name in Band._fields))
 
-    def forward(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: Literal[False] = False,
+        return_diagnostics: Literal[False] = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        *,
+        return_per_class: Literal[True],
+        return_diagnostics: Literal[False] = False,
+        sample_weight: Tensor | None = None,
+    ) -> LossWithClasses: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: Literal[False] = False,
+        *,
+        return_diagnostics: Literal[True],
+        sample_weight: Tensor | None = None,
+    ) -> LossWithStats: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        *,
+        return_per_class: Literal[True],
+        return_diagnostics: Literal[True],
+        sample_weight: Tensor | None = None,
+    ) -> LossWithClassesAndStats: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: bool = False,
+        return_diagnostics: bool = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats: ...
+    def forward(
         self,
         logits: Tensor,
         targets: Tensor,
@@ -345,21 +453,15 @@ class PAUCAtBudgetLoss(RankingLoss):
         Args:
             logits, targets, iid_mask, return_per_class, sample_weight: see :meth:`RankingLoss.forward`.
             return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
-                ``t_beta``, the temperature ``tau_eff``, ``band_neg_count`` iid negatives inside the band, ``pauc_var``
-                the variance over positives of their share of the area, and ``grad_pos_count`` positives that carry
-                gradient, over all ranks.
+                ``t_beta``; the temperature ``tau_eff``; ``band_neg_count``, the iid negatives inside the band;
+                ``pauc_var``, the variance over positives of their share of the area; ``grad_pos_count``, the positives
+                of all ranks that carry gradient.
+
+        Returns:
+            The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
-        outcome = pauc_per_class(pool, self.band, self.temperature)
-        self._warn_flat(outcome.flat)
-        loss = reduce_classes(outcome.per_class, pool, self.reduction)
-        self._enqueue(live)
-        if return_per_class:
-            result = with_classes(loss, outcome.per_class)
-            return LossWithClassesAndStats(*result, outcome.stats) if return_diagnostics else result
-        return LossWithStats(loss, outcome.stats) if return_diagnostics else loss
-
-    def _warn_flat(self, flat: Tensor) -> None:
+        per_class, stats, flat = _per_class(pool, self.band, self.temperature)
         if self.validate_args and "flat" not in self._warned and bool(flat.any()):
             self._warn_once(
                 "flat",
@@ -367,6 +469,16 @@ class PAUCAtBudgetLoss(RankingLoss):
                 f"hardly differ: the scale by tau_scale={self.tau_scale!r} is at most {SMALLEST_SCALE}. "
                 "Enlarge queue_size, widen the band, or try the other tau_scale.",
             )
+        result = loss_of(per_class, pool, self.reduction, return_per_class)
+        self._enqueue(live)
+        if not return_diagnostics:
+            return result
+        if isinstance(result, LossWithClasses):
+            return LossWithClassesAndStats(*result, stats)
+        return LossWithStats(result, stats)
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward  # type: ignore[assignment]
 
     def _own_arguments(self) -> tuple[str, ...]:
         return Band._fields

@@ -1,9 +1,9 @@
-"""The pool that a ranking loss is computed over, one binary problem per class, and its reduction to a loss."""
+"""The pool that a ranking loss is computed over, one binary problem per class, and the reduction to a loss."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch import Tensor
 from ..errors import check_choice, check_int, check_positive
 from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold
 
+Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
 
 class Pool(NamedTuple):
-    """One binary problem per class. Scores outside ``member`` are 0, so that nothing there can poison a sum."""
+    """One binary problem per class. Scores outside ``member`` are 0, so that a NaN there cannot reach a sum."""
 
     scores: Tensor  # [C, M] float32 or float64
     positive: Tensor  # [C, M] bool, a subset of member
@@ -23,7 +24,7 @@ class Pool(NamedTuple):
     iid: Tensor | None = None  # [M] bool, None for all True
     live: Tensor | None = None  # [M] bool: not from the queue; None for all True
     weight: Tensor | None = None  # [M], None for all 1
-    indexes: Tensor | None = None  # [M] int64: the query of each row, of C = 1; None for one query
+    indexes: Tensor | None = None  # [M] int64: the query of each row, with C = 1; None for one query
 
     @property
     def negative(self) -> Tensor:
@@ -32,7 +33,7 @@ class Pool(NamedTuple):
 
     @property
     def everyone(self) -> Tensor:
-        """(C, M) bool: the members, written out."""
+        """(C, M) bool: the members, as a tensor even where all rows are members."""
         return torch.ones_like(self.positive) if self.member is None else self.member
 
     @property
@@ -56,21 +57,31 @@ class LossWithClasses(NamedTuple):
     valid: Tensor  # [C] bool
 
 
+class SharedOptions(TypedDict, total=False):
+    """The options of all three pure functions; type checkers read it in the overloads with ``return_per_class``."""
+
+    reduction: Reduction
+    ignore_index: int
+    sample_weight: Tensor | None
+    multi_hot: bool
+    validate_args: bool
+
+
 def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queue_keep: str = "all") -> Pool:
-    """Return the pool of ``batch``: class c against the rest, ignored rows left out.
+    """Return the pool of ``batch``: each class against the rest, without the ignored rows.
 
     Args:
         batch: live rows, then queued rows.
         rule: how targets are read.
-        live: (M,) bool, False for queued rows.
-        queue_keep: with ``"negatives"`` a queued row is left out of the classes it is a positive of.
+        live: (M,) bool, False for queued rows; None if all rows are live.
+        queue_keep: ``"negatives"`` leaves a queued row out of the classes of which it is a positive.
     """
     member: Tensor | None
     if rule.multi_hot:
         codes = batch.targets.t()  # [C, M]
         positive, member = rule.marked(codes), codes != rule.ignore_index
     else:
-        classes: Tensor | int = 1  # in binary mode, the only one
+        classes: Tensor | int = 1  # binary mode has this class alone
         if rule.num_classes > 1:
             classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
         positive, member = batch.targets[None] == classes, None  # [C, M]
@@ -113,11 +124,13 @@ def local_pool(
 
 
 def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each positive's share of its class's mean (C, M), and which classes have any (C,).
+    """Return the weight of each positive in the mean of its class (C, M), and which classes have positives (C,).
+
+    The weights of a class add up to 1. A class whose positives all have sample weight 0 has none.
 
     Args:
-        pool: the pool, whose weights count where it has them.
-        numerator: (C, M) bool, the positives of the mean.
+        pool: the pool; its sample weights are used if it has them.
+        numerator: (C, M) bool, the positives over which the mean is taken.
     """
     mass = numerator.to(pool.scores.dtype)
     if pool.weight is not None:
@@ -128,24 +141,29 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spread_nan(values: Tensor, pool: Pool) -> Tensor:
-    """Return ``values`` (C,), NaN for the classes with a NaN among their scores."""
+    """Return ``values`` (C,), with NaN for the classes that have a NaN among their scores."""
     if pool.scores.shape[1] == 0:
         return values
-    # The largest score is NaN as soon as any is; one pass, nothing stored.
+    # The maximum is NaN if any score is. This takes one pass and stores no mask.
     poisoned = pool.scores.detach().amax(dim=1).isnan()  # [C]
     return values * torch.where(poisoned, math.nan, 1.0).to(values)
 
 
-def reduce_classes(per_class: PerClass, pool: Pool, reduction: str) -> Tensor:
-    """Return the loss over the valid classes in the dtype of the scores; see :func:`reduce_values`."""
-    return reduce_values(per_class, reduction, pool.scores.dtype)
+def loss_of(per_class: PerClass, pool: Pool, reduction: str, return_per_class: bool) -> Tensor | LossWithClasses:
+    """Return the loss over the valid classes in the dtype of the scores, alone or with the loss of each class."""
+    loss = reduce_values(per_class, reduction, pool.scores.dtype)
+    if not return_per_class:
+        return loss
+    values, valid = per_class
+    return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
 
 
 def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the loss over the valid classes, or queries, in ``dtype``; a NaN one counts, valid or not.
+    """Return the loss over the valid classes, or queries, in ``dtype``.
 
-    ``"mean"`` and ``"sum"`` leave invalid ones out and are 0 without any; ``"none"`` gives (C,) with NaN there. The
-    loss is connected to the graph of every row in each case. Rounded once, after the sum.
+    ``"mean"`` and ``"sum"`` leave out invalid classes, and are 0 if no class is valid. ``"none"`` gives (C,) with NaN
+    for invalid classes. A class whose loss is NaN always counts, so the result is NaN. In every case the loss is
+    connected to the graph of every row. The sum is rounded to ``dtype`` once, at the end.
     """
     values, valid = per_class
     if reduction == "none":
@@ -155,26 +173,3 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
     if reduction == "mean" and counted.numel() > 1:
         loss = loss / counted.sum().clamp_min(1)
     return loss.to(dtype)
-
-
-def with_classes(loss: Tensor, per_class: PerClass) -> LossWithClasses:
-    """Return ``loss`` with the loss of each class and which are valid."""
-    values, valid = per_class
-    return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
-
-
-def compact(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return ``mask`` and ``tensors`` (C, M) reduced to (C, K): the entries of each row's mask first, then padding.
-
-    K is the largest number of entries of any row. Reading it waits for the device once; while compiling, where shapes
-    must be known, everything is returned as it is.
-    """
-    if torch.compiler.is_compiling():
-        return mask, *tensors
-    count = mask.sum(dim=1)
-    width = int(count.max()) if count.numel() else 0
-    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
-    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
-    kept = torch.arange(width, device=mask.device)[None] < count[:, None]
-    return kept, *(tensor.gather(1, index) for tensor in tensors)

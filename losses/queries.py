@@ -1,7 +1,8 @@
-"""Rows grouped into queries: rectangles whose rows are queries, so that sums over classes are sums over queries.
+"""Rows grouped into queries: rectangles whose rows are queries, so that a sum over classes is a sum over queries.
 
-The queries may have any number of rows. They are sorted into blocks by length, 1, 2, 3 to 4, 5 to 8 and so on, and the
-shorter ones of a block are padded to its longest: at most twice as many places as rows, in at most 64 blocks.
+Queries may have any number of rows. They are sorted into blocks by length: 1, 2, 3 to 4, 5 to 8 and so on. Within a
+block the shorter queries are padded to the longest. So there are at most twice as many places as rows, in at most 64
+blocks.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import Tensor
 
 
 class Block(NamedTuple):
-    """Queries of like length, each a row of a rectangle."""
+    """Queries of similar length, one per row of a rectangle."""
 
-    queries: Tensor  # [q] their places among all queries
-    rows: Tensor  # [q, L] the row in each place; any row where there is none
+    queries: Tensor  # [q] their positions among all queries
+    rows: Tensor  # [q, L] the row in each place; an arbitrary row in the padding
     present: Tensor  # [q, L] bool: the place holds a row
 
     def take(self, column: Tensor) -> Tensor:
-        """Return the entries of ``column`` (M,) in their places, (q, L); 0 or False where there is none."""
+        """Return the entries of ``column`` (M,) in their places, (q, L); 0 or False in the padding."""
         taken = column.index_select(0, self.rows.view(-1)).view(self.rows.shape)
-        # Not a product: in a place without a row stands another query's entry, which may be NaN.
+        # Not a product: the padding holds entries of other queries, which may be NaN.
         return torch.where(self.present, taken, torch.zeros((), dtype=column.dtype, device=column.device))
 
 
@@ -33,13 +34,13 @@ def group_rows(indexes: Tensor) -> tuple[int, list[Block]]:
     their sizes.
 
     Args:
-        indexes: (M,) integers; rows with the same one belong to the same query. Queries are counted in sorted order.
+        indexes: (M,) integers; rows with the same one belong to the same query. Queries are numbered in sorted order.
     """
     distinct, query = indexes.unique(return_inverse=True)
     count = torch.bincount(query, minlength=distinct.numel())
     order = query.argsort(stable=True)
     start = count.cumsum(0) - count
-    # The number of binary digits of count - 1 is k where 2^(k-1) < count <= 2^k; doubles hold it exactly.
+    # count - 1 has k binary digits where 2^(k-1) < count <= 2^k. float64 holds these integers exactly.
     digits = torch.frexp((count - 1).double()).exponent.to(torch.int64)
     widths = count.new_zeros(64).scatter_reduce_(0, digits, count, "amax").tolist()
     sizes = torch.bincount(digits, minlength=64).tolist()

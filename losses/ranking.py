@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,14 +12,11 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import Checksum, State, refuse_in_backward
 from ..errors import check_choice, check_count, check_int, check_positive, expected, warn
-from ..queues.load_check import check_saved_queues
-from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue
+from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
 from .batch import Batch, TargetRule, check_batch, compute_dtype
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
-from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, one_vs_rest, reduce_classes, with_classes
+from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, Reduction, loss_of, one_vs_rest
 from .sampling import draw_rows
-
-Reduction = Literal["mean", "sum", "none"]
 
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
@@ -27,23 +24,28 @@ _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False let
 class RankingLoss(DistributedLoss):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
-    The pool is the live rows of all ranks, in rank order, then the rows of the memory queue, which carry no gradient.
-    After the loss is computed the live rows enter the queue, in training mode only.
+    The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
+    gradient. The live rows enter the queue after the loss is computed, in training mode only.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
-        queue_size: rows of the memory queue, 0 for none.
-        temperature: width of the sigmoid that stands for the step; may be changed between steps.
+        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        temperature: > 0, width of the sigmoid that replaces the step. May be assigned between steps.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
-        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
+            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
+            together.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
     """
 
     def __init__(
@@ -64,30 +66,49 @@ class RankingLoss(DistributedLoss):
         validate_args: bool = True,
     ) -> None:
         super().__init__(gather_distributed, group, gradient_reduction, validate_args)
-        self.num_classes, self.queue_size, self.ignore_index = num_classes, queue_size, ignore_index
-        check_count("num_classes", num_classes, 1)
-        check_count("queue_size", queue_size, 0)
-        check_int("ignore_index", ignore_index)
-        if max_pool_size is not None:
-            check_count("max_pool_size", max_pool_size, 1)
+        self.num_classes = check_count("num_classes", num_classes, 1)
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.ignore_index = check_int("ignore_index", ignore_index)
+        self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
         self.temperature = check_positive("temperature", temperature)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
-        self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
-        self.max_pool_size = max_pool_size
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
+        self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
         self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
         self.register_load_state_dict_pre_hook(check_saved_queues)
 
-    @property
-    def _rule(self) -> TargetRule:
-        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
-
-    def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the loss of each class over ``pool``; the formula of the subclass."""
-        raise NotImplementedError
-
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: Literal[False] = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        *,
+        return_per_class: Literal[True],
+        sample_weight: Tensor | None = None,
+    ) -> LossWithClasses: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: bool = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor | LossWithClasses: ...
     def forward(
         self,
         logits: Tensor,
@@ -104,7 +125,7 @@ class RankingLoss(DistributedLoss):
             targets: (N,) class indices, integers or bools; (N, C) of 0 and 1 with ``multi_hot``.
             iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
             return_per_class: also return the loss of each class and which classes are valid.
-            sample_weight: (N,) >= 0; the positives' weights count in the mean over positives, others never do.
+            sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
 
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
@@ -115,12 +136,18 @@ class RankingLoss(DistributedLoss):
         """
         return self._loss(*self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
 
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
+
+    def compute_per_class(self, pool: Pool) -> PerClass:
+        """Return the loss of each class over ``pool``; the formula of the subclass."""
+        raise NotImplementedError
+
     def _loss(self, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
         """Return the loss over ``pool``, and enqueue the live rows."""
-        per_class = self.compute_per_class(pool)
-        loss = reduce_classes(per_class, pool, self.reduction)
+        result = loss_of(self.compute_per_class(pool), pool, self.reduction, return_per_class)
         self._enqueue(live)
-        return with_classes(loss, per_class) if return_per_class else loss
+        return result
 
     def _pool(
         self,
@@ -130,7 +157,7 @@ class RankingLoss(DistributedLoss):
         sample_weight: Tensor | None,
         indexes: Tensor | None = None,
     ) -> tuple[Pool, Batch]:
-        """Return the pool, and the live rows of all ranks; with ``indexes`` the pool is the live rows, by query."""
+        """Return the pool, and the live rows of all ranks. With ``indexes`` the pool is the live rows alone."""
         call = type(self).__name__
         refuse_in_backward(call)
 
@@ -143,40 +170,42 @@ class RankingLoss(DistributedLoss):
             return check_batch(*given, self._rule, indexes=indexes, validate_args=self.validate_args)
 
         def prepare() -> Rows:
-            facts = {**self._facts(), "with indexes": indexes is not None}
+            live = check()
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-            return Rows(check().tensors, facts, checksum)
+            facts = {
+                **self._shared_facts(),
+                "temperature": State(self.temperature, SAME_TEMPERATURE),
+                "enqueues rows": State(self._enqueues, _SAME_MODE),
+                "queue": State(self.queue.position, SAME_QUEUE),
+                "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
+                "with indexes": indexes is not None,
+            }
+            return Rows(live.tensors, facts, checksum)
 
         group = self._resolve_group()
         if group is None:
-            return self._join(live := check()), live
-        tensors = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction).tensors
-        live = Batch(*tensors)
+            live = check()
+        else:
+            gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
+            live = Batch(*gathered.tensors)
         return self._join(live), live
+
+    @property
+    def _rule(self) -> TargetRule:
+        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
     @property
     def _enqueues(self) -> bool:
         return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
 
-    def _facts(self) -> Mapping[str, object]:
-        """Return what all ranks must agree on besides the tensors."""
-        return {
-            **self._shared_facts(),
-            "temperature": State(self.temperature, SAME_TEMPERATURE),
-            "enqueues rows": State(self._enqueues, _SAME_MODE),
-            "queue": State(self.queue.position, SAME_QUEUE),
-            "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
-        }
-
     def _join(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
-        batch, is_live = live, None
         if live.indexes is not None:  # rows of earlier steps belong to other queries
             return one_vs_rest(live, self._rule)
+        batch, is_live = live, None
         if len(self.queue):
-            count = live.logits.shape[0]
             batch = self._with_queue(live)
-            is_live = torch.arange(batch.logits.shape[0], device=live.logits.device) < count
+            is_live = torch.arange(batch.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and batch.logits.shape[0] > limit:
             self._warn_once(
@@ -185,24 +214,22 @@ class RankingLoss(DistributedLoss):
                 "with a quota for every class. The loss is a random approximation from here on.",
             )
             index = draw_rows(batch, self._rule, limit, self._num_draws)
-            # Validation on one rank must not move the draws of the training steps.
+            # Only training steps count: rank 0 may validate alone, and its draws must stay those of the other ranks.
             self._num_draws += self.training
             batch, is_live = batch.take(index), None if is_live is None else is_live[index]
         return one_vs_rest(batch, self._rule, is_live, self.queue_keep)
 
     def _with_queue(self, live: Batch) -> Batch:
-        device = live.logits.device
-        queued = self.queue.rows()
-        wide = compute_dtype(live.logits.dtype)
-        iid, weight = live.iid_mask, live.sample_weight
-        count, num_queued = live.logits.shape[0], len(self.queue)
-        # A queued row was accepted as iid or weighted in its time, so the flags exist as soon as either side has them.
-        iid = torch.ones(count, dtype=torch.bool, device=device) if iid is None else iid
-        if weight is not None or queued.sample_weight is not None:
-            ours = torch.ones(count, dtype=wide, device=device) if weight is None else weight
-            theirs = queued.sample_weight
-            theirs = torch.ones(num_queued, dtype=wide, device=device) if theirs is None else theirs.to(ours)
-            weight = torch.cat([ours, theirs])
+        """Return the live rows followed by the queued rows, in the dtype of the computation."""
+        device, wide = live.logits.device, compute_dtype(live.logits.dtype)
+        queued, num_live, num_queued = self.queue.rows(), live.logits.shape[0], len(self.queue)
+        # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
+        iid = torch.ones(num_live, dtype=torch.bool, device=device) if live.iid_mask is None else live.iid_mask
+        weight, queued_weight = live.sample_weight, queued.sample_weight
+        if weight is not None or queued_weight is not None:
+            weight = torch.ones(num_live, dtype=wide, device=device) if weight is None else weight
+            queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
+            weight = torch.cat([weight, queued_weight])
         return Batch(
             torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
             torch.cat([live.targets, queued.targets.to(live.targets)]),
@@ -220,7 +247,7 @@ class RankingLoss(DistributedLoss):
             warn(text)
 
     def reset_queue(self) -> None:
-        """Forget the queued rows; with several ranks, on every one of them."""
+        """Remove all queued rows. With several ranks, call it on every rank."""
         self.queue.reset()
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -14,15 +16,52 @@ from .pool import (
     LossWithClasses,
     PerClass,
     Pool,
+    Reduction,
+    SharedOptions,
     local_pool,
+    loss_of,
     positive_shares,
-    reduce_classes,
     spread_nan,
-    with_classes,
 )
-from .ranking import RankingLoss, Reduction
+from .ranking import RankingLoss
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+class _Options(SharedOptions, total=False):
+    temperature: float
+    quantile_interpolation: str
+
+
+@overload
+def recall_at_quantile(
+    logits: Tensor,
+    targets: Tensor,
+    quantile: float = 0.005,
+    temperature: float = 0.01,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    quantile_interpolation: str = "higher",
+    return_per_class: Literal[False] = False,
+    *,
+    sample_weight: Tensor | None = None,
+    multi_hot: bool = False,
+    validate_args: bool = True,
+) -> Tensor: ...
+@overload
+def recall_at_quantile(
+    logits: Tensor,
+    targets: Tensor,
+    quantile: float = 0.005,
+    *,
+    return_per_class: Literal[True],
+    **options: Unpack[_Options],
+) -> LossWithClasses: ...
+@overload
+def recall_at_quantile(
+    logits: Tensor, targets: Tensor, quantile: float = 0.005, *, return_per_class: bool, **options: Unpack[_Options]
+) -> Tensor | LossWithClasses: ...
 def recall_at_quantile(
     logits: Tensor,
     targets: Tensor,
@@ -42,27 +81,31 @@ def recall_at_quantile(
     .. math:: L = 1 - \frac{1}{|P|} \sum_{i \in P} \sigma\!\left(\frac{x_i - \theta}{\tau}\right), \quad
               \theta = Q_{1-q}(x) \text{ detached}
 
+    With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold. Only
+    positives within a few tau of the threshold have gradient.
+
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
         quantile: q in (0, 1), the share of rows that can be reviewed.
-        temperature: tau > 0, in units of the scores: a hundredth to a tenth of their spread. Only positives within
-            a few tau of the threshold have gradient.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,).
-        ignore_index: rows with this target take no part, in the threshold either.
-        quantile_interpolation: how the threshold is read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``; with ``"higher"`` at most the share q scores strictly above the threshold.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
+            their spread.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
+        ignore_index: rows with this target take no part.
+        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``.
         return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P; the threshold has none.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``.
-        validate_args: check target ranges and weights; never done while compiling.
+        sample_weight: (N,) >= 0, weights of the positives in the mean over P; other weights have no effect.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
-        ``"none"``. With no valid class the loss is 0 and its gradient too. With fewer than 1 / q rows the threshold is
+        ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer than 1 / q rows the threshold is
         the top score, and often no positive is near enough to it to have a gradient.
 
     Example:
@@ -82,9 +125,8 @@ def recall_at_quantile(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    per_class = recall_per_class(pool, quantile, temperature, quantile_interpolation)
-    loss = reduce_classes(per_class, pool, reduction)
-    return with_classes(loss, per_class) if return_per_class else loss
+    per_class = _per_class(pool, quantile, temperature, quantile_interpolation)
+    return loss_of(per_class, pool, reduction, return_per_class)
 
 
 def check_quantile(quantile: float) -> float:
@@ -95,12 +137,12 @@ def check_quantile(quantile: float) -> float:
     return quantile
 
 
-def recall_per_class(pool: Pool, quantile: float, temperature: float, interpolation: str) -> PerClass:
+def _per_class(pool: Pool, quantile: float, temperature: float, interpolation: str) -> PerClass:
     """Return one minus the smooth recall at the quantile, of each class of ``pool``."""
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
     threshold = torch.where(valid[:, None], threshold, torch.zeros_like(threshold))
-    # Positives alone: they are few, and an infinite negative at an infinite threshold would be NaN, even times 0.
+    # Positives alone. They are few, and an infinite negative at an infinite threshold gives NaN, even times 0.
     if pool.scores.shape[0] == 1 and not torch.compiler.is_compiling():
         rows = pool.positive[0].nonzero()[:, 0]
         scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
@@ -115,32 +157,40 @@ class RecallAtQuantileLoss(RankingLoss):
 
     The formula is that of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
     queue. With fewer than ``1 / quantile`` rows, 200 by default, the threshold is the top score and often no row has
-    gradient: let the pool have many more.
+    gradient. Give the pool many more rows than that.
 
-    The threshold is detached, so the gradient raises positives and lowers no negative: alone, the loss lets all scores
-    rise together. Anchor it with a pointwise loss, such as ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+    The threshold is detached, so the gradient raises positives and lowers no negative. If this is the only loss, all
+    scores can rise together. Combine it with a pointwise loss, such as
+    ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
-    The temperature is in units of the scores: a hundredth to a tenth of their spread. The default of 0.01 suits scores
-    of unit scale; with logits that spread over 10 it gives gradient to few rows: use 0.1 to 1.
+    The default temperature of 0.01 suits scores of unit scale. With logits that spread over 10 it gives gradient to few
+    rows: use 0.1 to 1. It may be assigned between steps.
+
+    With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         quantile: q in (0, 1), the share of rows that can be reviewed.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: width of the sigmoid that stands for the step, > 0, in units of the scores; see above.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
+            their spread.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
-        quantile_interpolation: how the threshold is read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``; with ``"higher"`` at most the share q scores strictly above the threshold.
-        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
+        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient;
-            beside a pointwise loss, since against constant negatives all scores may rise together.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
+            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
+            together.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -152,10 +202,10 @@ class RecallAtQuantileLoss(RankingLoss):
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
-        the loss is 0 and its gradient too.
+        the loss is 0 with zero gradients.
 
     Distributed:
-        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank gets
+        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
         the same value and holds the same queue.
 
     Example:
@@ -207,7 +257,7 @@ class RecallAtQuantileLoss(RankingLoss):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth recall of each class."""
-        return recall_per_class(pool, self.quantile, self.temperature, self.quantile_interpolation)
+        return _per_class(pool, self.quantile, self.temperature, self.quantile_interpolation)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return "quantile", "quantile_interpolation"

@@ -1,10 +1,14 @@
-"""Smooth average precision for metric learning: every embedding is a query that ranks all others."""
+"""Smooth average precision for metric learning: every embedding is a query that ranks all others.
+
+The (N, N) similarities are never in memory together: a few queries are ranked at a time, and their gradient is added up
+at once.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +18,12 @@ from ..distributed.group import Group
 from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_int, check_positive, check_tensor, expected
-from .all_queries import ap_of_all_queries, directions
-from .batch import check_device, is_integer
+from ..kernels.costs import costs_of
+from ..kernels.registration import exact, first_order_only
+from ..kernels.soft_ranks import smooth_ap_sums
+from .batch import check_device, compute_dtype, is_integer
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
-from .pool import REDUCTIONS, PerClass, reduce_values
-from .ranking import Reduction
+from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
 
 
 def retrieval_smooth_ap(
@@ -41,24 +46,25 @@ def retrieval_smooth_ap(
     Equal to :func:`~fullrank.losses.smooth_ap` of the N (N - 1) similarities with ``indexes`` that name the query.
 
     Args:
-        embeddings: (N, D) in any scale; they are normalised here.
-        labels: (N,) integers or bools, in any order and number: classes may differ in size, and a row may be alone.
-        temperature: tau > 0, in units of the cosine.
+        embeddings: (N, D) of any scale; the loss normalises them.
+        labels: (N,) integers or bools, in any order and number: classes may differ in size, and a row may be the only
+            one of its label.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
-        ignore_index: rows with this label take no part: they are no query, and no query ranks them.
+        ignore_index: rows with this label take no part: they are not queries, and no query ranks them.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
         A query without another row of its label, or without one of another label, is invalid: left out of the mean and
-        the sum, NaN under ``"none"``. Ignored rows are NaN there too. With no valid query the loss is 0 and its
-        gradient too. An embedding of zeros has a cosine of 0 with all others, and the gradient of one of length 1.
+        the sum, NaN under ``"none"``. Ignored rows are NaN under ``"none"`` too. With no valid query the loss is 0 with
+        zero gradients. An embedding of zeros has a cosine of 0 with all others, and the gradient of one of length 1.
 
     Numerics:
-        Half precision is computed in float32. O(N^2) time for the similarities and the sums, O(N D) memory: a few
-        queries are held at a time, and their gradient is added up at once. Where queries weigh differently in what is
-        back-propagated, as after ``reduction="none"``, the backward computes them again.
+        Half precision is computed in float32. O(N^2) time for the similarities and the sums, O(N D) memory. If the
+        incoming gradient differs between queries, as it can after ``reduction="none"``, the backward computes the
+        queries again.
 
     Example:
         >>> import torch
@@ -79,17 +85,20 @@ class RetrievalSmoothAPLoss(DistributedLoss):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
-    gradient, normalised, and each of them ranks all others by cosine similarity.
+    gradient and normalised, and each of them ranks all others by cosine similarity. The temperature may be assigned
+    between steps.
 
     Args:
-        temperature: width of the sigmoid that stands for the step, > 0, in units of the cosine; may be changed between
-            steps.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
-        ignore_index: rows with this label take no part: they are no query, and no query ranks them.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        ignore_index: rows with this label take no part: they are not queries, and no query ranks them.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        validate_args: as in the other losses; any integer is a label, so no value is looked at here.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
+            label and no check reads values. Types, shapes and devices are always checked.
 
     Shape:
         embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with
@@ -101,11 +110,11 @@ class RetrievalSmoothAPLoss(DistributedLoss):
 
     Degenerate:
         A query without another row of its label, or without one of another label, is invalid: left out of the mean and
-        the sum, NaN under ``"none"``. With no valid query the loss is 0 and its gradient too.
+        the sum, NaN under ``"none"``. With no valid query the loss is 0 with zero gradients.
 
     Distributed:
-        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank
-        computes all queries, and gets the same value.
+        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank
+        computes all queries and gets the same value.
 
     Example:
         >>> import torch
@@ -156,10 +165,14 @@ class RetrievalSmoothAPLoss(DistributedLoss):
 
         group = self._resolve_group()
         if group is None:
-            rows: tuple[Any, ...] = check()
+            all_embeddings, all_labels = check()
         else:
-            rows = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction).tensors
-        return _loss(*rows, self.temperature, self.reduction, self.ignore_index)
+            gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
+            all_embeddings, all_labels = gathered.tensors
+        return _loss(all_embeddings, all_labels, self.temperature, self.reduction, self.ignore_index)
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training: the temperature."""
@@ -176,7 +189,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
 
 
 def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the embeddings, and the labels as int64; or raise TypeError or ValueError."""
+    """Return the embeddings and the labels as int64, or raise TypeError or ValueError."""
     check_tensor("embeddings", embeddings)
     check_tensor("labels", labels)
     if not embeddings.is_floating_point():
@@ -197,9 +210,86 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _loss(embeddings: Tensor, labels: Tensor, temperature: float, reduction: str, ignore_index: int) -> Tensor:
     """Return the loss of rows that have been checked."""
     kept = (labels != ignore_index).nonzero()[:, 0]
-    unit = directions(embeddings.index_select(0, kept))
-    per_query = PerClass(*ap_of_all_queries(unit, labels.index_select(0, kept), temperature))
+    unit = _directions(embeddings.index_select(0, kept))
+    per_query = PerClass(*_Queries.apply(unit, labels.index_select(0, kept), temperature))
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
         return loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
     return loss
+
+
+def _directions(embeddings: Tensor) -> Tensor:
+    """Return the embeddings (N, D) scaled to length 1, in the dtype of the computation. Rows of zeros stay zeros.
+
+    Each row is first divided by its largest entry, so that no square overflows or underflows. This does not change the
+    direction, so the entry is a constant for the gradient. The length is then at least 1, or 0 for a row of zeros.
+    """
+    embeddings = embeddings.to(compute_dtype(embeddings.dtype))
+    largest = embeddings.detach().abs().amax(dim=1, keepdim=True)
+    scaled = embeddings / torch.where(largest > 0, largest, torch.ones_like(largest))
+    length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return scaled / length.clamp_min(1.0)
+
+
+class _Queries(torch.autograd.Function):
+    """One minus the smooth average precision of each row as a query against the others, and which are valid.
+
+    A query is valid if it has a positive, which is another row of its label, and a negative.
+
+    ======== ========= ====================================================================
+    tensor   shape     meaning
+    ======== ========= ====================================================================
+    z        (M, D)    rows of length 1, float32 or float64
+    y        (M,)      their labels, int64
+    L        (M,)      loss of each query, float64; 0 where not valid, NaN if a similarity is
+    G        (M, M)    dL_q / dx_qj, of which a few rows are held at a time
+    dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
+    ======== ========= ====================================================================
+
+    The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
+    a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        ones = torch.ones(unit.shape[0], dtype=torch.float64, device=unit.device)
+        values, valid, gradient = _queries(unit, labels, temperature, ones if unit.requires_grad else None)
+        ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(valid)
+        return values, valid
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        unit, labels, counted, gradient = ctx.saved_tensors
+        factors = grad_values[counted]
+        if factors.numel() == 0 or bool((factors == factors[0]).all()):
+            return gradient * factors[:1].sum().to(gradient.dtype), None, None
+        return _queries(unit, labels, ctx.temperature, grad_values)[2], None, None
+
+
+@exact
+def _queries(
+    unit: Tensor, labels: Tensor, temperature: float, factors: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the loss of each query (M,) float64, which are valid, and the gradient (M, D) of ``factors @ loss``."""
+    count = unit.shape[0]
+    values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
+    gradient = None if factors is None else torch.zeros_like(unit)
+    step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
+    for first in range(0, count, step):
+        own = slice(first, first + step)
+        scores = (unit[own] @ unit.t()).requires_grad_(factors is not None)  # [q, M]
+        same = labels[own, None] == labels
+        others = torch.ones_like(same)
+        for mask in (same, others):
+            mask.diagonal(first).fill_(False)  # a query does not rank itself
+        with torch.set_grad_enabled(factors is not None):
+            loss, valid[own] = smooth_ap_sums(scores, same, others, None, temperature)
+        values[own] = loss.detach()
+        if gradient is not None and factors is not None:
+            (slope,) = torch.autograd.grad(loss, scores, factors[own])  # [q, M]
+            gradient[own] += slope @ unit
+            gradient += slope.t() @ unit[own]
+    return values, valid, gradient

@@ -34,17 +34,18 @@ def sigmoid_focal(
     Args:
         inputs: raw logits of any shape.
         targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``.
-        alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for none.
-        gamma: focusing exponent >= 0; 0, with ``alpha=-1``, is binary cross-entropy.
+        alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
+        gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"`` over elements, ``"sum"``, or ``"none"`` for the shape of ``inputs``.
-        sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their mass.
-        validate_args: check targets and weights; never done while compiling.
+        sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their sum.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate: no elements give 0 with zero gradients.
-    Numerics: half precision is computed in float32, which the loss has too; the gradient has the dtype of the inputs.
+    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
 
     Example:
         >>> import torch
@@ -55,11 +56,11 @@ def sigmoid_focal(
     """
     check_choice("reduction", reduction, REDUCTIONS)
     _check_alpha_gamma(alpha, gamma)
-    elements = _sigmoid_elements(inputs, targets, alpha, gamma, reduction, sample_weight, validate_args)
+    elements = _elements(inputs, targets, alpha, gamma, reduction, sample_weight, validate_args)
     return reduce_elements(elements, reduction)
 
 
-def _sigmoid_elements(
+def _elements(
     inputs: Tensor,
     targets: Tensor,
     alpha: float,
@@ -73,11 +74,14 @@ def _sigmoid_elements(
         fix = squeeze_advice("targets", targets, tuple(inputs.shape))
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets, fix))
     if validate_args and not torch.compiler.is_compiling():
-        _check_unit_interval(targets)
+        bad = ~((targets >= 0) & (targets <= 1))
+        if bool(bad.any()):
+            fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
+            raise ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
-    # p_t = p y + (1 - p)(1 - y). For y in {0, 1} it is one sigmoid, whose logarithm is minus the cross-entropy, and
-    # nothing cancels, infinite logits included. Only other targets need the general form.
+    # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
+    # Nothing cancels then, even for infinite logits. Only other targets need the general form.
     is_hard = (y == 0) | (y == 1)
     hard = F.logsigmoid(torch.where(y > 0.5, x, -x))
     x_soft = torch.where(is_hard, torch.zeros_like(x), x)
@@ -90,29 +94,22 @@ def _sigmoid_elements(
     if sample_weight is None:
         mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device)
         return Elements(values, mass * (reduction == "mean"))
-    weight = _broadcast_weight(sample_weight, inputs, x.dtype, validate_args)
+    weight = check_weight(_expand(sample_weight, inputs), x.dtype, validate_args)
     return Elements(values * weight, weight.sum() * (reduction == "mean"))
 
 
-def _check_unit_interval(targets: Tensor) -> None:
-    bad = ~((targets >= 0) & (targets <= 1))
-    if bool(bad.any()):
-        fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
-        raise ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
-
-
-def _broadcast_weight(sample_weight: Tensor, inputs: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
+def _expand(sample_weight: Tensor, inputs: Tensor) -> Tensor:
+    """Return the weights in the shape of ``inputs``; weights (N,) of rows align with dim 0, not with the last."""
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
     check_tensor("sample_weight", sample_weight, "a tensor or None")
     if sample_weight.shape[:1] != inputs.shape[:1]:
         raise ValueError(expected("sample_weight", what, sample_weight))
-    if 1 <= sample_weight.ndim < inputs.ndim:  # weights (N,) of rows: align with dim 0, not with the last
+    if 1 <= sample_weight.ndim < inputs.ndim:
         sample_weight = sample_weight.reshape(*sample_weight.shape, *[1] * (inputs.ndim - sample_weight.ndim))
     try:
-        expanded = sample_weight.expand(inputs.shape)
+        return sample_weight.expand(inputs.shape)
     except RuntimeError:
         raise ValueError(expected("sample_weight", what, sample_weight)) from None
-    return check_weight(expanded, dtype, validate_args)
 
 
 def _check_alpha_gamma(alpha: float, gamma: float) -> None:
@@ -129,13 +126,16 @@ class SigmoidFocalLoss(FocalLoss):
     cross-entropy whose mean is exact over ranks with different numbers of rows.
 
     Args:
-        alpha: weight of the positives in [0, 1]; -1 for none.
-        gamma: focusing exponent >= 0.
+        alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
+        gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        validate_args: check values (targets, weights), which waits for the device; never done while compiling.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Shape:
         inputs of any shape, targets the same; sizes may differ between ranks and may be 0. Output scalar, or that shape
@@ -173,10 +173,8 @@ class SigmoidFocalLoss(FocalLoss):
         self.alpha, self.gamma = alpha, gamma
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses and count."""
-        return _sigmoid_elements(
-            inputs, targets, self.alpha, self.gamma, self.reduction, sample_weight, self.validate_args
-        )
+        """Return this rank's element losses and their divisor."""
+        return _elements(inputs, targets, self.alpha, self.gamma, self.reduction, sample_weight, self.validate_args)
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""

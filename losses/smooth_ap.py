@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 from torch import Tensor
 
 from ..distributed.torch_private import not_compiled
 from ..kernels.soft_ranks import smooth_ap_sums
-from .pool import LossWithClasses, PerClass, Pool, local_pool, reduce_classes, with_classes
+from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, local_pool, loss_of
 from .queries import group_rows
-from .ranking import RankingLoss, Reduction
+from .ranking import RankingLoss
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+class _Options(SharedOptions, total=False):
+    indexes: Tensor | None
+
+
+@overload
+def smooth_ap(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 0.01,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    return_per_class: Literal[False] = False,
+    *,
+    sample_weight: Tensor | None = None,
+    indexes: Tensor | None = None,
+    multi_hot: bool = False,
+    validate_args: bool = True,
+) -> Tensor: ...
+@overload
+def smooth_ap(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 0.01,
+    *,
+    return_per_class: Literal[True],
+    **options: Unpack[_Options],
+) -> LossWithClasses: ...
+@overload
+def smooth_ap(
+    logits: Tensor, targets: Tensor, temperature: float = 0.01, *, return_per_class: bool, **options: Unpack[_Options]
+) -> Tensor | LossWithClasses: ...
 def smooth_ap(
     logits: Tensor,
     targets: Tensor,
@@ -31,34 +67,36 @@ def smooth_ap(
         L = 1 - \frac{1}{|P|} \sum_{i \in P}
             \frac{1 + \sum_{j \in P, j \ne i} \sigma((x_j - x_i)/\tau)}{1 + \sum_{j \ne i} \sigma((x_j - x_i)/\tau)}
 
-    With ``indexes`` there is one such loss for each query, over its rows alone, and "class" below reads "query". It is
-    what torchmetrics' ``RetrievalMAP`` measures, but for queries without a negative: there it counts an AP of 1, and
-    here nothing. Those without a positive count nowhere with its ``empty_target_action="skip"``.
+    With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. One
+    minus the loss is what torchmetrics' ``RetrievalMAP`` measures with ``empty_target_action="skip"``, except for
+    queries without a negative: they are left out here, and count as an AP of 1 there.
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
-        temperature: tau > 0, in units of the scores: a hundredth to a tenth of their spread. The smaller, the closer to
-            the exact metric, and the fewer rows have gradient.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,).
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
+            their spread.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P.
+        sample_weight: (N,) >= 0, weights of the positives in the mean over P; other weights have no effect.
         indexes: (N,) integers, with C = 1: rows with the same one belong to the same query, in any order and number.
             ``"none"`` gives (queries,) in the order of ``indexes.unique()``, and ``return_per_class`` likewise.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``.
-        validate_args: check target ranges and weights; never done while compiling.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
         A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
-        sum, NaN under ``"none"``. With no valid class the loss is 0 and its gradient too.
+        sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients.
 
     Numerics:
-        Half precision is computed in float32. O(N C) memory, and time but for small N, where it is O(positives x N).
-        Queries are padded to like lengths, which at most doubles the rows; compiled graphs leave their grouping out.
+        Half precision is computed in float32. The smaller the temperature, the closer the loss is to the exact metric,
+        and the fewer rows have gradient. O(N C) memory and time; for small N the time is O(positives x N). Queries are
+        padded to similar lengths, which at most doubles the rows. Grouping rows into queries breaks a compiled graph.
 
     Example:
         >>> import torch
@@ -82,12 +120,10 @@ def smooth_ap(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    per_class = smooth_ap_per_class(pool, temperature)
-    loss = reduce_classes(per_class, pool, reduction)
-    return with_classes(loss, per_class) if return_per_class else loss
+    return loss_of(_per_class(pool, temperature), pool, reduction, return_per_class)
 
 
-def smooth_ap_per_class(pool: Pool, temperature: float) -> PerClass:
+def _per_class(pool: Pool, temperature: float) -> PerClass:
     """Return one minus the smooth average precision of each class of ``pool``, or of each query if it has indexes."""
     if pool.indexes is not None:
         return _per_query(pool, pool.indexes, temperature)
@@ -100,7 +136,7 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
     scores, positive = pool.scores[0], pool.positive[0]
     num_queries, blocks = group_rows(indexes)
     values, valid = scores.new_zeros(num_queries, dtype=torch.float64), positive.new_zeros(num_queries)
-    values = values + scores[:0].sum()  # without a block it would not be connected to the rows
+    values = values + scores[:0].sum()  # connects the loss to the rows even without a block
     for block in blocks:
         member = block.present if pool.member is None else block.take(pool.member[0])
         weight = None if pool.weight is None else block.take(pool.weight)
@@ -115,27 +151,32 @@ class SmoothAPLoss(RankingLoss):
 
     The formula is that of :func:`~fullrank.losses.smooth_ap`. The pool is the rows of all ranks and of the queue.
 
-    A call with ``indexes`` is about queries instead, one loss for each: rows with the same index on whatever rank are
-    one query, and since rows of earlier steps belong to others, it neither reads nor fills the queue.
+    With ``indexes`` there is one loss for each query instead. Rows with the same index are one query, on whichever rank
+    they are. Such a call neither reads nor fills the queue, since rows of earlier steps belong to other queries.
 
-    The temperature is in units of the scores: a hundredth to a tenth of their spread. The default of 0.01 suits scores
-    of unit scale; with logits that spread over 10 it gives gradient to few rows: use 0.1 to 1.
+    The default temperature of 0.01 suits scores of unit scale. With logits that spread over 10 it gives gradient to few
+    rows: use 0.1 to 1. It may be assigned between steps.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: width of the sigmoid that stands for the step, > 0, in units of the scores; see above.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
+            their spread.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
-        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None for all.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        queue_keep: ``"all"`` rows, or ``"negatives"``, so that queued positives do not dilute the live ones' gradient;
-            beside a pointwise loss, since against constant negatives all scores may rise together.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
+            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
+            together.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; never done while compiling.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -147,10 +188,10 @@ class SmoothAPLoss(RankingLoss):
 
     Degenerate:
         A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
-        sum. With no valid class the loss is 0 and its gradient too.
+        sum. With no valid class the loss is 0 with zero gradients.
 
     Distributed:
-        Two collectives forward, the header and one payload with the rows of all ranks; none backward. Every rank gets
+        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
         the same value and holds the same queue.
 
     Example:
@@ -163,6 +204,39 @@ class SmoothAPLoss(RankingLoss):
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
     """
 
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: Literal[False] = False,
+        *,
+        sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        *,
+        return_per_class: Literal[True],
+        sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
+    ) -> LossWithClasses: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: bool = False,
+        *,
+        sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
+    ) -> Tensor | LossWithClasses: ...
     def forward(
         self,
         logits: Tensor,
@@ -173,17 +247,19 @@ class SmoothAPLoss(RankingLoss):
         sample_weight: Tensor | None = None,
         indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses:
-        """Return the loss as :meth:`RankingLoss.forward` does, or that of each query.
+        """Return the loss as :meth:`RankingLoss.forward` does, or the loss over queries.
 
         Args:
             logits, targets, iid_mask, return_per_class, sample_weight: see :meth:`RankingLoss.forward`.
-            indexes: (N,) integers, the query of each row, on every rank or on none; needs ``num_classes=1`` and no
-                ``max_pool_size``. ``reduction`` is then over the queries of all ranks, and so is ``return_per_class``:
-                (queries,) in the order of the sorted indexes of all ranks. The queue is neither read nor filled.
+            indexes: (N,) integers, the query of each row; given on every rank or on none. Requires ``num_classes=1``
+                and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks:
+                (queries,) in the order of their sorted indexes. The queue is neither read nor filled.
         """
-        pool, live = self._pool(logits, targets, iid_mask, sample_weight, indexes)
-        return self._loss(pool, live, return_per_class)
+        return self._loss(*self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth average precision of each class, or of each query."""
-        return smooth_ap_per_class(pool, self.temperature)
+        return _per_class(pool, self.temperature)

@@ -44,15 +44,16 @@ def softmax_focal(
             number of valid elements that are not background (1 if there is none), ``"sum"``, or ``"none"`` for (N, *).
         label_smoothing: in [0, 1], of the cross-entropy; p stays that of the target class.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
-        background_class: what ``"mean_positive"`` does not count.
-        sample_weight: (N, *) >= 0; counts become masses of weights.
-        validate_args: check target range and weights; never done while compiling.
+        background_class: the class that ``"mean_positive"`` does not count.
+        sample_weight: (N, *) >= 0; the counts become sums of weights.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate: no valid element gives 0 with zero gradients.
-    Numerics: half precision is computed in float32, which the loss has too; the gradient has the dtype of the inputs.
+    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
 
     Example:
         >>> import torch
@@ -61,13 +62,13 @@ def softmax_focal(
 
     Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
     """
-    check_choice("reduction", reduction, REDUCTIONS)
-    rule = _SoftmaxRule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class)
-    _check_rule(rule)
-    return reduce_elements(_softmax_elements(inputs, targets, rule, sample_weight, validate_args), reduction)
+    rule = _check_rule(_Rule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class))
+    return reduce_elements(_elements(inputs, targets, rule, sample_weight, validate_args), reduction)
 
 
-class _SoftmaxRule(NamedTuple):
+class _Rule(NamedTuple):
+    """The arguments of the formula; :func:`_check_rule` checks them."""
+
     alpha: Tensor | Sequence[float] | None
     gamma: float
     reduction: str
@@ -76,12 +77,38 @@ class _SoftmaxRule(NamedTuple):
     background_class: int
 
 
-def _softmax_elements(
-    inputs: Tensor, targets: Tensor, rule: _SoftmaxRule, sample_weight: Tensor | None, validate_args: bool
+def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
+    """Return ``rule`` unchanged, or raise TypeError or ValueError.
+
+    A tensor ``alpha`` is read only with ``read_alpha``, by the constructor of the module: reading it waits for the
+    device, which the pure function would do in every call.
+    """
+    check_choice("reduction", rule.reduction, REDUCTIONS)
+    alpha = rule.alpha
+    if isinstance(alpha, Tensor):
+        alpha = alpha.reshape(-1).tolist() if read_alpha else None
+    if alpha is not None:
+        if isinstance(alpha, (str, bytes)) or not isinstance(alpha, Iterable):
+            fix = "Count the classes and pass their weights, such as [0.2, 0.8]."
+            raise TypeError(expected("alpha", "None or a sequence of one weight per class", alpha, fix))
+        for weight in alpha:
+            if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
+                raise ValueError(expected("alpha", "weights >= 0", alpha))
+    check_gamma(rule.gamma)
+    check_number("label_smoothing", rule.label_smoothing)
+    if not 0 <= rule.label_smoothing <= 1:
+        raise ValueError(expected("label_smoothing", "a number in [0, 1]", rule.label_smoothing))
+    check_int("ignore_index", rule.ignore_index)
+    check_int("background_class", rule.background_class)
+    return rule
+
+
+def _elements(
+    inputs: Tensor, targets: Tensor, rule: _Rule, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
-    targets, valid = _check_elements(inputs, targets, rule, validate_args)
+    targets, valid = _check_targets(inputs, targets, rule, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
-    # Ignored elements may hold anything: with zeros for logits they cannot poison a sum or a gradient.
+    # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
     values = _element_losses(x, torch.where(valid, targets, torch.zeros_like(targets)), rule)
     weight = valid.to(x.dtype)
@@ -97,7 +124,7 @@ def _softmax_elements(
     return Elements(values * weight, count)
 
 
-def _check_elements(inputs: Tensor, targets: Tensor, rule: _SoftmaxRule, validate_args: bool) -> tuple[Tensor, Tensor]:
+def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: bool) -> tuple[Tensor, Tensor]:
     """Return the targets as int64 (N, *), and which of them are not ignored."""
     check_inputs(inputs, targets)
     if inputs.ndim < 2:
@@ -118,7 +145,7 @@ def _check_elements(inputs: Tensor, targets: Tensor, rule: _SoftmaxRule, validat
     return targets, valid
 
 
-def _element_losses(x: Tensor, classes: Tensor, rule: _SoftmaxRule) -> Tensor:
+def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:
     """Return the focal loss of each element (N, *), for logits (N, C, *) and class indices in range."""
     log_p = F.log_softmax(x, dim=1)
     log_p_target = log_p.gather(1, classes.unsqueeze(1)).squeeze(1)  # [N, *]
@@ -134,28 +161,6 @@ def _element_losses(x: Tensor, classes: Tensor, rule: _SoftmaxRule) -> Tensor:
     return values
 
 
-def _check_rule(rule: _SoftmaxRule) -> None:
-    _check_alpha(rule.alpha)
-    check_gamma(rule.gamma)
-    check_number("label_smoothing", rule.label_smoothing)
-    if not 0 <= rule.label_smoothing <= 1:
-        raise ValueError(expected("label_smoothing", "a number in [0, 1]", rule.label_smoothing))
-    check_int("ignore_index", rule.ignore_index)
-    check_int("background_class", rule.background_class)
-
-
-def _check_alpha(alpha: Tensor | Sequence[float] | None) -> None:
-    # A tensor is checked by the module, once: reading it here would wait for the device in every call.
-    if alpha is None or isinstance(alpha, Tensor):
-        return
-    if isinstance(alpha, (str, bytes)) or not isinstance(alpha, Iterable):
-        fix = "Count the classes and pass their weights, such as [0.2, 0.8]."
-        raise TypeError(expected("alpha", "None or a sequence of one weight per class", alpha, fix))
-    for weight in alpha:
-        if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
-            raise ValueError(expected("alpha", "weights >= 0", alpha))
-
-
 class SoftmaxFocalLoss(FocalLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
@@ -164,15 +169,18 @@ class SoftmaxFocalLoss(FocalLoss):
 
     Args:
         alpha: C weights >= 0, one per class; None for all 1.
-        gamma: focusing exponent >= 0.
+        gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"``, ``"mean_positive"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
-        label_smoothing: in [0, 1].
-        ignore_index: elements with this target take no part.
-        background_class: what ``"mean_positive"`` does not count.
-        gather_distributed: None detects a process group at the forward, False keeps to this rank, True demands a group.
+        label_smoothing: in [0, 1], of the cross-entropy; p stays that of the target class.
+        ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
+        background_class: the class that ``"mean_positive"`` does not count.
+        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
+            True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients: ``"mean"``, ``"sum"``, or a number of ranks.
-        validate_args: check values (target range, weights), which waits for the device; never done while compiling.
+        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
+            ``"sum"``, or the number of ranks it averages over.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
+            Types, shapes and devices are always checked.
 
     Shape:
         inputs (N, C, *) with C >= 2, targets (N, *); N may differ between ranks and may be 0. Output scalar, or (N, *)
@@ -207,19 +215,18 @@ class SoftmaxFocalLoss(FocalLoss):
         gradient_reduction: str | int = "mean",
         validate_args: bool = True,
     ) -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
-        _check_rule(_SoftmaxRule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class))
-        _check_alpha(alpha.reshape(-1).tolist() if isinstance(alpha, Tensor) else None)
         super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args)
         self.alpha, self.gamma, self.label_smoothing = alpha, gamma, label_smoothing
         self.ignore_index, self.background_class = ignore_index, background_class
+        _check_rule(self._rule, read_alpha=True)
+
+    @property
+    def _rule(self) -> _Rule:
+        return _Rule(*(getattr(self, name) for name in _Rule._fields))
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses and count."""
-        rule = _SoftmaxRule(
-            self.alpha, self.gamma, self.reduction, self.label_smoothing, self.ignore_index, self.background_class
-        )
-        return _softmax_elements(inputs, targets, rule, sample_weight, self.validate_args)
+        """Return this rank's element losses and their divisor."""
+        return _elements(inputs, targets, self._rule, sample_weight, self.validate_args)
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""

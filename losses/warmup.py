@@ -1,4 +1,4 @@
-"""From a pointwise loss to a ranking loss: phases, blending, and a temperature that cools."""
+"""From a pointwise loss to a ranking loss: phases, blending, and a temperature that decays."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
 from ..errors import check_count, check_number, check_positive, expected, warn
-from ..queues.load_check import check_saved_queues
+from ..queues.memory_queue import check_saved_queues
 from .distributed_loss import DistributedLoss
 
 
 class LossWarmupWrapper(nn.Module):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss`` at a temperature that decays.
 
-    A ranking loss has little gradient on scores that are not yet spread; a pointwise loss spreads them. With n blend
-    units, unit k (from 0) has
+    A ranking loss gives little gradient while the scores are not yet spread, and a pointwise loss spreads them. Blend
+    unit k of n, counted from 0, has
 
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
 
-    From the end of the warm-up on, the switch, the temperature of ``main_loss``, whatever it was given, is
+    The first step after the warm-up is the switch. From then on the temperature of ``main_loss``, whatever it was
+    constructed with, is
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
-    with s steps since the switch and S ``temp_decay_steps``. At the switch the queue of ``main_loss`` is reset.
+    with s the steps since the switch and S ``temp_decay_steps``. The queue of ``main_loss`` is reset at the switch.
 
-    Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch when the warm-up is
-    counted in epochs: without these calls the warm-up never ends.
+    Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch if the warm-up is
+    counted in epochs. Without these calls the warm-up never ends.
 
-    Over several ranks the gradient is that of one process only if ``warmup_loss`` averages over all ranks too; torch's
-    own losses average on each rank. For one logit take ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
-    cross-entropy; for several classes ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
+    With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks.
+    The losses of torch average on each rank. For one logit use ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
+    cross-entropy. For several classes use ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
         main_loss: called with ``(logits, targets, **kwargs)``.
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
-        temp_start, temp_end: temperatures at the switch and after ``temp_decay_steps``, > 0, in place of that of
-            ``main_loss``: in units of the scores, of which a hundredth to a tenth of their spread is usual; for
-            ``PAUCAtBudgetLoss`` multiples of its scale, for which 0.25 to 0.1 is usual.
+        temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``. In units
+            of the scores, where a hundredth to a tenth of their spread is usual; for ``PAUCAtBudgetLoss`` multiples of
+            its scale, where 0.25 to 0.1 is usual.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
         warmup_steps: length of the warm-up in steps instead of epochs.
         blend_steps: length of the blend in steps; needs ``warmup_steps``.
         final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
         reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch, once per epoch.
-        gather_distributed: set on the two losses when not None; None leaves their own setting. The attribute may be
-            assigned between steps and sets both: False while rank 0 validates alone, None to detect again.
+        gather_distributed: None leaves the settings of the two losses; another value is set on both. Assigning the
+            attribute between steps sets both: False while rank 0 validates alone, None to detect again.
 
     Shape:
-        What the two losses take, which must be the same; output a scalar in the warm-up, else as ``main_loss``.
+        Inputs as for the two losses, which must take the same. Output a scalar in the warm-up, then as ``main_loss``.
 
     Raises:
-        TypeError: for losses that are no module instances, and arguments of the wrong type.
+        TypeError: for losses that are not instances of a module, and for arguments of the wrong type.
         ValueError: for values out of range, or lengths given in epochs and in steps.
 
     Distributed:
-        What the two losses send. Ranks whose schedules have drifted apart raise: the temperature and the weight of
-        ``main_loss`` are compared, if the losses are ours.
+        The collectives of the two losses. If they are losses of this package, they compare the temperature and the
+        weight of ``main_loss``, and ranks whose schedules differ raise.
 
     Example:
         >>> import torch
@@ -75,7 +76,7 @@ class LossWarmupWrapper(nn.Module):
         (False, 1.0, 0.05)
     """
 
-    warmup_loss: Any  # modules; Any, since what they offer beyond a forward is looked up
+    warmup_loss: Any  # modules; Any, since the attributes they have besides forward are looked up
     main_loss: Any
 
     def __init__(
@@ -110,11 +111,13 @@ class LossWarmupWrapper(nn.Module):
         self.temp_start, self.temp_end = check_positive("temp_start", temp_start), check_positive("temp_end", temp_end)
         self.temp_decay_steps, self.final_main_weight = temp_decay_steps, final_main_weight
         self.reset_queue_each_epoch = reset_queue_each_epoch
-        self._epoch: int | None = None  # until its hook is called, as the step
-        self._step: int | None = None
+        self._epoch: int | None = None  # None until on_train_epoch_start is called
+        self._step: int | None = None  # None until on_train_batch_start is called
         self._switch_step: int | None = None
         self._warned: set[str] = set()
-        self._weights_warmup = _takes(warmup_loss, "sample_weight")
+        parameters = inspect.signature(warmup_loss.forward).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._weights_warmup = takes_any or "sample_weight" in parameters
         self.register_load_state_dict_pre_hook(check_saved_queues)
         if not hasattr(main_loss, "temperature"):
             warn(
@@ -128,7 +131,7 @@ class LossWarmupWrapper(nn.Module):
 
     @property
     def gather_distributed(self) -> bool | None:
-        """The setting of ``main_loss``, or of ``warmup_loss`` if it has none; assigning sets both losses."""
+        """The setting of ``main_loss``, or of ``warmup_loss`` if that has none. Assigning it sets both losses."""
         settings = [loss.gather_distributed for loss in self._gathering_losses()]
         return settings[0] if settings else None
 
@@ -139,20 +142,20 @@ class LossWarmupWrapper(nn.Module):
             loss.gather_distributed = value
 
     def _gathering_losses(self) -> list[Any]:
-        """Return the modules that have the setting, also inside adapters."""
+        """Return the modules that have the setting, including those inside adapters."""
         modules = (module for loss in (self.main_loss, self.warmup_loss) for module in loss.modules())
         return [module for module in modules if hasattr(module, "gather_distributed")]
 
     @property
     def _lengths(self) -> tuple[int, int, int]:
-        """The present unit (step or epoch), and the lengths of warm-up and blend in that unit."""
+        """The current step or epoch, and the lengths of warm-up and blend in the same unit."""
         if self.warmup_steps is not None:
             return self._step or 0, self.warmup_steps, self.blend_steps or 0
         return self._epoch or 0, self.warmup_epochs, self.blend_epochs
 
     @property
     def in_warmup(self) -> bool:
-        """True while ``warmup_loss`` alone is used."""
+        """True while only ``warmup_loss`` is used."""
         now, warmup, _ = self._lengths
         return now < warmup
 
@@ -177,7 +180,7 @@ class LossWarmupWrapper(nn.Module):
         return None if temperature is None else float(temperature)
 
     def on_train_epoch_start(self, epoch: int) -> None:
-        """Set the epoch, counted from 0. Call it on every rank; after a restart also in an epoch that has begun."""
+        """Set the epoch, counted from 0. Call it on every rank, and after a restart in the middle of an epoch too."""
         begins, self._epoch = epoch != self._epoch, epoch
         if begins and self.reset_queue_each_epoch and not self.in_warmup:
             self._reset_queue()
@@ -199,18 +202,18 @@ class LossWarmupWrapper(nn.Module):
             self.main_loss.temperature = self.temp_end if progress == 1.0 else decayed
 
     def forward(self, logits: Tensor, targets: Tensor, **kwargs: Any) -> Any:
-        """Return the loss of the present phase.
+        """Return the loss of the current phase.
 
         Args:
             logits, targets: passed to both losses.
-            **kwargs: passed to ``main_loss``; of these only ``sample_weight`` goes to ``warmup_loss``, if it takes it.
+            **kwargs: passed to ``main_loss``. ``warmup_loss`` gets ``sample_weight`` if it takes it, and no other.
 
         Returns:
-            A scalar in the warm-up. Else what ``main_loss`` returns; of a tuple, the first element is blended and the
-            others stay those of ``main_loss``.
+            A scalar in the warm-up. Afterwards what ``main_loss`` returns. If that is a tuple, the first element is
+            blended and the others are those of ``main_loss``.
         """
         weight = self.main_weight
-        for module in self.modules():  # also inside adapters
+        for module in self.modules():  # including those inside adapters
             if isinstance(module, DistributedLoss):
                 module._schedule = weight
         if self.training:
@@ -219,7 +222,7 @@ class LossWarmupWrapper(nn.Module):
             return self._warmup(logits, targets, kwargs)
         if weight == 1.0:
             return self.main_loss(logits, targets, **kwargs)
-        # First the one without a queue: what it refuses must not have been enqueued by the other.
+        # The loss without a queue comes first. If it raises, nothing has been enqueued.
         warmup = self._warmup(logits, targets, kwargs)
         main = self.main_loss(logits, targets, **kwargs)
         if isinstance(main, tuple):
@@ -258,7 +261,7 @@ class LossWarmupWrapper(nn.Module):
             self.main_loss.reset_queue()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return where the schedule stands; the temperature is saved by ``main_loss``, or here if it does not."""
+        """Return the position in the schedule, and the temperature for a ``main_loss`` that does not save its own."""
         return {
             "epoch": _or_minus_one(self._epoch),
             "step": _or_minus_one(self._step),
@@ -286,12 +289,6 @@ class LossWarmupWrapper(nn.Module):
 def _or_minus_one(number: int | None) -> int:
     """Return ``number``, or -1 for None: the saved state holds numbers alone."""
     return -1 if number is None else number
-
-
-def _takes(loss: nn.Module, name: str) -> bool:
-    """Return True when the forward of ``loss`` takes the keyword ``name``, by name or by ``**kwargs``."""
-    parameters = inspect.signature(loss.forward).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_lengths(warmup_epochs: int, blend_epochs: int, warmup_steps: int | None, blend_steps: int | None) -> None:

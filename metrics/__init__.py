@@ -1,4 +1,4 @@
-"""The exact metrics that the losses are surrogates of, as torchmetrics metrics."""
+"""The exact metrics for which the losses are surrogates, as torchmetrics metrics."""
 
 from .pauc_at_budget import PAUCAtBudget
 from .recall_at_quantile import RecallAtQuantile

@@ -13,7 +13,7 @@ from .ranking_metric import Average, RankingMetric
 
 
 class _Counts(NamedTuple):
-    """Rows flagged by a threshold just below each score, best first; of tied scores only the last is a threshold."""
+    """Rows flagged by a threshold just below each score, best first. Of tied scores only the last is a threshold."""
 
     positives: Tensor  # [C, M]
     rows: Tensor  # [C, M]
@@ -21,12 +21,12 @@ class _Counts(NamedTuple):
 
 
 def _count_flagged(pool: Pool) -> _Counts:
-    """Count for every threshold of every class. All rows of ``pool`` are members of all classes, as in a metric."""
+    """Count the flagged rows for every threshold of every class. Every row of ``pool`` is a member of every class."""
     scores, order = pool.scores.sort(dim=1, descending=True)
     positives = pool.positive.gather(1, order).cumsum(dim=1)
     rows = torch.arange(1, scores.shape[1] + 1, device=scores.device).expand_as(positives)
     last_of_tie = torch.ones_like(pool.positive)
-    # By comparison: the difference of two equal infinities is NaN.
+    # Compared, not subtracted: the difference of two equal infinities is NaN.
     last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
     return _Counts(positives, rows, last_of_tie)
 
@@ -35,9 +35,9 @@ def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: floa
     """Return the area under the polyline through (0, 0) and the vertices, for x in [alpha, beta].
 
     Args:
-        x: (C, M), not decreasing along a row, >= 0.
+        x: (C, M) >= 0, not decreasing along a row.
         y: as x.
-        vertex: (C, M) bool, the points that count.
+        vertex: (C, M) bool, the points that are vertices.
 
     Shape:
         output (C,).
@@ -46,13 +46,13 @@ def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: floa
     width = x - x0
     slope = (y - y0) / torch.where(width > 0, width, torch.ones_like(width))
     left, right = x0.clamp(alpha, beta), x.clamp(alpha, beta)
-    # A segment is a line, so its mean is its value in the middle; one that is vertical or outside has no width.
+    # The mean of a straight segment is its value in the middle. A segment that is vertical or outside has width 0.
     area = (right - left) * (y0 + slope * ((left + right) / 2 - x0))
     return area.masked_fill(~vertex, 0.0).sum(dim=1)
 
 
 def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
-    """Return for each entry the value at the vertex before it, 0 before the first; values do not decrease."""
+    """Return for each entry the value at the vertex before it, 0 before the first. Values must not decrease."""
     reached = values.masked_fill(~vertex, 0.0).cummax(dim=1).values
     return torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=1)
 
@@ -77,18 +77,19 @@ class PAUCAtBudget(RankingMetric):
 
     .. math:: \frac{1}{\beta - \alpha} \int_\alpha^\beta \mathrm{TPR}(u) \, du
 
-    with u the false-positive rate, or the share of all rows that are flagged. The curve is the empirical one: a point
-    for each distinct score, tied rows as one step, straight lines between, integrated exactly. Not standardized as
-    McClish does: a random ranking has (alpha + beta) / 2, a perfect one 1 (less than 1 under ``"population"``, whose
-    budget is spent on positives too). The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`.
+    with u the false-positive rate, or the share of all rows that are flagged. The integral of the empirical curve is
+    exact. The curve has a point for each distinct score, so tied rows are one step, and straight lines between the
+    points. The area is not standardized as McClish does: a random ranking has (alpha + beta) / 2, and a perfect one has
+    1, or less than 1 under ``"population"``, where positives use up part of the budget.
 
-    Keeps every row until :meth:`reset`, 4 * num_classes + 8 bytes for each; the value is float64.
+    The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`. It keeps every row until :meth:`reset`,
+    4 * num_classes + 8 bytes for each. The value is float64.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
-        alpha, beta: the band, 0 <= alpha < beta <= 1.
+        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
         budget_basis: what u is a share of: the negatives (``"fpr"``), or all rows (``"population"``).
-        average: ``"macro"`` for the mean over the valid classes, None for all.
+        average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
 
@@ -103,7 +104,7 @@ class PAUCAtBudget(RankingMetric):
         mean over no class is NaN. A NaN score makes its class NaN, and the mean with it.
 
     Distributed:
-        As :class:`~fullrank.metrics.RecallAtQuantile`: every rank gets the value of one process with all rows.
+        As for :class:`~fullrank.metrics.RecallAtQuantile`: every rank gets the value of one process with all rows.
 
     Example:
         >>> import torch
@@ -128,12 +129,17 @@ class PAUCAtBudget(RankingMetric):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_classes, average, ignore_index, **kwargs)
-        check_band(Band(alpha, beta, budget_basis=budget_basis))
         self.alpha, self.beta, self.budget_basis = alpha, beta, budget_basis
+        check_band(self.band)
+
+    @property
+    def band(self) -> Band:
+        """The arguments that define the partial area."""
+        return Band(self.alpha, self.beta, budget_basis=self.budget_basis)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class."""
-        return exact_pauc(pool, Band(self.alpha, self.beta, budget_basis=self.budget_basis))
+        return exact_pauc(pool, self.band)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return "alpha", "beta", "budget_basis"

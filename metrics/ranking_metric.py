@@ -1,35 +1,26 @@
-"""What the ranking metrics share: their state, how it travels between ranks, and the average over classes."""
+"""What the ranking metrics share: their state, the checks of their inputs, and the average over classes."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.utilities import rank_zero_warn
-from torchmetrics.utilities.distributed import gather_all_tensors
 
-from ..distributed.gather import Rows, gather_agreed
-from ..distributed.group import Group, resolve_group
-from ..distributed.header import Offer, State, agree_on
 from ..errors import check_count, check_int, expected
 from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
-from ..losses.distributed_loss import SAME_ARGUMENTS
 from ..losses.pool import PerClass, Pool, one_vs_rest
+from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
 
-# The state holds no ignored row, so nothing is left to ignore; no class has this index.
+# The state holds no ignored rows, so `compute` ignores none: no class has this index.
 _NOTHING = -1
 
 
-class RankingMetric(Metric):
+class RankingMetric(GatheredMetric):
     """Base of the metrics over all rows seen; a subclass adds its hyper-parameters and its formula.
 
     Every row that is not ignored is kept until :meth:`reset`: 4 * num_classes + 8 bytes for float32 or half-precision
@@ -49,8 +40,6 @@ class RankingMetric(Metric):
     plot_upper_bound = 1.0
     plot_legend_name = "Class"
 
-    logits: list[Tensor]
-    targets: list[Tensor]
     target_rule: Tensor
 
     def __init__(self, num_classes: int, average: Average, ignore_index: int, **kwargs: Any) -> None:
@@ -62,8 +51,8 @@ class RankingMetric(Metric):
         self.num_classes, self.average, self.ignore_index = num_classes, average, ignore_index
         self.add_state("logits", default=[], dist_reduce_fx="cat")
         self.add_state("targets", default=[], dist_reduce_fx="cat")
-        # MetricCollection lets metrics whose states are equal after the first update share one state from then on. That
-        # must not join two that read targets differently, so how they are read is part of the state.
+        # MetricCollection lets metrics whose states are equal after the first update share one state. Metrics that read
+        # targets differently must not share it, so the rule by which targets are read is part of the state.
         self.add_state("target_rule", default=torch.tensor([num_classes, ignore_index]), dist_reduce_fx="max")
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
@@ -84,8 +73,8 @@ class RankingMetric(Metric):
 
     def compute(self) -> Tensor:
         """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""
-        logits, targets = self._rows()
-        if self._is_synced and len(targets) == 0:
+        logits, targets = self.rows()
+        if self.has_rows_of_all_ranks and len(targets) == 0:
             rank_zero_warn(
                 f"The ``compute`` method of metric {type(self).__name__} found no row on any rank: the value is NaN.",
                 UserWarning,
@@ -101,9 +90,18 @@ class RankingMetric(Metric):
         """Return the value of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Plot ``val``, results of ``forward`` or ``compute`` (by default a new one), and return figure and axes."""
-        return self._plot(val, ax)
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return all rows of the state as (M, C) float64 and (M,) int64, in these dtypes even without rows."""
+        if self.logits:
+            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(torch.int64)
+        device = torch.device("cpu") if self.compute_on_cpu else self.device
+        logits = torch.empty(0, self.num_classes, dtype=torch.float64, device=device)
+        return logits, torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of the value: () for the mean over classes, else (C,)."""
+        return (self.num_classes,) if self.average is None else ()
 
     def extra_repr(self) -> str:
         """Return the hyper-parameters."""
@@ -111,88 +109,5 @@ class RankingMetric(Metric):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def _own_arguments(self) -> tuple[str, ...]:
+        """Return the names of the subclass's own arguments, for ``repr``."""
         return ()
-
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        """Return all rows of the state as (M, C) float64 and (M,) int64, whatever was seen, nothing included."""
-        if self.logits:
-            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(torch.int64)
-        device = torch.device("cpu") if self.compute_on_cpu else self.device
-        logits = torch.empty(0, self.num_classes, dtype=torch.float64, device=device)
-        return logits, torch.empty(0, dtype=torch.int64, device=device)
-
-    def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
-        """Replace the state with the rows of all ranks.
-
-        This is the hook between torchmetrics' ``sync`` and ``unsync``, which keep the local state. Its own version
-        gathers each tensor of a list by itself: a rank with an empty list makes other collectives than the rest, and
-        they abort or wait for it. Here every rank sends one block, of the same dtypes even without rows.
-        """
-        group = self.process_group if process_group is None else process_group
-        if dist_sync_fn is gather_all_tensors:
-            logits, targets = self._gather(group)
-        else:
-            logits, targets = (torch.cat(list(dist_sync_fn(rows, group=group))) for rows in self._rows())
-        # New lists: the old ones may be shared with other metrics of a MetricCollection.
-        self.logits, self.targets = [logits], [targets]
-
-    def _gather(self, group: Group) -> tuple[Tensor, Tensor]:
-        resolved = resolve_group(group, name="process_group")
-        if dist.get_world_size(resolved) == 1:
-            return self._rows()
-        call = f"{type(self).__name__}.sync"
-        facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
-        logits, targets = gather_agreed(call, resolved, lambda: Rows(self._rows(), facts)).tensors
-        assert logits is not None
-        assert targets is not None
-        return logits, targets
-
-    def _agree_on_cache(self) -> None:
-        """Drop the cached value unless every rank has one.
-
-        torchmetrics returns it without asking the others. A rank without new rows would do so while the rest, which
-        have some, wait for it in the gather.
-        """
-        if self.dist_sync_fn is not None:
-            self._computed = None  # how its ranks communicate is not known here
-        if self.dist_sync_fn is not None or not self.compute_with_cache:
-            return
-        group = resolve_group(self.process_group, name="process_group")
-        if dist.get_world_size(group) > 1:
-            facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
-            offer = Offer(None, facts, totals=[float(self._computed is not None)])
-            cached = agree_on(f"{type(self).__name__}.compute", group, lambda: offer).totals[:, 0]
-            if cached.min() == 0:
-                self._computed = None
-
-    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap as torchmetrics does, without three of its effects that are wrong here."""
-        wrapped = super()._wrap_compute(compute)
-
-        @functools.wraps(compute)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            synchronizes = self._to_sync and not self._is_synced and self.distributed_available_fn()
-            if synchronizes:
-                self._agree_on_cache()
-            # torchmetrics warns before it synchronizes that this rank has no rows. Others may have them; `compute`
-            # warns when none has.
-            count = self._update_count
-            if synchronizes or self._is_synced:
-                self._update_count = max(count, 1)
-            try:
-                value = wrapped(*args, **kwargs)
-            finally:
-                self._update_count = count
-            # torchmetrics squeezes (1,) to ().
-            return value if self.average == "macro" else value.reshape(self.num_classes)
-
-        return wrapper
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RankingMetric:
-        """Copy all but the process group, which cannot be copied: the copy shares it, as a loss's does."""
-        if self.process_group is not None:
-            memo[id(self.process_group)] = self.process_group
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return twin

@@ -18,7 +18,7 @@ def exact_recall(pool: Pool, quantile: float, interpolation: str) -> PerClass:
     positives = pool.positive.sum(dim=1)  # [C]
     caught = (pool.positive & (pool.scores >= threshold)).sum(dim=1)  # [C]
     recall = caught.to(pool.scores) / positives.clamp_min(1)
-    # Between -inf and another score there is no threshold, and nothing may pass for a recall of 0.
+    # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
     return PerClass(recall.masked_fill(threshold[:, 0].isnan(), math.nan), positives > 0)
 
 
@@ -30,18 +30,20 @@ class RecallAtQuantile(RankingMetric):
 
     .. math:: \frac{1}{|P|} \sum_{i \in P} [x_i \ge \theta], \quad \theta = Q_{1-q}(x)
 
-    Keeps every row until :meth:`reset`, 4 * num_classes + 8 bytes for each; the value is float64.
+    At q = 0.005 it takes some 200 rows until the threshold is not the top score. With
+    ``quantile_interpolation="higher"`` the row at the threshold and its ties are reviewed. Ignored rows take no part in
+    the threshold either.
 
-    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`.
+    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`. It keeps every row until :meth:`reset`,
+    4 * num_classes + 8 bytes for each. The value is float64.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
-        quantile: q in (0, 1), the share of rows that can be reviewed. At 0.005 it takes some 200 rows to be more than
-            the recall of the top row.
-        quantile_interpolation: how the threshold is read between two scores: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``. With ``"higher"`` the row at the threshold and its ties are reviewed.
-        average: ``"macro"`` for the mean over the valid classes, None for all.
-        ignore_index: rows with this target take no part, in the threshold either.
+        quantile: q in (0, 1), the share of rows that can be reviewed.
+        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``.
+        average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
+        ignore_index: rows with this target take no part.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
 
     Shape:
@@ -55,9 +57,10 @@ class RecallAtQuantile(RankingMetric):
         NaN. A NaN score makes its class NaN, and the mean with it.
 
     Distributed:
-        ``compute`` is a call for all ranks of ``process_group``: one small collective to learn whether all still have
-        the value of the last call, and if not, two that gather the rows. A rank that has no rows, none since the last
-        call, or never called ``update``, takes part like any other. Each gets the value of one process with all rows.
+        Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
+        the value of the last call; if not, two more gather the rows. A rank without rows, without rows since the last
+        call, or without any ``update`` takes part like the others. Every rank gets the value of one process with all
+        rows.
 
     Example:
         >>> import torch

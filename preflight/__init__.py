@@ -1,1 +1,1 @@
-"""The check of a user's own cluster, on its own backend and devices, before anything is trained there."""
+"""A check of the user's cluster, with its backend and devices, to run before the first training."""

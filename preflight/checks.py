@@ -1,4 +1,4 @@
-"""The checks. Each returns what it found in words, or raises :class:`Failed` with what is wrong."""
+"""The checks. Each returns its finding as text, or raises :class:`Failed` with the reason."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _QUEUE = 48
 
 
 class Failed(Exception):
-    """A check that ran, and found that something is not as it has to be."""
+    """A check ran and found an error."""
 
 
 class NeedsRanks(Exception):
-    """A check that one process cannot make."""
+    """A check needs more than one process."""
 
 
 def _demand(condition: bool, text: str) -> None:
@@ -45,13 +45,13 @@ def _split(site: Site, sizes: list[int]) -> slice:
 
 
 def _uneven(site: Site) -> list[int]:
-    """Return numbers of rows that differ over the ranks; the last of several ranks has none."""
+    """Return numbers of rows that differ between ranks; the last of several ranks has none."""
     sizes = [7 + 4 * (rank % 3) for rank in range(site.world_size)]
     return [*sizes[:-1], 0] if site.world_size > 1 else sizes
 
 
 def _gather(site: Site, sizes: list[int]) -> str:
-    """Compare gathered rows and their gradient with what they must be, for tensors of three dtypes."""
+    """Compare gathered rows of three dtypes, and the gradient, with the expected ones."""
     own, total = _split(site, sizes), sum(sizes)
     everyone, factor = site.draw(1, total, 2), site.draw(2, total, 2)
     marks = torch.arange(total, device=site.device)
@@ -73,7 +73,7 @@ def gather_equal(site: Site) -> str:
 
 
 def gather_uneven(site: Site) -> str:
-    """Each rank has another number of rows, the last none."""
+    """The ranks have different numbers of rows, the last one none."""
     return _gather(site, _uneven(site))
 
 
@@ -83,7 +83,7 @@ def gather_empty(site: Site) -> str:
 
 
 def reduce_scatter(site: Site) -> str:
-    """The gather for ranks that compute different losses, whose backward communicates."""
+    """Check the gather for ranks that compute different losses, whose backward communicates."""
     sizes = _uneven(site)
     rows = site.draw(3, sum(sizes), 2)[_split(site, sizes)].requires_grad_()
     gathered = all_gather_with_grad(rows, backward="reduce_scatter")
@@ -99,7 +99,7 @@ def _binary(targets: Tensor) -> Tensor:
 
 
 def _losses(device: torch.device) -> dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]]:
-    """Return each loss, and how it wants its targets."""
+    """Return each loss, and the function that gives targets their form."""
 
     def same(targets: Tensor) -> Tensor:
         return targets
@@ -165,12 +165,12 @@ def _difference(model: nn.Module, whole: nn.Module) -> float:
 
 
 def _or_infinite(value: float) -> float:
-    """Return ``value``, or infinity for NaN, which no comparison would find too large."""
+    """Return ``value``, or infinity for NaN, since no NaN compares as too large."""
     return value if value == value else float("inf")
 
 
 def control(site: Site) -> str:
-    """The usual way, a gather without gradient, must miss all but 1 / W of the gradient: the checks can fail."""
+    """Check that a gather without gradient gives 1 / W of the gradient, so that an error can be seen."""
     if site.world_size == 1:
         raise NeedsRanks("one process has nothing to lose: start with torchrun")
     rows = site.draw(5, site.world_size, 1)
@@ -186,7 +186,7 @@ def control(site: Site) -> str:
 
 
 def agreement(site: Site) -> str:
-    """What the last rank does wrong, every rank raises; and the next step is what it would have been."""
+    """Check that every rank raises when the last one fails, and that the next step is not affected."""
     loss, twin = (SmoothAPLoss(1, queue_size=_QUEUE).to(site.device) for _ in range(2))
     logits = site.draw(6, 4 * site.world_size, 1)[site.rank :: site.world_size]
     targets = _binary(torch.arange(4, device=site.device))

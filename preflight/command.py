@@ -1,4 +1,4 @@
-"""The command: its arguments, the order of the checks, the table and the JSON file."""
+"""The command ``python -m fullrank``: its arguments, the order of the checks, the table and the JSON file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHECKS: dict[str, Callable[[Site], str]] = {
 
 
 class Result(NamedTuple):
-    """What became of a check: passed, skipped, FAILED, or not run, after an error that left the ranks out of step."""
+    """The outcome of a check: passed, skipped, FAILED, or not run, because the ranks lost each other before it."""
 
     name: str
     outcome: str
@@ -37,8 +37,8 @@ def main(version: str, arguments: Sequence[str] | None = None) -> int:
     """Run every check, print the table on rank 0, and return the exit status: 0 when all passed, else 1.
 
     Args:
-        version: that of this package, for the table.
-        arguments: those of the command line.
+        version: version of this package, for the table.
+        arguments: arguments of the command; None for those of the command line.
     """
     options = _parse(arguments)
     with open_site(options.backend, options.device, options.timeout) as site:
@@ -59,7 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", help="backend of torch.distributed (default: that of the device)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator if there is one)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: {options.json.parent} is not a folder")
@@ -67,17 +67,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(site: Site) -> list[Result]:
-    """Run the checks in order. What one rank finds, all know; after a lost connection the others are not run."""
+    """Run the checks in order and share the outcomes over the ranks. After a lost connection no check is run."""
     results: list[Result] = []
     for name, check in _CHECKS.items():
         outcome, detail = _attempt(check, site)
         try:
             everyone = site.gather((outcome, detail))
         except RuntimeError as error:
-            print(f"rank {site.rank}, {name}: {detail}", file=sys.stderr, flush=True)  # nobody else can tell
+            print(f"rank {site.rank}, {name}: {detail}", file=sys.stderr, flush=True)  # the other ranks do not have it
             results.append(Result(name, "FAILED", f"{detail}; then the ranks lost each other: {error}"))
             return results + [Result(other, "not run") for other in list(_CHECKS)[len(results) :]]
-        wrong = [f"rank {rank}: {told}" for rank, (found, told) in enumerate(everyone) if found == "FAILED"]
+        wrong = [f"rank {rank}: {text}" for rank, (found, text) in enumerate(everyone) if found == "FAILED"]
         results.append(Result(name, "FAILED", "; ".join(wrong[:3])) if wrong else Result(name, *everyone[0]))
     return results
 

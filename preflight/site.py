@@ -1,4 +1,4 @@
-"""Where the checks run: the process group of torchrun, or one of a single process, and this rank's device."""
+"""Where the checks run: the process group, of torchrun or of a single process, and this rank's device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Site(NamedTuple):
-    """What a check needs to know about where it runs."""
+    """The rank, the group and the device on which a check runs."""
 
     rank: int
     world_size: int
     backend: str
     device: torch.device
-    dtype: torch.dtype  # float64, and float32 on devices that have none
+    dtype: torch.dtype  # float64, or float32 on devices without float64
     tolerance: float  # relative, for gradients in that dtype
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -38,12 +38,12 @@ class Site(NamedTuple):
         return values
 
     def draw(self, seed: int, *shape: int) -> Tensor:
-        """Return random numbers that are the same on every rank, drawn on the CPU."""
+        """Return random numbers, drawn on the CPU, that are the same on every rank."""
         numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return numbers.to(self.dtype).to(self.device)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -53,9 +53,9 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
     """Join the process group that the environment describes (one process without torchrun), and leave it afterwards.
 
     Args:
-        backend: a backend of torch.distributed; None for that of the device.
+        backend: a backend of torch.distributed; None for the default of the device.
         device: a type of device; None for the accelerator if there is one, else the CPU.
-        timeout: seconds after which a collective that somebody does not join is given up.
+        timeout: seconds after which a collective fails if a rank does not join it.
     """
     place = _find_device(device)
     backend = backend or dist.get_default_backend_for_device(place)
@@ -74,10 +74,10 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
 
 
 def _wait_for_all(store: dist.Store, world_size: int) -> None:
-    """Wait until every rank is done with its last collective: gloo kills a process whose peer leaves before.
+    """Wait until every rank has finished its last collective: gloo kills a process whose peer leaves earlier.
 
-    A barrier is a collective itself: over a slow network one rank is through with it before the other. A rank that is
-    lost is not waited for longer than the timeout.
+    A barrier would not do, because it is a collective too: over a slow network one rank finishes it before another. The
+    wait ends with the timeout if a rank is lost.
     """
     if store.add("fullrank/done", 1) == world_size:
         store.set("fullrank/all done", "")
@@ -96,7 +96,7 @@ def _find_device(kind: str | None) -> torch.device:
 
 
 def describe(site: Site, version: str) -> dict[str, Any]:
-    """Return versions, sizes and devices, gathered from all ranks: one value where they are equal, else all of them."""
+    """Return versions, sizes and devices of all ranks: one value where they are equal, all values where they differ."""
     own = {
         "fullrank": version,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""A ring of past rows that every rank holds bit for bit."""
+"""A ring buffer of past rows, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from ..errors import check_choice, check_count, check_int, expected
 
 Keep = Literal["all", "negatives"]
 
+SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
+
 # Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 
 
 def multi_hot_dtype(ignore_index: int) -> torch.dtype:
-    """Return the dtype of multi-hot targets: a byte is enough for 0, 1 and the default -100."""
+    """Return the dtype of multi-hot targets: int8 where ``ignore_index`` fits, as the default of -100 does."""
     return torch.int8 if -128 <= ignore_index <= 127 else torch.int64
-
-
-SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
 
 
 class QueueRows(NamedTuple):
@@ -39,12 +38,13 @@ class QueueRows(NamedTuple):
 class MemoryQueue(nn.Module):
     """A ring buffer of rows: logits, targets, iid flags and sample weights.
 
-    Fed with the gathered rows of a step, every rank holds the same queue. The tensors are not buffers: DDP broadcasts
-    buffers at every forward and ``.bfloat16()`` would round them. They have a fixed shape, follow the module's device
-    but not its dtype (float32; float64 once fed float64), and are saved through ``state_dict`` as copies.
+    Every rank enqueues the gathered rows of a step, so every rank holds the same queue. The tensors are not buffers,
+    because DDP broadcasts buffers at every forward and ``.bfloat16()`` would round them. They have a fixed shape. They
+    follow the module's device, but not its dtype: float32, or float64 after float64 rows were enqueued. ``state_dict``
+    holds copies of them.
 
     Args:
-        capacity: number of rows, >= 0; 0 keeps nothing. A row takes ``4 * num_classes + 13`` bytes.
+        capacity: number of rows >= 0; a queue of 0 keeps nothing. A row takes ``4 * num_classes + 13`` bytes.
         num_classes: columns of the logits; 1 is binary.
         ignore_index: rows with this target never enter.
         keep: ``"all"`` rows, or ``"negatives"``: the rows that are a negative of at least one class.
@@ -99,21 +99,21 @@ class MemoryQueue(nn.Module):
     @property
     def checksum(self) -> Tensor:
         """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
-        if self._checksum.is_meta:  # nothing has been stored: the first rows bring their device
+        if self._checksum.is_meta:  # nothing has been stored: the queue moves to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
         return self._checksum
 
     @property
     def position(self) -> tuple[int, int, int, bool]:
-        """What must agree between ranks besides the checksum: pointer, length, rows enqueued so far, weighted."""
+        """The state that must be equal on all ranks besides the checksum: pointer, length, rows so far, weighted."""
         return self._pointer, self._fill, self._num_enqueued, self._has_weights
 
     def reset(self) -> None:
-        """Forget every row."""
+        """Remove all rows."""
         self._clear()
 
     def rows(self) -> QueueRows:
-        """Return the rows held, as views in storage order (oldest first until the ring has wrapped around)."""
+        """Return the rows held, as views, in storage order: oldest first until the ring has wrapped around."""
         held = slice(0, self._fill)
         weight = self._weight[held] if self._has_weights else None
         return QueueRows(self._logits[held], self._targets[held], self._iid[held], weight)
@@ -122,9 +122,9 @@ class MemoryQueue(nn.Module):
     def enqueue(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None = None, sample_weight: Tensor | None = None
     ) -> None:
-        """Store rows, the oldest giving way. Rows with a non-finite logit or an ignored target are left out.
+        """Store rows in place of the oldest ones. Rows with a non-finite logit or an ignored target are left out.
 
-        Enqueuing a batch in two parts leaves the queue that one call would. Cost: O(rows of the batch).
+        Two calls with the halves of a batch leave the same queue as one call. Cost: O(rows of the batch).
 
         Args:
             logits: (N, C), stored detached.
@@ -135,7 +135,18 @@ class MemoryQueue(nn.Module):
         Raises:
             ValueError: when shapes do not fit.
         """
-        self._check_shapes(logits, targets, iid_mask, sample_weight)
+        if not logits.is_floating_point():
+            raise TypeError(expected("logits", "a floating-point tensor", logits))
+        if targets.is_floating_point():
+            raise TypeError(expected("targets", "integers or bools", targets))
+        if logits.ndim != 2 or logits.shape[1] != self.num_classes:
+            raise ValueError(expected("logits", f"shape (N, {self.num_classes})", logits))
+        shape = tuple(logits.shape) if self.multi_hot else (logits.shape[0],)
+        if tuple(targets.shape) != shape:
+            raise ValueError(expected("targets", f"shape {shape}", targets))
+        for name, value in (("iid_mask", iid_mask), ("sample_weight", sample_weight)):
+            if value is not None and tuple(value.shape) != (logits.shape[0],):
+                raise ValueError(expected(name, f"shape ({logits.shape[0]},)", value))
         if self.capacity == 0 or logits.shape[0] == 0:
             return
         self._follow(logits)
@@ -155,24 +166,8 @@ class MemoryQueue(nn.Module):
         self._num_enqueued += count
         self._has_weights |= sample_weight is not None
 
-    def _check_shapes(
-        self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
-    ) -> None:
-        if not logits.is_floating_point():
-            raise TypeError(expected("logits", "a floating-point tensor", logits))
-        if targets.is_floating_point():
-            raise TypeError(expected("targets", "integers or bools", targets))
-        if logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            raise ValueError(expected("logits", f"shape (N, {self.num_classes})", logits))
-        shape = tuple(logits.shape) if self.multi_hot else (logits.shape[0],)
-        if tuple(targets.shape) != shape:
-            raise ValueError(expected("targets", f"shape {shape}", targets))
-        for name, value in (("iid_mask", iid_mask), ("sample_weight", sample_weight)):
-            if value is not None and tuple(value.shape) != (logits.shape[0],):
-                raise ValueError(expected(name, f"shape ({logits.shape[0]},)", value))
-
     def _follow(self, logits: Tensor) -> None:
-        """Move to the device of ``logits``, and to float64 if they are."""
+        """Move to the device of ``logits``, and to float64 if they are float64."""
         dtype = torch.promote_types(self._logits.dtype, logits.dtype)
         if self._logits.is_meta:
             self._allocate(logits.device, dtype)  # nothing was stored on the meta device
@@ -182,7 +177,7 @@ class MemoryQueue(nn.Module):
             self._move(logits.device)
 
     def _wanted(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return (N,) bool: the rows that enter."""
+        """Return (N,) bool: the rows to store."""
         wanted = logits.isfinite().all(dim=1)
         taking_part = targets != self.ignore_index
         if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
@@ -192,8 +187,9 @@ class MemoryQueue(nn.Module):
     def _hash(self, logits: Tensor, targets: Tensor, iid: Tensor, weight: Tensor) -> Tensor:
         """Return the sum over rows of a hash of the row and its sequence number, modulo 2**64.
 
-        The sum makes two parts of a batch equal to the whole; the sequence number makes order count. Each part is mixed
-        before it is added: a linear hash would not tell targets (1, 0, 0, 1) from (0, 1, 1, 0).
+        Because it is a sum, two parts of a batch give the same as the whole. Because of the sequence number, the order
+        of the rows counts. Each part is mixed before it is added: a linear hash would be the same for targets
+        (1, 0, 0, 1) and (0, 1, 1, 0).
         """
         bits = torch.int64 if logits.dtype == torch.float64 else torch.int32
         count, columns = logits.shape
@@ -209,11 +205,12 @@ class MemoryQueue(nn.Module):
         return _mix(rows ^ _mix(sequence + _MIX[2])).sum()
 
     def assert_synchronized(self, group: Group = None) -> None:
-        """Compare the contents over the ranks, bit for bit; a collective call.
+        """Compare the contents over the ranks, bit for bit. Every rank must call it.
+
+        Without a process group there is nothing to compare.
 
         Raises:
-            RuntimeError: on every rank, naming the ranks whose queue differs. Without a process group there is nothing
-                to compare.
+            RuntimeError: on every rank, with the ranks whose queues differ.
         """
         if not is_initialized():
             return
@@ -231,7 +228,7 @@ class MemoryQueue(nn.Module):
             setattr(self, name, getattr(self, name).to(device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
-        # Take only the device from the conversion: to(bfloat16) must not round what was stored.
+        # Only the device of the conversion applies: to(bfloat16) must not round the stored rows.
         super()._apply(fn, recurse)
         device = fn(self._logits[:0]).device
         if device == self._logits.device:
@@ -243,15 +240,15 @@ class MemoryQueue(nn.Module):
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the whole state as tensors of fixed shape and plain numbers, safe for ``weights_only=True``."""
+        """Return the state as tensors of fixed shape and plain numbers, loadable with ``weights_only=True``."""
         return {
             "capacity": self.capacity,
             "num_classes": self.num_classes,
             "keep": self.keep,
             "multi_hot": self.multi_hot,
             "ignore_index": self.ignore_index,
-            # Always float64, which holds both: torch.distributed.checkpoint loads into the dtype it finds, and a new
-            # queue is float32.
+            # Always float64, which holds float32 exactly: torch.distributed.checkpoint loads into the dtype it finds,
+            # and a new queue is float32.
             "logits": self._logits.to(torch.float64, copy=True),
             "targets": self._targets.clone(),
             "iid_mask": self._iid.clone(),
@@ -265,7 +262,7 @@ class MemoryQueue(nn.Module):
         }
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError when ``state``, from :meth:`get_extra_state`, is of a queue with other arguments."""
+        """Raise ValueError when ``state``, from :meth:`get_extra_state`, belongs to a queue with other arguments."""
         for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
             if state[name] != getattr(self, name):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
@@ -279,7 +276,7 @@ class MemoryQueue(nn.Module):
         """Restore what :meth:`get_extra_state` returned, on this queue's device.
 
         Raises:
-            ValueError: when the state is of a queue with other arguments.
+            ValueError: when the state belongs to a queue with other arguments.
         """
         self.check_saved(state)
         device = state["logits"].device if self._logits.is_meta else self._logits.device
@@ -298,14 +295,26 @@ class MemoryQueue(nn.Module):
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Return a 64-bit mix of each of ``values``, int64: shifts and products in turn, none of which loses a bit."""
+    """Return a 64-bit mix of each of ``values``, int64, by invertible shifts and products."""
     for shift, factor in ((31, _MIX[0]), (30, _MIX[1])):
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return values ^ ((values >> 29) & ((1 << 35) - 1))
 
 
 def _write_ring(ring: Tensor, rows: Tensor, start: int) -> None:
-    """Write ``rows`` (at most ``len(ring)``) into ``ring`` from ``start`` on, wrapping around once."""
+    """Write ``rows``, at most ``len(ring)``, into ``ring`` from place ``start``, wrapping around at its end."""
     head = min(rows.shape[0], ring.shape[0] - start)
     ring[start : start + head] = rows[:head]
     ring[: rows.shape[0] - head] = rows[head:]
+
+
+def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Raise ValueError if ``state_dict`` has a queue with other arguments than ``module``; a pre-hook of the load.
+
+    ``load_state_dict`` loads outer modules first. If the queue alone checked its state, the losses around it would
+    already have the temperature and the schedule of the checkpoint when it raises.
+    """
+    for name, queue in module.named_modules():
+        key = f"{prefix}{name}._extra_state"
+        if isinstance(queue, MemoryQueue) and key in state_dict:
+            queue.check_saved(state_dict[key])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullrank import accumulate, count_valid_tokens
+from fullrank.distributed.torch_private import fsdp_groups
 
 # float64: rounding of sums in another order. float32: the model's own products, added up over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
@@ -217,8 +218,4 @@ def switches(model: nn.Module) -> list[Any]:
     found: list[Any] = [
         m.require_backward_grad_sync for m in model.modules() if hasattr(m, "require_backward_grad_sync")
     ]
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            groups = module._get_fsdp_state()._fsdp_param_groups
-            found += [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-    return found
+    return found + [(group.state.reduce_grads, group.state.all_reduce_grads) for group in fsdp_groups(model)]

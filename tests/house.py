@@ -298,7 +298,7 @@ def names_at_the_top(file: File) -> dict[str, Function | ast.ClassDef | tuple[st
 
 
 def as_call(call: ast.Call) -> ast.Call:
-    """Return the call that ``partial(f, x)`` stands for, other calls as they are."""
+    """Return ``f(x)`` for ``partial(f, x)``, and other calls unchanged."""
     if isinstance(call.func, ast.Name) and call.func.id == "partial" and call.args:
         return ast.Call(call.args[0], call.args[1:], call.keywords)
     return call

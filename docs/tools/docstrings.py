@@ -1,9 +1,9 @@
 """Turn the Sphinx syntax of docstrings into the Markdown of the site: an extension of griffe.
 
-Formulas (``.. math::``, ``:math:``) become ``$$`` and ``$``, roles become links where their target is on a page of the
-reference and code elsewhere, ``::`` blocks become fenced code, and the sections of this house (Shape, Degenerate,
-Numerics, Distributed, Reference) become headed paragraphs, which griffe would take for admonitions. So does Returns,
-whose text griffe would take for a type up to its first colon; the type is in the signature.
+Formulas (``.. math::``, ``:math:``) become ``$$`` and ``$``. Roles become links if their target is on a page of the
+reference, and code otherwise. ``::`` blocks become fenced code. The package's own sections (Shape, Degenerate,
+Numerics, Distributed, Reference) become paragraphs with a heading, because griffe would read them as admonitions. So
+does Returns, because griffe would read its text up to the first colon as a type; the type is in the signature.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SECTIONS = ("Returns", "Shape", "Degenerate", "Numerics", "Distributed", "Refere
 
 
 def documented(folder: Path = REFERENCE) -> list[str]:
-    """Return what the pages of the reference name after ``:::``."""
+    """Return the names that follow ``:::`` on the pages of the reference."""
     pages = sorted(folder.glob("*.md"))
     return [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE)]
 
 
 def blocks(lines: list[str], start: int) -> tuple[list[str], int]:
-    """Return the lines from ``start`` that are indented more than the one before them, and where they end."""
+    """Return the lines from ``start`` that are indented more than the line before them, and the index behind them."""
     depth = len(lines[start - 1]) - len(lines[start - 1].lstrip())
     end = start
     while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > depth):
@@ -63,14 +63,15 @@ def to_markdown(text: str, link: Any = lambda target: None) -> str:
             out += shared_argument(found, out, ends)
         else:
             out.append(line)
-    # A description may begin with "> 0", which is no quotation.
+    # A description may begin with "> 0", which is not a quotation.
     return roles(re.sub(r"^(\s+[\w*]+: )>", r"\1\\>", "\n".join(out), flags=re.MULTILINE), link)
 
 
 def shared_argument(found: re.Match[str], before: list[str], ends: bool) -> list[str]:
-    """Give each of several arguments that are described together a line of its own, if they are arguments.
+    """Split a line that describes several arguments together into one line each, if they are arguments.
 
-    All get the description if it ends with the line, else the last has it and the others name that one.
+    If the description ends with the line, every argument gets it. Otherwise only the last one does, and the others
+    refer to that one.
     """
     heads = [line for line in before if re.match(r"\w+:$", line)]
     if not heads or heads[-1] not in ("Args:", "Attributes:"):
@@ -96,7 +97,7 @@ def roles(text: str, link: Any) -> str:
 
 
 def walk(item: Any) -> Iterator[Any]:
-    """Yield the objects under ``item``, itself included, and no import."""
+    """Yield ``item`` and the objects below it, without imported names."""
     if not item.is_alias:
         yield item
         for member in item.members.values():
@@ -104,11 +105,11 @@ def walk(item: Any) -> Iterator[Any]:
 
 
 def find(target: str, item: Any, modules: Any) -> str | None:
-    """Return the path at which what a role in the docstring of ``item`` names is defined, None if it is not ours."""
+    """Return the path of the definition that a role in the docstring of ``item`` names, None if it is not ours."""
     first, dot, rest = target.partition(".")
     try:
         found = modules[target if first == "fullrank" else item.resolve(first) + dot + rest]
-        # A function that has the name of its module is hidden by it in the package.
+        # A module hides a function of the same name in the package.
         if found.is_module and found.name in found.members:
             found = found[found.name]
         return found.canonical_path
@@ -120,7 +121,7 @@ class Docstrings(griffe.Extension):
     """Convert every docstring of the package."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Convert the docstrings of ``pkg`` once all of its modules are there."""
+        """Convert the docstrings of ``pkg`` after all of its modules have been loaded."""
         loader.resolve_aliases(implicit=True)
         modules = loader.modules_collection
         known = [modules[name].canonical_path for name in documented()]

@@ -1,7 +1,7 @@
-"""What mkdocs does for this site beside its plugins: formulas as MathML, diagrams inline, files from outside docs/.
+"""Hooks of mkdocs for this site: formulas as MathML, diagrams inline, files from outside docs/.
 
-Nothing that the site shows comes from elsewhere: formulas are MathML when the pages are built, by latex2mathml, and the
-font that they need to have brackets as tall as fractions lies beside the pages.
+The site loads nothing from other servers. latex2mathml turns formulas into MathML when the pages are built. The font
+that the formulas need, for brackets as tall as fractions, is stored with the pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _package = tempfile.TemporaryDirectory(prefix="fullrank-docs-")
 
 
 def package_folder(parent: Path) -> None:
-    """Make ``parent/fullrank`` of links to the package alone: at the root of the repository lie other things too."""
+    """Make ``parent/fullrank`` of links to the package only; the root of the repository also holds other folders."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     folder = parent / "fullrank"
@@ -42,19 +42,19 @@ def package_folder(parent: Path) -> None:
 
 @event_priority(100)  # before the plugin reads its settings
 def on_config(config: Any) -> Any:
-    """Let mkdocstrings read this checkout, installed or not."""
+    """Let mkdocstrings read this checkout, whether it is installed or not."""
     package_folder(Path(_package.name))
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [_package.name]
     return config
 
 
-# Links out of docs/: a script becomes a page that shows it, a picture is copied.
+# Links to files outside docs/: a script gets a page that shows its source, a picture is copied.
 
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w/.-]+\.(?:py|png|svg))\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what pages link to outside of docs/."""
+    """Add the files outside docs/ that pages link to."""
     for page in [file for file in files if file.is_documentation_page()]:
         for _, target in OUTSIDE.findall(page.content_string):
             source = ROOT / target
@@ -70,13 +70,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def outside_name(target: str) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the path in the site of a file of the repository."""
     path = Path(target)
     return f"files/{path.with_suffix('.md')}" if path.suffix == ".py" else f"images/{path.name}"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links out of docs/ to where the site has the files."""
+    """Point links to files outside docs/ to their copies in the site."""
 
     def replace(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), found[1], found[2]))
@@ -86,7 +86,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return OUTSIDE.sub(replace, SECTION.sub(lambda found: readme_section(found[1]), markdown))
 
 
-# A link to a section of README.md that is a paragraph by itself becomes the text of that section.
+# A paragraph that consists of a link to a section of README.md becomes the text of that section.
 
 SECTION = re.compile(r"^\[([^]]+)\]\(\.\./README\.md#[\w-]+\)$", re.MULTILINE)
 
@@ -107,7 +107,7 @@ WIDE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
 
 
 def to_mathml(latex: str, display: str) -> str:
-    """Return the MathML of a formula, in the part of it that browsers know."""
+    """Return the MathML of a formula, using only elements that browsers support."""
     latex = re.sub(r"\\mathrm\{(\w+)\}", r"\\text{\1}", latex).replace(r"\!", "")
     mathml = convert(latex, display=display).replace(r"\_", "_")
     _written.update(html.unescape(re.sub(r"<[^>]*>", "", mathml)))
@@ -115,7 +115,7 @@ def to_mathml(latex: str, display: str) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
-    """Replace what arithmatex has marked as formulas, and put diagrams in place of references to them."""
+    """Replace the formulas that arithmatex has marked, and put the SVG in place of references to diagrams."""
 
     def formula(found: re.Match[str]) -> str:
         display = "block" if found[1] == "div" else "inline"
@@ -128,7 +128,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 
 def diagram(found: re.Match[str], page: Any) -> str:
-    """Return the diagram as part of the page, so that it takes the colours of the page."""
+    """Return the diagram as inline SVG, so that it takes the colours of the page."""
     path = Path(page.file.abs_src_path).parent / found[1]
     if not path.is_file():
         return found[0]
@@ -136,7 +136,7 @@ def diagram(found: re.Match[str], page: Any) -> str:
 
 
 def slanted(character: str) -> int:
-    """Return the code by which browsers look up a variable, of a letter."""
+    """Return the code point that browsers use for a letter as a mathematical variable."""
     if character == "h":
         return 0x210E
     for first, last, start in (("A", "Z", 0x1D434), ("a", "z", 0x1D44E), ("\u0391", "\u03a9", 0x1D6E2)):
@@ -146,7 +146,7 @@ def slanted(character: str) -> int:
 
 
 def on_post_build(config: Any) -> None:
-    """Write the part of STIX Two Math that the formulas use; ziamath is installed for its copy of the font alone."""
+    """Write the part of STIX Two Math that the formulas use; ziamath is installed only for its copy of the font."""
     spec = importlib.util.find_spec("ziamath")
     assert spec is not None
     assert spec.origin is not None

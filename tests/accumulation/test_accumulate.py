@@ -757,7 +757,7 @@ def test_pipeline_schedules(schedule: str, world_size: int, dtype: str) -> None:
 OPENINGS = {
     "generator": (
         "TypeError",
-        "micro-batches, with a length, got a list_iterator. A window is counted before its first",
+        "micro-batches, with a length, got a list_iterator. The window is read before its first",
     ),
     "one mapping": ("TypeError", "Pass [batch] for one batch."),
     "no micro-batch": ("ValueError", "expected at least one micro-batch on every rank, got none."),
@@ -779,7 +779,10 @@ OPENINGS = {
     "unknown sync": ("ValueError", "sync: expected one of 'last', 'each', 'shard', got 'never'."),
     "another multiplier": ("ValueError", "on rank 0, 7.0 on rank 1"),
     "bad multiplier": ("ValueError", "multiplier: expected a finite number > 0, got 0.0."),
-    "unequal, each": ("ValueError", "micro_batches: expected as many on every rank, got 3 on rank 0, 2 on rank 1."),
+    "unequal, each": (
+        "ValueError",
+        "micro_batches: expected the same number on every rank, got 3 on rank 0, 2 on rank 1.",
+    ),
 }
 LOOPS = {
     "vector in 0": ("ValueError", "on rank 1: loss of micro-batch 0: expected one element"),

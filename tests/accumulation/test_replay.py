@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -25,10 +26,11 @@ from torch.nn.utils.parametrizations import spectral_norm
 from workers import WorkerPool, get_pool
 
 import fullrank
-from fullrank.accumulation import replay_passes
-from fullrank.accumulation.replay_checks import largest_difference, largest_score, tolerance
-from fullrank.accumulation.rng_state import RngState, accelerators_in_use, save_rng
+from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
 from fullrank.gradients.wrappers import sum_gradients_
+
+# The package holds the function under the name of its module.
+replay = importlib.import_module("fullrank.accumulation.pooled_backward")
 
 NUM_STEPS = 3
 LOSSES = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
@@ -560,16 +562,14 @@ def test_dropout_uses_the_same_masks(device: torch.device) -> None:
 
 
 def test_control_without_the_random_states_dropout_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = replay_passes.restore_rng
-    monkeypatch.setattr(replay_passes, "restore_rng", lambda state: None)
+    real = replay.restore_rng
+    monkeypatch.setattr(replay, "restore_rng", lambda state: None)
     with pytest.raises(RuntimeError, match="the same scores in both passes"):
         run_both(with_dropout)
-    monkeypatch.setattr(replay_passes, "restore_rng", real)
+    monkeypatch.setattr(replay, "restore_rng", real)
     calls: list[Any] = []
     # Only the last call, which puts the state back at the end, is made.
-    monkeypatch.setattr(
-        replay_passes, "restore_rng", lambda state: calls.append(state) or len(calls) < 4 or real(state)
-    )
+    monkeypatch.setattr(replay, "restore_rng", lambda state: calls.append(state) or len(calls) < 4 or real(state))
     first, second = run_both(with_dropout, check_replay=False)
     assert relative(gradients(second), gradients(first)) > 1e-2
 
@@ -588,7 +588,7 @@ def test_batch_norm_counts_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -
     for a, b in zip(first.buffers(), second.buffers()):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)  # the same operations
     assert second[1].num_batches_tracked == 3
-    monkeypatch.setattr(replay_passes, "buffers_kept", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(replay, "buffers_kept", lambda model: contextlib.nullcontext())
     first, second = run_both(make)
     assert second[1].num_batches_tracked == 6
     assert relative(second[1].running_mean, first[1].running_mean) > 1e-2
@@ -608,7 +608,7 @@ def test_power_iteration_advances_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative(gradients(second), gradients(first)) <= 1e-12
     for a, b in zip(first.buffers(), second.buffers()):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
-    monkeypatch.setattr(replay_passes, "buffers_kept", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(replay, "buffers_kept", lambda model: contextlib.nullcontext())
     with pytest.raises(RuntimeError, match="module state that is not a buffer"):
         run_both(make)
 
@@ -697,7 +697,7 @@ def test_weights_that_were_cast_without_graph_are_forgotten(monkeypatch: pytest.
     batches = [torch.ones(2, 6)] * 2
     one_call(model=model, batches=batches)
     assert model[1].weight.grad is not None
-    monkeypatch.setattr(replay_passes, "_clear_cast_weights", lambda: None)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
     cache.clear()
     model.zero_grad()
     one_call(model=model, batches=batches)
@@ -706,7 +706,7 @@ def test_weights_that_were_cast_without_graph_are_forgotten(monkeypatch: pytest.
 
 
 def test_control_backward_inside_autocast_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_passes, "_autocast_off", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(replay, "_autocast_off", lambda devices: contextlib.nullcontext())
     first, second = run_both(in_autocast, autocast=True)
     assert relative(gradients(second), gradients(first)) > 1e-4
 
@@ -918,7 +918,9 @@ def test_unequal_numbers_of_micro_batches(pool: WorkerPool, spread: Spread) -> N
     results = pool(unequal, spread)
     assert len(set(results)) == 1
     if spread in (Spread("ddp", "each"), Spread("fsdp2"), Spread("statistics")):
-        assert results[0].startswith("ValueError: micro_batches: expected as many on every rank, got 2, 3")
+        assert results[0].startswith(
+            "ValueError: micro_batches: expected the same number on every rank, got 2 on rank 0, 3 "
+        )
     else:
         assert results[0] == "passed"
 
@@ -1025,17 +1027,17 @@ def test_replay_of_another_shape() -> None:
 def test_difference_of_replays(dtype: torch.dtype) -> None:
     inf, nan = float("inf"), float("nan")
     first = torch.tensor([1.0, inf, -inf, nan, 2.0], dtype=dtype)
-    assert largest_difference(first, first) == 0
-    assert largest_score(first) == 2
+    assert replay.largest_difference(first, first) == 0
+    assert replay.largest_score(first) == 2
     for index, value in [(0, nan), (1, -inf), (1, 1.0), (2, nan), (3, 1.0), (4, inf)]:
         again = first.clone()
         again[index] = value
-        assert largest_difference(first, again) == inf, (index, value)
+        assert replay.largest_difference(first, again) == inf, (index, value)
     again = first.clone()
     again[0] += 0.5
-    assert largest_difference(first, again) == 0.5
-    assert largest_difference(first[:0], first[:0]) == largest_score(first[:0]) == 0
-    assert tolerance(dtype) == torch.finfo(dtype).eps ** 0.5
+    assert replay.largest_difference(first, again) == 0.5
+    assert replay.largest_difference(first[:0], first[:0]) == replay.largest_score(first[:0]) == 0
+    assert replay.tolerance(dtype) == torch.finfo(dtype).eps ** 0.5
 
 
 def test_replay_may_round_differently() -> None:

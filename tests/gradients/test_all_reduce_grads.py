@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from workers import WorkerPool
 
 from fullrank import all_reduce_grads_, sequence_sync_group
-from fullrank.gradients import grad_buckets
+from fullrank.gradients import all_reduce_grads
 
 SHAPES = [(3, 4), (), (5,), (0, 2), (2, 1, 3)]
 
@@ -44,17 +44,17 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def sums(rank: int, dtype: str, bucket: int) -> dict[str, Any]:
     """Add in buckets of ``bucket`` bytes; return the error, and whether objects and collectives are as they should."""
-    kept, world_size, before = getattr(torch, dtype), dist.get_world_size(), grad_buckets.BUCKET_BYTES
+    kept, world_size, before = getattr(torch, dtype), dist.get_world_size(), all_reduce_grads.BUCKET_BYTES
     parameters = make_parameters(rank, kept)
     parameters[0].grad = parameters[0].grad.t().contiguous().t()  # another order in memory
     listed = [*parameters, parameters[0]]  # one of them twice
     held = [(p.grad, p.grad.data_ptr(), p.grad.stride()) for p in parameters]
-    grad_buckets.BUCKET_BYTES = bucket
+    all_reduce_grads.BUCKET_BYTES = bucket
     try:
         with CollectiveCounter() as counter:
             all_reduce_grads_(listed, dist.group.WORLD)
     finally:
-        grad_buckets.BUCKET_BYTES = before
+        all_reduce_grads.BUCKET_BYTES = before
     expected = [sum(part(r, i, shape, kept).double() for r in range(world_size)) for i, shape in enumerate(SHAPES)]
     same = all(p.grad is g and g.data_ptr() == at and g.stride() == s for p, (g, at, s) in zip(parameters, held))
     return {"error": worst([p.grad for p in parameters], expected), "same": same, "counts": dict(counter.counts)}
@@ -255,7 +255,7 @@ def test_sum_in_place(pool: WorkerPool, dtype: str, bucket: int, num_buckets: in
 
 
 def test_buckets_are_filled() -> None:
-    from fullrank.gradients.grad_buckets import BUCKET_BYTES, buckets
+    from fullrank.gradients.all_reduce_grads import BUCKET_BYTES, buckets
 
     quarter = BUCKET_BYTES // 4 // 4  # elements of float32 in a quarter
     tensors = [torch.empty(n, device="meta") for n in (quarter, 3 * quarter, 1, quarter, 5 * quarter, 0, quarter)]

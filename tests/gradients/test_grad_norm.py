@@ -28,8 +28,7 @@ from torch.distributed.tensor.parallel import (
 from workers import WorkerPool
 
 import fullrank
-from fullrank.gradients import norm_measure, norm_plan, norm_reduce
-from fullrank.gradients import parameters as norm_entries
+from fullrank.gradients import grad_norm, norm_plan
 
 MOST = 0.5  # max_norm: below the norm of every case
 
@@ -432,15 +431,10 @@ def stages_of_two_dtypes(rank: int) -> tuple[str, float, float]:
 def reduced_blindly(rank: int) -> tuple[float, float]:
     """Return the norm of the reduction alone, made with a check that no value is read, and the reference."""
     case = by_hand(rank)
-    entries = norm_entries.list_entries(case.parameters, [])
-    plan = norm_plan.make_plan(entries, None, None, [], include_copies=True)
-    held: dict[tuple[int, ...], list[Tensor]] = {(): []}
-    for entry, layout in zip(entries, plan.layouts):
-        grad = norm_entries.counted_gradient(entry)
-        held.setdefault(layout, []).extend([] if grad is None else [grad.detach()])
-    columns = {layout: norm_measure.local_norm(grads, 2.0) for layout, grads in held.items()}
-    with Blindfold():
-        reduced = norm_reduce.reduce_columns(columns, plan, 2.0, {"call": "test"}, failed=False, narrow=False)
+    with torch.no_grad():
+        measured = grad_norm._measure("test", case.parameters, 2.0, None, True, None, None)
+        with Blindfold():
+            reduced = grad_norm._join_over_groups(measured)
     return reduced.norm.item(), flat(case).norm().item()
 
 

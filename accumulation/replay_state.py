@@ -1,0 +1,77 @@
+"""What two passes over the same micro-batches must share: a model's buffers, and the state of torch's generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.torch_private import buffer_slots
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the content of every buffer of ``model`` at the end; all modules hold the same tensor objects again."""
+    kept = []
+    for module in model.modules():
+        slots = buffer_slots(module)
+        copies = [
+            (tensor, tensor.detach().clone()) for tensor in slots.values() if tensor is not None and _changes(tensor)
+        ]
+        kept.append((slots, dict(slots), copies))
+    try:
+        yield
+    finally:
+        for slots, found, copies in kept:
+            for tensor, copy in copies:
+                # Through .data, which leaves the version alone: a graph that saved a buffer which the forward did not
+                # touch stays usable.
+                tensor.data.copy_(copy)
+            slots.clear()
+            slots.update(found)
+
+
+def _changes(tensor: Tensor) -> bool:
+    """Return False for what no forward can change in place: expanded memory, and tensors of inference mode."""
+    is_expanded = tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())
+    )
+    return not (is_expanded or tensor.is_inference())
+
+
+class RngState(NamedTuple):
+    """The state of the CPU's generator and of the generators of accelerator devices."""
+
+    cpu: Tensor
+    devices: tuple[tuple[torch.device, Tensor], ...]
+
+
+def accelerators_in_use(model: nn.Module) -> tuple[torch.device, ...]:
+    """Return the accelerator devices that a forward of ``model`` may draw random numbers on."""
+    held = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    devices = {device for device in held if device.type not in ("cpu", "meta")}
+    # Parameters that are offloaded to the CPU are computed with on the current device.
+    if torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        assert current is not None
+        # Asking a device that is not in use for its state would create a context on it.
+        if getattr(torch.get_device_module(current), "is_initialized", lambda: True)():
+            devices.add(torch.device(current.type, torch.accelerator.current_device_index()))
+    return tuple(sorted(devices, key=str))
+
+
+def save_rng(devices: Sequence[torch.device]) -> RngState:
+    """Return the state of the generators of the CPU and of ``devices``, without waiting for a device."""
+    states = ((device, torch.get_device_module(device).get_rng_state(device)) for device in devices)
+    return RngState(torch.get_rng_state(), tuple(states))
+
+
+def restore_rng(state: RngState) -> None:
+    """Set the generators back to ``state``."""
+    torch.set_rng_state(state.cpu)
+    for device, held in state.devices:
+        torch.get_device_module(device).set_rng_state(held, device)

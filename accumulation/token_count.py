@@ -1,0 +1,173 @@
+"""How many terms a summed loss has in a window: valid tokens, or what a function of a micro-batch returns."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..distributed.group import Group, is_initialized, resolve_group
+from ..distributed.header import Offer, agree_on
+from ..errors import Words, check_int, expected
+from .window import list_micro_batches
+
+B = TypeVar("B")
+
+
+def count_valid_tokens(
+    micro_batches: Sequence[Any],
+    *,
+    key: str | tuple[str, ...] = "labels",
+    shift: bool = True,
+    ignore_index: int = -100,
+    group: Group = None,
+) -> int:
+    """Count the tokens that a language model's loss will use in a window, over all ranks.
+
+    Equal to ``sum((batch[key][..., 1:] != ignore_index).sum() for batch in micro_batches)``, added over the ranks.
+
+    Args:
+        micro_batches: the window, a list of mappings, or of objects with attributes.
+        key: where the labels are. With several keys, each micro-batch uses the first that it has and that is not None:
+            ``("labels", "target_tokens")``.
+        shift: a causal loss predicts each token from those before it, so the first label of a row is never a target
+            and is not counted. False for labels that are shifted already, or before the sequence was cut over ranks.
+        ignore_index: the label that does not count.
+        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``: the ranks that hold *different*
+            tokens. With tensor parallelism that is the data-parallel group, or every token counts several times.
+
+    Returns:
+        The same int on every rank, exact up to 2**53. Without a process group, this process's count.
+
+    Raises:
+        TypeError: when ``micro_batches`` has no length, or labels are not a plain tensor of integers.
+        ValueError: when a micro-batch has none of the keys; when the other arguments differ between ranks.
+
+    Distributed:
+        One collective of 64 bytes. Errors are raised on every rank.
+
+    Example:
+        >>> import torch
+        >>> count_valid_tokens([{"labels": torch.tensor([[5, -100, 7, 8], [1, 2, -100, -100]])}])
+        3
+    """
+    rule = TokenRule(key, shift, ignore_index)
+    ranks = resolve_group(group) if group is not None or is_initialized() else None
+
+    def bring() -> Offer[None]:
+        number = add_counts(list_micro_batches(micro_batches), rule.check().num_valid)
+        return Offer(None, {"rule": rule}, totals=(number,))
+
+    agreed = agree_on("count_valid_tokens", ranks if ranks is not None and ranks.size() > 1 else None, bring)
+    return int(math.fsum(agreed.totals[:, 0].tolist()))
+
+
+class TokenRule(NamedTuple):
+    """Which labels count: the arguments of :func:`count_valid_tokens`."""
+
+    key: str | tuple[str, ...] = "labels"
+    shift: bool = True
+    ignore_index: int = -100
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys in order of preference."""
+        return tuple(self.key) if isinstance(self.key, (tuple, list)) else (self.key,)
+
+    def check(self) -> TokenRule:
+        """Return the rule itself, or raise TypeError for bad arguments."""
+        if not self.keys or not all(isinstance(key, str) for key in self.keys):
+            raise TypeError(expected("key", "a string or a tuple of strings", self.key))
+        if not isinstance(self.shift, bool):
+            raise TypeError(expected("shift", "True or False", self.shift))
+        check_int("ignore_index", self.ignore_index)
+        return self
+
+    def num_valid(self, micro_batch: Any) -> Tensor:
+        """Return the number of valid tokens in one micro-batch, an int64 scalar on the labels' device."""
+        labels = self._labels(micro_batch)
+        if not isinstance(labels, Tensor) or hasattr(labels, "full_tensor"):
+            fix = "Use torch.as_tensor." if not isinstance(labels, Tensor) else "Pass its local part."
+            raise TypeError(expected("labels", "a plain torch.Tensor", labels, fix))
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            fix = "Pass class indices, and ignore_index where a token does not count."
+            raise TypeError(expected("labels", "integers", labels, fix))
+        if self.shift and labels.ndim == 0:
+            raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
+        return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
+
+    def _labels(self, micro_batch: Any) -> Any:
+        """Return what the first key present holds."""
+        is_mapping = isinstance(micro_batch, Mapping)
+        for key in self.keys:
+            found = micro_batch.get(key) if is_mapping else getattr(micro_batch, key, None)
+            if found is not None:
+                return found
+        held = list(micro_batch) if is_mapping else type(micro_batch).__name__
+        keys = ", ".join(map(repr, self.keys))
+        raise ValueError(expected("micro-batch", f"one of the keys {keys}", held, "Pass key."))
+
+
+def token_rule(count: object) -> TokenRule | None:
+    """Return the rule if ``count`` is :func:`count_valid_tokens`, alone or with keywords bound by functools.partial."""
+    if count is count_valid_tokens:
+        return TokenRule()
+    if not (isinstance(count, functools.partial) and count.func is count_valid_tokens):
+        return None
+    extra = set(count.keywords) - set(TokenRule._fields)
+    if count.args or extra:
+        fix = "The ranks are given by accumulate(..., group=...)."
+        found = Words(", ".join(sorted(extra)) or "positional ones")
+        raise TypeError(expected("count", f"the keywords {', '.join(TokenRule._fields)} only", found, fix))
+    return TokenRule(**count.keywords).check()
+
+
+def add_counts(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) -> float:
+    """Return the sum of ``count(micro_batch)`` on this rank, exactly; an error names the micro-batch."""
+    counts: list[Any] = []
+    for index, micro_batch in enumerate(micro_batches):
+        try:
+            counted = count(micro_batch)
+        except Exception as error:
+            kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), RuntimeError)
+            text = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+            raise kind(f"count of micro-batch {index}: {text}") from error
+        counts.append(check_scalar(f"count of micro-batch {index}", counted))
+    return math.fsum(check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts)))
+
+
+def check_scalar(name: str, value: Any) -> Tensor | float:
+    """Return ``value`` if it is a number, or its only element if it is a real tensor; else raise."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(expected(name, "one element", value, "Sum it first."))
+        if value.is_complex():
+            raise TypeError(expected(name, "a real number", value))
+        return value.detach().reshape(())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(expected(name, "a number or a tensor of one element", value))
+    return value
+
+
+def check_amount(name: str, number: float) -> float:
+    """Return ``number`` unchanged, or raise ValueError when it is negative or not finite."""
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(expected(name, "a finite number >= 0", number))
+    return number
+
+
+def as_numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Return ``values`` as Python numbers, in order and exactly; one transfer for each device and dtype."""
+    numbers: list[Any] = list(values)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            alike.setdefault((value.device, value.dtype), []).append(index)
+    for indices in alike.values():
+        for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).tolist()):
+            numbers[index] = number
+    return numbers

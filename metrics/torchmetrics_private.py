@@ -1,0 +1,138 @@
+"""The one file that uses private parts of :class:`torchmetrics.Metric`: gather rows, cache values, copy, plot.
+
+What it uses, seen to work in torchmetrics 1.9:
+
+================== ==================================================================================================
+``_sync_dist``     overridden; the step between ``sync`` and ``unsync`` that replaces the state
+``_wrap_compute``  overridden; wraps ``compute`` with synchronization and cache
+``_computed``      the cached value, or None; read and cleared
+``_to_sync``       read; True if ``compute`` synchronizes
+``_is_synced``     read; True while the state is that of all ranks
+``_update_count``  set for the time of a ``compute``, to silence a warning
+``_plot``          called
+================== ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from ..distributed.gather import Rows, gather_agreed
+from ..distributed.group import Group, resolve_group
+from ..distributed.header import Offer, State, agree_on
+from ..losses.distributed_loss import SAME_ARGUMENTS
+
+
+class GatheredMetric(Metric):
+    """A metric whose state is rows of logits and targets, which travel in one block, the same collectives on all ranks.
+
+    A subclass adds the two list states, ``rows()`` and ``result_shape``.
+    """
+
+    logits: list[Tensor]
+    targets: list[Tensor]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of the value of ``compute``."""
+        raise NotImplementedError
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return all rows of the state, in the same dtypes even without rows."""
+        raise NotImplementedError
+
+    @property
+    def has_rows_of_all_ranks(self) -> bool:
+        """True while the state is that of all ranks, as in a ``compute`` that synchronizes."""
+        return self._is_synced
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot ``val``, results of ``forward`` or ``compute`` (by default a new one), and return figure and axes."""
+        return self._plot(val, ax)
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap as torchmetrics does, without three of its effects that are wrong for these metrics."""
+        wrapped = super()._wrap_compute(compute)
+
+        @functools.wraps(compute)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            synchronizes = self._to_sync and not self._is_synced and self.distributed_available_fn()
+            if synchronizes:
+                self._agree_on_cache()
+            # Before it synchronizes, torchmetrics warns that this rank has no rows. Other ranks may have rows;
+            # `compute` warns if none has. A count of at least 1 silences the warning.
+            count = self._update_count
+            if synchronizes or self._is_synced:
+                self._update_count = max(count, 1)
+            try:
+                value = wrapped(*args, **kwargs)
+            finally:
+                self._update_count = count
+            # torchmetrics squeezes (1,) to ().
+            return value if value.shape == self.result_shape else value.reshape(self.result_shape)
+
+        return wrapper
+
+    def _agree_on_cache(self) -> None:
+        """Drop the cached value unless every rank has one.
+
+        torchmetrics returns a cached value without communicating. A rank without new rows would return at once, while
+        the ranks with new rows wait for it in the gather.
+        """
+        if self.dist_sync_fn is not None:
+            self._computed = None  # a user's function communicates in its own way, so no agreement is possible
+            return
+        if not self.compute_with_cache:
+            return
+        group = resolve_group(self.process_group, name="process_group")
+        if dist.get_world_size(group) > 1:
+            facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
+            offer = Offer(None, facts, totals=[float(self._computed is not None)])
+            cached = agree_on(f"{type(self).__name__}.compute", group, lambda: offer).totals[:, 0]
+            if cached.min() == 0:
+                self._computed = None
+
+    def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
+        """Replace the state with the rows of all ranks.
+
+        The method of torchmetrics gathers each tensor of a list by itself. A rank with an empty list then makes other
+        collectives than the other ranks, and they abort or wait for it. Here every rank sends one block, of the same
+        dtypes even without rows.
+        """
+        group = self.process_group if process_group is None else process_group
+        if dist_sync_fn is not gather_all_tensors:
+            logits, targets = (torch.cat(list(dist_sync_fn(rows, group=group))) for rows in self.rows())
+        else:
+            logits, targets = self._gather(group)
+        # New lists: the old ones may be shared with other metrics of a MetricCollection.
+        self.logits, self.targets = [logits], [targets]
+
+    def _gather(self, group: Group) -> tuple[Tensor, Tensor]:
+        resolved = resolve_group(group, name="process_group")
+        if dist.get_world_size(resolved) == 1:
+            return self.rows()
+        facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
+        logits, targets = gather_agreed(
+            f"{type(self).__name__}.sync", resolved, lambda: Rows(self.rows(), facts)
+        ).tensors
+        assert logits is not None
+        assert targets is not None
+        return logits, targets
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatheredMetric:
+        """Copy everything except the process group, which cannot be copied. The copy shares it, as with the losses."""
+        if self.process_group is not None:
+            memo[id(self.process_group)] = self.process_group
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin

@@ -1,0 +1,51 @@
+"""The table of costs: which device has which, what they decide, and the benchmark that measures them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from fullrank.kernels.costs import TABLE, Costs, costs_of
+
+BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "costs.py"
+
+
+def test_a_device_type_that_is_not_listed_is_an_accelerator():
+    assert costs_of(torch.device("cpu")) is TABLE["cpu"]
+    for name in ("cuda:1", "xpu", "meta"):
+        assert costs_of(torch.device(name)) is TABLE["accelerator"]
+
+
+def test_every_cost_is_positive_and_every_size_an_int():
+    for costs in TABLE.values():
+        assert all(value > 0 for value in costs)
+        for name, value in costs._asdict().items():
+            assert type(value) is (float if name in ("pair", "fixed", "row", "coarse_bin") else int), name
+
+
+def test_bins_take_over_when_their_cost_is_less_than_that_of_the_pairs():
+    costs = TABLE["cpu"]._replace(pair=1.0, fixed=100.0, row=2.0, coarse_bin=10.0)
+    assert costs.pairs_are_faster(num_pairs=119, num_rows=10)
+    assert not costs.pairs_are_faster(num_pairs=121, num_rows=10)
+    assert costs.pairs_are_faster(num_pairs=121, num_rows=10, num_bins=1)
+
+
+def test_the_benchmark_prints_an_entry_that_can_be_pasted(tmp_path):
+    command = [sys.executable, str(BENCHMARK), "--quick", "--out", str(tmp_path)]
+    # One thread: on busy cores, threads that wait for each other take seconds for what takes microseconds.
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    entry = re.search(r'"cpu": (Costs\(.*?\n    \)),', done.stdout, re.DOTALL)
+    assert entry is not None, done.stdout
+    assert isinstance(eval(entry[1], {"Costs": Costs}), Costs)
+    constants = json.loads((tmp_path / "costs.json").read_text())["constants"]
+    assert [one["constant"] for one in constants] == list(Costs._fields)
+    assert {one["constant"]: one["in_use"] for one in constants} == TABLE["cpu"]._asdict()

@@ -1,0 +1,69 @@
+"""Using the package does not import the compiler, which takes longer than everything else together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+USE = {
+    "norm": """
+parameter = torch.nn.Parameter(torch.zeros(2))
+parameter.grad = torch.tensor([3.0, 4.0])
+assert fullrank.clip_grad_norm_([parameter], 1.0) == 5.0
+""",
+    "loss": """
+logits = torch.linspace(-1, 1, 20)[:, None].requires_grad_()
+loss = fullrank.SmoothAPLoss(num_classes=1)(logits, (torch.arange(20) % 4 == 0).long())
+loss.backward()
+assert logits.grad.abs().sum() > 0
+""",
+    "retrieval": """
+embeddings = torch.eye(4).requires_grad_()
+fullrank.RetrievalSmoothAPLoss()(embeddings, torch.tensor([0, 0, 1, 1])).backward()
+assert embeddings.grad is not None
+""",
+}
+# The control: this must show that the compiler is found when it is loaded.
+COMPILE = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))"
+
+
+def is_compiler_imported(code: str) -> bool:
+    """Return whether a new process that imports fullrank and runs ``code`` has imported the compiler."""
+    script = f"import sys, torch, fullrank\n{code}\nprint('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1] == "True"
+
+
+def test_using_the_package_does_not_import_the_compiler() -> None:
+    assert not is_compiler_imported("\n".join(USE.values()))
+
+
+@pytest.mark.parametrize("code", [COMPILE, "import torch._dynamo"], ids=["compile", "import"])
+def test_the_check_sees_the_compiler(code: str) -> None:
+    assert is_compiler_imported(code)
+
+
+def test_a_function_that_is_not_compiled_runs_eagerly_in_a_compiled_one() -> None:
+    import torch
+
+    from fullrank.distributed.torch_private import not_compiled
+
+    compiling = []
+
+    @not_compiled
+    def inner(x: torch.Tensor, *, factor: float) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x * factor
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x + 1, factor=3.0) - 1
+
+    compiled = torch.compile(outer, backend="eager")
+    for length in (2, 3, 2):
+        assert torch.equal(compiled(torch.ones(length)), torch.full((length,), 5.0))
+    assert compiling == [False] * 3  # eager in every call, not only while a graph is traced
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda x: inner(x, factor=2.0), backend="eager", fullgraph=True)(torch.ones(2))
