@@ -85,7 +85,7 @@ def check_number(name: str, value: float) -> float:
 def check_positive(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise when it is not a finite number > 0."""
     check_number(name, value)
-    if not (value > 0 and math.isfinite(value)):
+    if not 0 < value < math.inf:  # not math.isfinite, which torch.compile does not trace
         raise ValueError(expected(name, "a finite number > 0", value))
     return value
 

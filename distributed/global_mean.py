@@ -60,6 +60,8 @@ def mean_agreed(
         gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
 
+    refuse_in_backward(call)  # also where a compiled function makes the call
+
     def bring() -> Offer[Tensor]:
         total, count, facts = prepare()
         needs_grad = total.requires_grad and torch.is_grad_enabled()

@@ -22,8 +22,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+_EAGER = "it communicates or keeps state between calls, so it runs eagerly. Compile without fullgraph=True"
+
+
+def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, T]:
     """Keep ``function`` out of compiled graphs, as ``torch.compiler.disable`` does.
+
+    With ``fullgraph=True`` the error of torch quotes the name of the function and ``reason``.
 
     ``torch.compiler.disable`` imports the compiler (1.5 s), and ``torch._disable_dynamo`` does so in the first call.
     This decorator never imports it: where nobody has, there is nothing to be kept out of.
@@ -40,6 +45,7 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
         return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
+    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 

@@ -199,7 +199,7 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
         return without_autocast(first, *args)
 
     def without_autocast(first: Tensor, *args: Any) -> T:
-        if not torch.is_autocast_enabled(first.device.type):
+        if first.is_meta or not torch.is_autocast_enabled(first.device.type):
             return function(first, *args)
         with torch.autocast(first.device.type, enabled=False):
             return function(first, *args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice, check_int, check_positive
-from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold
+from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -134,7 +134,7 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
     """
     mass = numerator.to(pool.scores.dtype)
     if pool.weight is not None:
-        mass = mass * pool.weight
+        mass = mass * (pool.weight / weight_unit(pool.weight))
     total = mass.sum(dim=1)  # [C]
     valid = total > 0
     return mass / torch.where(valid, total, torch.ones_like(total))[:, None], valid
