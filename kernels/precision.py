@@ -43,7 +43,7 @@ def full_products() -> Iterator[None]:
 
 def _raise_precision() -> list[tuple[Any, str]]:
     """Set full precision, and return the settings that this has changed with their values before."""
-    found = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    found: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     settings = [setting for setting in found if hasattr(setting, "fp32_precision")]  # from torch 2.9 on
     if not settings:
         before = torch.get_float32_matmul_precision()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -165,15 +165,15 @@ def _for_transforms(
     return Transformed.apply
 
 
-def _refuse_second_derivative(*_: Any) -> NoReturn:
+def _refuse_second_derivative(*_: Any, **__: Any) -> Any:
     raise RuntimeError(_SECOND_DERIVATIVE)
 
 
-def _refuse_forward_mode(*_: Any) -> NoReturn:
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
     raise RuntimeError(_FORWARD_MODE)
 
 
-def _refuse_vmap(*_: Any) -> NoReturn:
+def _refuse_vmap(*_: Any, **__: Any) -> Any:
     raise RuntimeError(_VMAP)
 
 
