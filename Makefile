@@ -7,13 +7,14 @@ BENCH_STAMP := .venv/.installed-bench
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bench clean
+.PHONY: help demo test quick lint types docs bench clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train the example on two local processes (examples/train_ddp.py)"
 	@echo "make test    the whole check: lint, types, docs, tests"
+	@echo "make quick   lint, types and the fast tests: every loss and public verb, on several processes too"
 	@echo "make lint    ruff check, ruff format --check"
 	@echo "make types   mypy"
 	@echo "make docs    build the documentation into site/ (site/index.html), strictly and without the network"
@@ -38,8 +39,12 @@ $(BENCH_STAMP): $(STAMP)
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 
+# The tests read the site that `docs` has built.
 test: $(STAMP) lint types docs
-	@$(BIN)/python -m pytest tests
+	@FULLRANK_SITE="$(CURDIR)/site" $(BIN)/python tests/run.py
+
+quick: $(STAMP) lint types
+	@$(BIN)/python tests/run.py -m "not slow"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

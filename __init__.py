@@ -5,6 +5,7 @@ from types import ModuleType
 
 from .accumulation import DeferredMean, accumulate, count_valid_tokens, pooled_backward, windows
 from .distributed import all_gather_no_grad, all_gather_with_grad, gather_rows, global_mean
+from .errors import RankError
 from .gradients import (
     all_reduce_grads_,
     clip_grad_norm_,
@@ -41,6 +42,7 @@ __all__ = [
     "LossWarmupWrapper",
     "MemoryQueue",
     "PAUCAtBudgetLoss",
+    "RankError",
     "RecallAtQuantileLoss",
     "RetrievalSmoothAPLoss",
     "SigmoidFocalLoss",

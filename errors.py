@@ -1,13 +1,19 @@
-"""The wording of every error and warning, the checks of plain arguments, and how a check runs before a collective."""
+"""The classes and the wording of every error and warning, the checks of plain arguments, and two guards.
+
+A check that stands before a collective runs in :func:`attempt`. A backward without a second derivative stands in
+:func:`first_order_only`.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -16,6 +22,32 @@ _LONGEST = 200  # characters of a value that a message quotes
 
 # What a warning is not about: the caller's line is the first one outside of these.
 _NOT_THE_CALLER = (__name__.partition(".")[0], "torch", "torchmetrics")
+
+
+class RankError(Exception):
+    """An error that every rank of a group has raised, with the same class and text.
+
+    One rank has failed a check, or the ranks disagree. The text names the ranks and the reasons, at most four of each.
+    What is raised is a :class:`RankValueError`, a :class:`RankTypeError` or a :class:`RankRuntimeError`, which are also
+    a ValueError, a TypeError and a RuntimeError. All ranks can go on after it, because none of them waits.
+
+    A collective that fails, because a rank has died, raises a plain RuntimeError: the other ranks may not have it.
+    """
+
+    # Which agreement has raised it: the id of the group, and the number of the agreement in this process.
+    agreement: tuple[int, int] | None = None
+
+
+class RankValueError(RankError, ValueError):
+    """A wrong value or shape on some ranks, or arguments that differ between the ranks."""
+
+
+class RankTypeError(RankError, TypeError):
+    """A wrong type on some ranks."""
+
+
+class RankRuntimeError(RankError, RuntimeError):
+    """Another error on some ranks, or state that differs between the ranks."""
 
 
 class Words(str):
@@ -45,6 +77,14 @@ def describe(value: object) -> str:
 def expected(name: str, what: str, value: object, fix: str = "") -> str:
     """Return ``"{name}: expected {what}, got {value}. {fix}"``, the sentence that every error of the package is."""
     return f"{name}: expected {what}, got {describe(value)}.{' ' + fix if fix else ''}"
+
+
+def is_from_a_check(error: BaseException) -> bool:
+    """Return True when a check of this package has raised ``error``, so that its text says all there is to know."""
+    trace, name = error.__traceback__, ""
+    while trace is not None:
+        name, trace = str(trace.tb_frame.f_globals.get("__name__")), trace.tb_next
+    return name.partition(".")[0] == _NOT_THE_CALLER[0] and ": expected " in str(error)
 
 
 def warn(text: str) -> None:
@@ -110,3 +150,61 @@ def check_count(name: str, value: int, least: int) -> int:
     if value < least:
         raise ValueError(expected(name, f"an int >= {least}", value))
     return value
+
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def anchor_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without elements that is connected to the graph of ``tensor`` and does not share its memory.
+
+    A backward that does not save its inputs saves this, for :func:`first_order_only`.
+    """
+    return tensor.reshape(1)[:0].clone() if tensor.ndim == 0 else tensor[:0].clone()
+
+
+def first_order_only(backward: Backward) -> Backward:
+    """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
+
+    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient requires a gradient itself. The
+    incoming gradient of a loss is a constant, so the returned gradients would be constants too, and a gradient penalty
+    would silently add nothing.
+
+    The returned gradients depend on the saved tensors that require a gradient. If these are inputs, or are connected to
+    them, a derivative with respect to any of the inputs reaches the error. Otherwise one that asks for the inputs alone
+    finds no path to them. ``ctx.call`` is the head of the message, if there is one.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():  # in a backward, gradients are enabled only with create_graph=True
+            return backward(ctx, *grads)
+        connected = [saved for saved in ctx.saved_tensors if saved is not None and saved.requires_grad]
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        witnesses = connected or [torch.zeros((), requires_grad=True)]
+        call = getattr(ctx, "call", "a ranking loss")
+        return tuple(None if one is None else _NoSecondDerivative.apply(one, call, *witnesses) for one in found)
+
+    return guarded
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity of a gradient; its own gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, call: str, *witnesses: Tensor) -> Tensor:
+        ctx.call = call
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raise second_derivative(ctx.call)
+
+
+def second_derivative(call: str) -> RuntimeError:
+    """Return the exception for a second derivative through ``call``."""
+    return RuntimeError(
+        f"{call}: expected a first derivative, got a second one. Its gradient cannot be differentiated again; compute "
+        "the penalty on another output of the model."
+    )

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import expected
+from ..errors import Words, anchor_of, attempt, expected, first_order_only
 from .collectives import reduce_scatter
-from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, resolve_group
+from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Checksum, Offer, State, agree_on, backend_by_device, refuse_in_backward
 from .payload import gather_payload
 from .torch_private import not_compiled
@@ -59,12 +60,15 @@ class _GatherRows(torch.autograd.Function):
                               reduce_scatter: k / W * (sum_r dy_i)[own rows]
     ======== ================ =============================================
 
-    The local form needs no communication: every rank computes the same loss and therefore the same dy.
+    The local form needs no communication: every rank computes the same loss and therefore the same dy. A second
+    derivative would multiply by k twice, so it raises.
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
+    def forward(ctx: Any, plan: _Plan, anchors: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.call, ctx.anchors = plan, plan.call, anchors
+        tensors = inputs[anchors:]
+        ctx.save_for_backward(*inputs[:anchors])
         outputs = gather_payload(tensors, plan.rows, plan.group, plan.call)
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
         # The local form skips a gradient that was not computed. A collective needs one on every rank.
@@ -72,10 +76,13 @@ class _GatherRows(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         own = _sum_own_rows if ctx.plan.reduce_scatter else _own_rows
-        needed = ctx.needs_input_grad[1:]
-        return None, *(own(g, ctx.plan) if g is not None and need else None for g, need in zip(grads, needed))
+        skipped = 2 + ctx.anchors
+        needed = ctx.needs_input_grad[skipped:]
+        found = (own(g, ctx.plan) if g is not None and need else None for g, need in zip(grads, needed))
+        return *[None] * skipped, *found
 
 
 def _own_rows(grad: Tensor, plan: _Plan) -> Tensor:
@@ -158,7 +165,8 @@ def gather_agreed(
     tensors, rows = agreed.value, agreed.rows
     present = [tensor for tensor in tensors if tensor is not None]
     plan = _Plan(call, group, rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
-    outputs = iter(_GatherRows.apply(plan, *present) if present else ())
+    anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
+    outputs = iter(_GatherRows.apply(plan, len(anchors), *anchors, *present) if present else ())
     return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows)
 
 
@@ -275,4 +283,64 @@ def _gather(
         check_rows(tensors)
         return prepare().tensors
     refuse_in_backward(call)
-    return gather_agreed(call, resolved, prepare, gradient_reduction=gradient_reduction, backward=backward).tensors
+    gathered = gather_agreed(call, resolved, prepare, gradient_reduction=gradient_reduction, backward=backward).tensors
+    for tensor in gathered:
+        if tensor is not None:
+            _remember(tensor, resolved)
+    return gathered
+
+
+# What the public gathers have returned, by id, for as long as it lives. Tensors are no keys: their == is elementwise.
+_GATHERED_OVER: dict[int, tuple[ReferenceType[Tensor], ProcessGroup]] = {}
+
+
+def _remember(tensor: Tensor, group: ProcessGroup) -> None:
+    key = id(tensor)
+    _GATHERED_OVER[key] = ref(tensor, lambda _: _GATHERED_OVER.pop(key, None)), group
+
+
+# Operators that keep rows rows, by the names of their nodes. A matrix product may turn rows into columns.
+_KEEP_ROWS = "Add Alias Clone Div Index IndexSelect MaskedSelect Mul Neg ReshapeAlias Select Sigmoid Slice Squeeze Sub "
+_KEEP_ROWS += "ToCopy UnsafeView Unsqueeze View"
+_MOST_NODES = 16
+
+
+def check_not_gathered(name: str, tensor: object, group: ProcessGroup) -> None:
+    """Raise ValueError when ``tensor`` holds rows that a public gather has gathered over ranks of ``group`` already.
+
+    A tensor that a gather returned is known, and so is a view of one. Where there is a gradient, the graph is followed
+    through at most 16 operators with one input each, such as a conversion, a slice or a factor.
+    """
+    over = _gathered_over(tensor) if isinstance(tensor, Tensor) else None
+    if over is None:
+        return
+    if over is not group:
+        # A gather over other ranks may come first, such as one over the parts of a sequence.
+        ranks, destroyed = attempt(lambda: group_ranks(over))
+        if destroyed is not None or len({*(ranks or ())} & {*group_ranks(group)}) < 2:
+            return
+    fix = "Pass the rows of this rank, which the loss gathers, or set gather_distributed=False on the loss."
+    raise ValueError(expected(name, "the rows of this rank", Words("rows that were gathered already"), fix))
+
+
+def _gathered_over(tensor: Tensor) -> ProcessGroup | None:
+    """Return the group whose rows a public gather has put into ``tensor``, as far as that is known."""
+    base, node = tensor._base, tensor.grad_fn
+    is_view = base is not None and node is None and base.shape[:1] == tensor.shape[:1]
+    known = base if is_view else tensor
+    held = _GATHERED_OVER.get(id(known))
+    if held is not None and held[0]() is known:
+        return held[1]
+    for _ in range(_MOST_NODES):
+        plan = getattr(node, "plan", None)
+        if isinstance(plan, _Plan):
+            # With reduce_scatter the ranks compute different losses, such as one of their own part of the rows.
+            is_whole = tensor.ndim > 0 and tensor.shape[0] == sum(plan.rows)
+            return plan.group if is_whole or not plan.reduce_scatter else None
+        if node is None or node.name().rstrip("0123456789").removesuffix("Backward") not in _KEEP_ROWS.split():
+            return None
+        inputs = [before for before, _ in node.next_functions if before is not None and before.next_functions]
+        if len(inputs) != 1:  # leaves, such as a temperature, are not counted
+            return None
+        node = inputs[0]
+    return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import expected
+from ..errors import anchor_of, expected, first_order_only
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
 from .header import Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
@@ -27,18 +27,21 @@ class _GlobalRatio(torch.autograd.Function):
     """Return sum_r S_r / N, equal on every rank; backward gives rank r ``k / N`` for its own S_r.
 
     total (), ratio () float64, scale () = k / N. The totals of other ranks are constants here: each rank takes the
-    gradient of its own total, and the wrapper combines the parameter gradients.
+    gradient of its own total, and the wrapper combines the parameter gradients. A second derivative would multiply by k
+    twice, so it raises.
     """
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, ratio: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
+    def forward(ctx: Any, call: str, total: Tensor, anchor: Tensor, ratio: Tensor, scale: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(scale, anchor)
         return ratio.to(total.dtype).reshape(total.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (scale,) = ctx.saved_tensors
-        return grad * scale.to(grad.dtype), None, None
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scale, _ = ctx.saved_tensors
+        return None, grad * scale.to(grad.dtype), None, None, None
 
 
 def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
@@ -76,7 +79,7 @@ def mean_agreed(
     divisor = torch.where(summed[1] == 0, torch.ones_like(summed[1]), summed[1])
     ratio = summed[0] / divisor
     scale = gradient_scale(gradient_reduction, group) / divisor
-    return _GlobalRatio.apply(total, ratio, scale)
+    return _GlobalRatio.apply(call, total, anchor_of(total), ratio, scale)
 
 
 def global_mean(

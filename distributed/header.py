@@ -6,23 +6,25 @@ first joins an all-gather of one header of eight words, even if its checks have 
     | failed | digest | rows | checksum | total 0 | total 1 | total 2 | total 3 |
 
     failed    1 if this rank failed its checks
-    digest    64-bit hash of the facts that must be equal on all ranks: which call, dtypes, shapes, flags, state ...
+    digest    64-bit hash of the facts that must be equal on all ranks: which call, dtypes, shapes, flags, state ...;
+              of the reason, if this rank failed
     rows      number of rows on this rank (may differ: the payload is padded to the largest)
     checksum  hash of state on the device that must be equal on all ranks
     totals    float64 numbers that differ between ranks, such as sums and counts
 
 All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
-exchange the reasons, and all raise the same exception. This second exchange happens only before an error.
+exchange the reasons, and all raise the same :class:`~fullrank.errors.RankError`. This second exchange happens only
+before an error. The digests say which ranks have the same reason, so at most four ranks send one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import Words, expected
+from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
 from .collectives import all_gather, lost
 from .group import group_ranks
 from .torch_private import backward_is_running
@@ -43,6 +45,11 @@ _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 
 # The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
 _BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+_MOST = 4  # ranks, reasons and values that a message names
+_LONGEST = 2000  # characters of a reason or a fact that travel: each of W ranks receives W times the longest message
+
+_NUMBERS = itertools.count(1)  # of the agreements in this process, in the order in which they begin
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
 _SAME_ARGUMENTS = "Pass the same kind of arguments on every rank."
@@ -116,33 +123,41 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         bring: checks this rank's arguments and returns its :class:`Offer`.
 
     Raises:
-        The failing rank's class of exception (the first of them) if a rank failed; ValueError if arguments differ;
-        RuntimeError if state differs. The text names the ranks and the reasons, and is the same on every rank.
-        RuntimeError too when the exchange fails, because a rank has died or does not call.
+        RankError: the first failing rank's class of exception (value, type or runtime) if a rank failed; a value error
+            if arguments differ; a runtime error if state differs. The text names the ranks and the reasons, and is the
+            same on every rank. The cause is this rank's own exception, unless a check of this package raised that: then
+            its text is in the message.
+        RuntimeError: when the exchange fails, because a rank has died or does not call.
     """
     if ranks is None:
         offer = bring()
         totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
         return Agreement(offer.value, (offer.rows,), torch.tensor([totals], dtype=torch.float64, device="cpu"))
-    handled = sys.exc_info()[1]
+    number = next(_NUMBERS)
     device = header_device(ranks)
+    texts, advice, checksum, mine = {"call": call}, {}, None, None
     try:
         offer = bring()
-        texts = {"call": call, **{name: repr(fact) for name, fact in offer.facts.items()}}
+        texts |= {name: repr(fact) for name, fact in offer.facts.items()}
+        advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
+        checksum = offer.checksum
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
-        checksum = 0 if offer.checksum is None else offer.checksum.value
-        header = _pack((0, digest(texts), offer.rows, checksum), offer.totals, device)
+        words = (0, digest(texts), offer.rows, 0 if checksum is None else checksum.value)
+        header = _pack(words, offer.totals, device)
     except Exception as error:
-        if _is_shared(error, ranks, handled):
+        if _is_shared(error, ranks, number):
             raise
-        _gather_headers(call, _pack((1, 0, 0, 0), (), device), ranks)
-        _raise_together(ranks, {"call": call}, error=error)
+        mine = error
+        header = _pack((1, digest({"reason": reason_of(error)}), 0, 0), (), device)
     gathered = _gather_headers(call, header, ranks)  # [W, 8]
     heads = gathered[:, :4].tolist()
     first = heads[0]
     if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):
-        advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
-        _raise_together(ranks, texts, advice, offer.checksum, [head[3] for head in heads])
+        everyone = group_ranks(ranks)
+        spoken = _exchange(heads, texts, mine, ranks)
+        raised = joint_error(call, everyone, heads, spoken, advice, checksum)
+        raised.agreement = (id(ranks), number)
+        raise raised from cause_of(mine)
     return Agreement(offer.value, tuple(head[2] for head in heads), gathered[:, 4:].view(torch.float64))
 
 
@@ -200,56 +215,107 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     return known
 
 
-def _is_shared(error: BaseException, ranks: ProcessGroup, handled: BaseException | None) -> bool:
-    """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` on all of them.
+def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
+    """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` inside this one.
 
-    There may be no header left to join: a rank that failed earlier in ``bring`` has already joined that agreement.
-    ``handled`` is the exception that the caller was handling before the call, which is not part of this one.
+    There may be no header left to join: a rank that failed earlier in ``bring`` has already joined that agreement. An
+    error of an agreement that began before this one, number ``number``, is not part of it. ``error`` may have been
+    raised while such an error was handled.
     """
     link: BaseException | None = error
-    while link is not None and link is not handled:
-        if getattr(link, "_agreed_by", None) == id(ranks):
-            return True
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, RankError) and link.agreement is not None:
+            group, began = link.agreement
+            if group == id(ranks) and began > number:
+                return True
         link = link.__cause__ or link.__context__
     return False
 
 
-def _raise_together(
-    ranks: ProcessGroup,
-    texts: Mapping[str, str],
-    advice: Mapping[str, str] | None = None,
-    checksum: Checksum | None = None,
-    checksums: Sequence[int] = (),
-    error: Exception | None = None,
-) -> NoReturn:
-    """Exchange the reasons and raise the same exception on every rank.
+class _Spoken(NamedTuple):
+    """What one rank says when the ranks do not agree: why it failed, if it did, and its facts."""
+
+    reason: tuple[str, str] | None  # class and text
+    facts: dict[str, str]
+
+
+def speakers(heads: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return which ranks say why the ranks do not agree: the first of each of the first four digests.
 
     Args:
-        ranks: the group.
-        texts: the facts of this rank.
-        advice: what to do about each fact of state.
-        checksum: of this rank, if it has one.
-        checksums: those of all ranks.
-        error: what went wrong on this rank, if anything did.
+        heads: the first words of the headers. If a rank failed, only ranks that failed speak. If all digests are equal,
+            the checksums differ, which the headers show already: nobody speaks.
+
+    Returns:
+        The place in the group by digest, in the order of the places.
     """
-    reasons: list[Any] = [None] * ranks.size()
-    reason = None if error is None else (public_class(error).__name__, reason_of(error))
+    has_failed = any(head[0] for head in heads)
+    places: dict[int, int] = {}
+    for place, head in enumerate(heads):
+        if bool(head[0]) == has_failed:
+            places.setdefault(head[1], place)
+    return {} if len(places) == 1 and not has_failed else dict(list(places.items())[:_MOST])
+
+
+def _exchange(
+    heads: Sequence[Sequence[int]], texts: Mapping[str, str], error: Exception | None, ranks: ProcessGroup
+) -> dict[int, _Spoken]:
+    """Return what the ranks that speak have to say, by digest; ``texts`` and ``error`` are those of this rank."""
+    places = speakers(heads)
+    if not places:
+        return {}
+    own = None
+    if ranks.rank() in places.values():
+        reason = None if error is None else (public_class(error).__name__, reason_of(error))
+        own = _Spoken(reason, {name: _cut(text) for name, text in texts.items()})
+    said: list[Any] = [None] * ranks.size()
     try:
-        dist.all_gather_object(reasons, (reason, dict(texts)), group=ranks)
+        dist.all_gather_object(said, own, group=ranks)
     except RuntimeError as problem:
         raise lost(texts["call"], "the exchange of what went wrong", problem) from (error or problem)
-    everyone, facts = group_ranks(ranks), [held for _, held in reasons]
-    failed = [(rank, held["call"], *why) for rank, (why, held) in zip(everyone, reasons) if why is not None]
-    if failed:
-        raised = failure(failed)
-    elif checksum is not None and all(held == facts[0] for held in facts):
-        contents = [f"contents {value & 0xFFFFFFFF:08x}" for value in checksums]
-        facts = [{"call": texts["call"], checksum.name: content} for content in contents]
-        raised = disagreement(everyone, facts, {checksum.name: checksum.advice})
-    else:
-        raised = disagreement(everyone, facts, advice)
-    raised._agreed_by = id(ranks)  # type: ignore[attr-defined]
-    raise raised from error
+    return {word: said[place] for word, place in places.items()}
+
+
+def joint_error(
+    call: str,
+    ranks: list[int],
+    heads: Sequence[Sequence[int]],
+    spoken: Mapping[int, _Spoken],
+    advice: Mapping[str, str] | None = None,
+    checksum: Checksum | None = None,
+) -> RankError:
+    """Return the error for headers that do not agree, the same on every rank.
+
+    Args:
+        call: name of the call on this rank.
+        ranks: the global ranks.
+        heads: failed, digest, rows and checksum of each rank.
+        spoken: what :func:`speakers` have said, by digest.
+        advice: what to do about each fact of state.
+        checksum: that of this rank, whose name and advice are those of all.
+    """
+    if any(head[0] for head in heads):
+        reasons = []
+        for rank, head in zip(ranks, heads):
+            said = spoken.get(head[1]) if head[0] else None
+            if said is not None and said.reason is not None:
+                reasons.append((rank, said.facts["call"], *said.reason))
+            elif head[0]:
+                reasons.append((rank, "", "", f"{head[1]:016x}"))  # beyond the reasons that the text quotes
+        return failure(reasons)
+    if spoken:
+        held = [spoken[head[1]].facts if head[1] in spoken else None for head in heads]
+        return disagreement(ranks, held, advice)
+    name, fix = ("checksum", _SAME_CALLS) if checksum is None else (checksum.name, checksum.advice)
+    contents = [{"call": call, name: f"contents {head[3] & 0xFFFFFFFF:08x}"} for head in heads]
+    return disagreement(ranks, contents, {name: fix})
+
+
+def cause_of(error: Exception | None) -> Exception | None:
+    """Return ``error`` as the cause of the joint one, None if a check of this package raised it: its text is there."""
+    return None if error is None or is_from_a_check(error) else error
 
 
 def public_class(error: Exception) -> type[Exception]:
@@ -259,46 +325,83 @@ def public_class(error: Exception) -> type[Exception]:
 
 def reason_of(error: Exception) -> str:
     """Return the text of ``error``, after its class if another one is raised: KeyError holds a key and nothing else."""
-    name = type(error).__name__
-    return str(error) if name == public_class(error).__name__ else f"{name}: {error}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error whose text cannot be read"
+    is_named = isinstance(error, RankError) or type(error) is public_class(error)
+    return _cut(text if is_named else f"{type(error).__name__}: {text}")
 
 
-def failure(failed: list[tuple[int, str, str, str]]) -> Exception:
+def _cut(text: str) -> str:
+    """Return ``text``, or its beginning and a hash of all of it: texts that differ stay different."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]} ... ({len(text)} characters, hash {digest({'': text}) & 0xFFFFFFFF:08x})"
+
+
+_JOINT = {"ValueError": RankValueError, "TypeError": RankTypeError, "RuntimeError": RankRuntimeError}
+
+
+def failure(failed: list[tuple[int, str, str, str]]) -> RankError:
     """Return the exception for ranks that failed: (rank, call, class, text) each."""
-    kinds = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, _, _, text in failed:
-        ranks_by_text.setdefault(text, []).append(rank)
-    parts = [f"{_name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    groups = _ranks_by_value([rank for rank, *_ in failed], [text for *_, text in failed])
+    parts = [f"{_name_ranks(ranks)}: {text}" for text, ranks in list(groups.items())[:_MOST]]
+    if rest := _rest(groups, "reason"):
+        parts.append(f"and {rest}")
     _, call, kind, _ = failed[0]
-    return kinds[kind](f"{call} failed on {'; '.join(parts)}")
+    return _JOINT[kind](f"{call} failed on {'; '.join(parts)}")
 
 
-def disagreement(ranks: list[int], facts: list[dict[str, str]], advice: Mapping[str, str] | None = None) -> Exception:
+def disagreement(
+    ranks: list[int], facts: Sequence[Mapping[str, str] | None], advice: Mapping[str, str] | None = None
+) -> RankError:
     """Return the exception for ranks that disagree, naming each fact, who holds which value, and what to do.
 
     Args:
         ranks: the global ranks.
-        facts: those of each rank, ``"call"`` among them.
+        facts: those of each rank, ``"call"`` among them; None where they are not known.
         advice: what to do about each fact of state; the others are about arguments.
     """
-    call, keys = facts[0]["call"], list(dict.fromkeys(key for held in facts for key in held))
+    held = {rank: own for rank, own in zip(ranks, facts) if own is not None}
+    known, unknown = list(held.values()), [rank for rank in ranks if rank not in held]
+    call, keys = known[0]["call"], list(dict.fromkeys(key for own in known for key in own))
     advice = {"call": _SAME_CALLS, **(advice or {})}
-    if len({held["call"] for held in facts}) > 1:
+    if len({own["call"] for own in known}) > 1:
         call, keys = "ranks", ["call"]  # different calls have different facts, so only the calls can be compared
-    differing = [key for key in keys if len({held.get(key, "nothing") for held in facts}) > 1]
-    parts = [f"{key}: {_who_has_what(ranks, [held.get(key, 'nothing') for held in facts])}" for key in differing]
+    differing = [key for key in keys if len({own.get(key, "nothing") for own in known}) > 1]
+    parts = [f"{key}: {_who_has_what(list(held), [own.get(key, 'nothing') for own in known])}" for key in differing]
+    if unknown:
+        parts.append(f"others on {_name_ranks(unknown)}")
     fixes = dict.fromkeys(advice.get(key, _SAME_ARGUMENTS) for key in differing)
-    kind = RuntimeError if any(key in advice for key in differing) else ValueError
+    kind = RankRuntimeError if any(key in advice for key in differing) else RankValueError
     return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 
 
 def _who_has_what(ranks: list[int], values: list[str]) -> str:
-    ranks_by_value: dict[str, list[int]] = {}
+    groups = _ranks_by_value(ranks, values)
+    parts = [f"{value} on {_name_ranks(held)}" for value, held in list(groups.items())[:_MOST]]
+    return ", ".join(parts) + (f", and {rest}" if (rest := _rest(groups, "value")) else "")
+
+
+def _ranks_by_value(ranks: list[int], values: list[str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):
-        ranks_by_value.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {_name_ranks(held)}" for value, held in ranks_by_value.items())
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _rest(groups: Mapping[str, list[int]], noun: str) -> str:
+    """Return how many values a message leaves out and on which ranks, or an empty text."""
+    left = list(groups.values())[_MOST:]
+    if not left:
+        return ""
+    others = "1 other " + noun if len(left) == 1 else f"{len(left)} other {noun}s"
+    return f"{others} on {_name_ranks(sorted(rank for held in left for rank in held))}"
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
+    return "ranks " + ", ".join(map(str, ranks[:_MOST])) + more

@@ -14,6 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import RankError
+
 # torch 2.13 renamed the collectives on one tensor and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -32,17 +34,22 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
 
     ``torch.compiler.disable`` imports the compiler (1.5 s), and ``torch._disable_dynamo`` does so in the first call.
     This decorator never imports it: where nobody has, there is nothing to be kept out of.
+
+    The traceback of a :class:`RankError` ends here: its text says everything, and the ranks print one each.
     """
     disabled: Callable[P, T] | None = None
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
+        try:
+            if disabled is None:
+                if "torch._dynamo" not in sys.modules:
+                    return function(*args, **kwargs)
+                disabled = torch.compiler.disable(function)
+            return disabled(*args, **kwargs)
+        except RankError as error:
+            raise error.with_traceback(None) from error.__cause__
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
     call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]

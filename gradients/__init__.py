@@ -1,4 +1,4 @@
-"""What remains to be done to gradients: when and over which ranks they are reduced, and how large they may be."""
+"""Gradients: when they are reduced, over which ranks, and how large they may be."""
 
 from .all_reduce_grads import all_reduce_grads_, sequence_sync_group
 from .grad_norm import clip_grad_norm_, total_grad_norm

@@ -38,7 +38,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ..distributed.collectives import all_gather
 from ..distributed.group import is_initialized
-from ..distributed.header import backend_by_device, disagreement, failure, public_class, reason_of
+from ..distributed.header import backend_by_device, cause_of, disagreement, failure, public_class, reason_of
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected, warn
 from .norm_measure import join_norms, local_norm
@@ -376,7 +376,7 @@ def _raise_together(measured: _Measured, *, can_look: bool) -> NoReturn:
     known = _exchange(plan, (reason, texts))
     failed = [(rank, options.call, *reason) for rank, (reason, _) in known if reason is not None]
     if failed:
-        raise failure(failed) from error
+        raise failure(failed) from cause_of(error)
     raise disagreement([rank for rank, _ in known], [held for _, (_, held) in known])
 
 

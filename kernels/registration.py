@@ -21,17 +21,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import Backward, anchor_of, first_order_only, second_derivative
 from .precision import full_products, products_are_rounded
 from .torch_private import func_transforms_are_active, is_batched
 
 T = TypeVar("T")
 Outputs = tuple[Tensor, ...]
-Backward = Callable[..., tuple[Tensor | None, ...]]
 
-_SECOND_DERIVATIVE = (
-    "a ranking loss: expected a first derivative, got a second one. Its gradient cannot be differentiated again; "
-    "compute the penalty on another output of the model."
-)
 _FORWARD_MODE = (
     "a ranking loss: expected reverse-mode differentiation, got forward mode. Use backward(), torch.autograd.grad, "
     "torch.func.grad or torch.func.vjp instead of dual tensors, torch.func.jvp and torch.func.jacfwd."
@@ -77,9 +73,12 @@ def register(
         backward_operator.register_fake(fake_backward)
         compiled_backward = backward_operator
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs, anchor: Tensor | None = None
+    ) -> None:
         tensors, ctx.values = saved(inputs, output)
-        ctx.save_for_backward(*tensors)
+        ctx.num_saved = len(tensors)
+        ctx.save_for_backward(*tensors, *([] if anchor is None else [anchor]))
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the outputs without a gradient
@@ -87,7 +86,7 @@ def register(
     def gradients(compute: Callable[..., Outputs]) -> Backward:
         @first_order_only
         def of_inputs(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-            found = () if grad is None else compute(grad, *ctx.saved_tensors, *ctx.values)
+            found = () if grad is None else compute(grad, *ctx.saved_tensors[: ctx.num_saved], *ctx.values)
             return *found, *[None] * (num_inputs - len(found))
 
         return of_inputs
@@ -96,12 +95,15 @@ def register(
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Tensor | Outputs:
+        def forward(ctx: Any, anchor: Tensor | None, *inputs: Any) -> Tensor | Outputs:
             output = forward(*inputs)
-            setup_context(ctx, inputs, output)
+            setup_context(ctx, inputs, output, anchor)
             return output
 
-        backward = staticmethod(eager_backward)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+            return None, *eager_backward(ctx, grad, *others)
+
         jvp = staticmethod(_refuse_forward_mode)
 
     operator.register_autograd(gradients(compiled_backward), setup_context=setup_context)
@@ -110,7 +112,11 @@ def register(
     def differentiable(*inputs: Any) -> Any:
         if torch.compiler.is_compiling() or inputs[0].is_meta:
             return operator(*inputs)
-        return transformed(*inputs) if func_transforms_are_active() else Eager.apply(*inputs)
+        if func_transforms_are_active():
+            return transformed(*inputs)
+        # A second derivative with respect to the first input finds a path to it, and raises, through the anchor.
+        anchor = anchor_of(inputs[0]) if inputs[0].requires_grad and torch.is_grad_enabled() else None
+        return Eager.apply(anchor, *inputs)
 
     return differentiable
 
@@ -166,7 +172,7 @@ def _for_transforms(
 
 
 def _refuse_second_derivative(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(_SECOND_DERIVATIVE)
+    raise second_derivative("a ranking loss")
 
 
 def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
@@ -205,35 +211,3 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
             return function(first, *args)
 
     return guarded
-
-
-def first_order_only(backward: Backward) -> Backward:
-    """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
-
-    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient requires a gradient itself. The
-    incoming gradient of a loss is a constant, so the returned gradients would be constants too, and a gradient penalty
-    would silently add nothing.
-    """
-
-    @functools.wraps(backward)
-    def guarded(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # in a backward, gradients are enabled only with create_graph=True
-            return found
-        witness = torch.zeros((), requires_grad=True)
-        return tuple(None if one is None else _NoSecondDerivative.apply(one, witness) for one in found)
-
-    return guarded
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity of a gradient; its own gradient is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, witness: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(_SECOND_DERIVATIVE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ..distributed.gather import check_not_gathered
 from ..distributed.group import (
     SAME_REDUCTION,
     DataGroup,
@@ -13,10 +14,12 @@ from ..distributed.group import (
     check_gradient_reduction,
 )
 from ..distributed.header import State
+from ..errors import expected
 
 # What to do when ranks differ in state that several losses have.
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
 SAME_TEMPERATURE = "Set the same temperature, or advance the same schedule, on every rank."
+_SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
 
@@ -31,12 +34,22 @@ class DistributedLoss(nn.Module):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
     """
 
     def __init__(
-        self, gather_distributed: bool | None, group: Group, gradient_reduction: str | int, validate_args: bool
+        self,
+        gather_distributed: bool | None,
+        group: Group,
+        gradient_reduction: str | int,
+        validate_args: bool,
+        name: str | None = None,
     ) -> None:
         super().__init__()
+        if name is not None and not isinstance(name, str):
+            raise TypeError(expected("name", "a str or None", name))
+        self.name = name
         self.gather_distributed = gather_distributed
         self.gradient_reduction = check_gradient_reduction(gradient_reduction)
         self.validate_args = validate_args
@@ -67,9 +80,16 @@ class DistributedLoss(nn.Module):
         """Return the group to communicate over, or None when the call is local."""
         return self._data_group.resolve(self.gather_distributed)
 
+    def _check_not_gathered(self, group: ProcessGroup | None, **tensors: object) -> None:
+        """Raise ValueError when one of ``tensors`` holds the rows of other ranks already."""
+        for name, tensor in tensors.items():
+            if group is not None:
+                check_not_gathered(name, tensor, group)
+
     def _shared_facts(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks, whichever the loss."""
         return {
+            "name": State(self.name, _SAME_ORDER),
             "arguments": State(self.extra_repr(), SAME_ARGUMENTS),
             "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
             "schedule": State(self._schedule, _SAME_SCHEDULE),

@@ -83,6 +83,8 @@ class FocalLoss(DistributedLoss):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class FocalLoss(DistributedLoss):
         group: Group,
         gradient_reduction: str | int,
         validate_args: bool,
+        name: str | None = None,
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args)
+        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
         self.reduction = reduction
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
@@ -122,6 +125,8 @@ class FocalLoss(DistributedLoss):
         own: list[Elements] = []
 
         def prepare() -> Fraction:
+            if self.reduction == "sum":  # in a mean the rows of all ranks count W times above and below the line
+                self._check_not_gathered(group, inputs=inputs, targets=targets)
             own.append(self.elements(inputs, targets, sample_weight))
             dtype = str(inputs.dtype).removeprefix("torch.")
             weighted = sample_weight is not None

@@ -320,6 +320,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -373,6 +375,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         queue_keep: Keep = "all",
         multi_hot: bool = False,
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
         super().__init__(
             num_classes,
@@ -388,6 +391,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             queue_keep=queue_keep,
             multi_hot=multi_hot,
             validate_args=validate_args,
+            name=name,
         )
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis

@@ -47,6 +47,8 @@ class RankingLoss(DistributedLoss):
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class RankingLoss(DistributedLoss):
         queue_keep: Keep = "all",
         multi_hot: bool = False,
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args)
+        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
         self.num_classes = check_count("num_classes", num_classes, 1)
         self.queue_size = check_count("queue_size", queue_size, 0)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -172,6 +175,7 @@ class RankingLoss(DistributedLoss):
             return check_batch(*given, self._rule, indexes=indexes, validate_args=self.validate_args)
 
         def prepare() -> Rows:
+            self._check_not_gathered(group, logits=logits, targets=targets)
             live = check()
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
             facts = {

@@ -194,6 +194,8 @@ class RecallAtQuantileLoss(RankingLoss):
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -239,6 +241,7 @@ class RecallAtQuantileLoss(RankingLoss):
         queue_keep: Keep = "all",
         multi_hot: bool = False,
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
         super().__init__(
             num_classes,
@@ -254,6 +257,7 @@ class RecallAtQuantileLoss(RankingLoss):
             queue_keep=queue_keep,
             multi_hot=multi_hot,
             validate_args=validate_args,
+            name=name,
         )
         self.quantile = check_quantile(quantile)
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)

@@ -99,6 +99,8 @@ class RetrievalSmoothAPLoss(DistributedLoss):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
             label and no check reads values. Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with
@@ -136,8 +138,9 @@ class RetrievalSmoothAPLoss(DistributedLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args)
+        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
         self.temperature = check_positive("temperature", temperature)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -162,6 +165,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
             return _check_rows(embeddings, labels)
 
         def prepare() -> Rows:
+            self._check_not_gathered(group, embeddings=embeddings, labels=labels)
             return Rows(check(), {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)})
 
         group = self._resolve_group()

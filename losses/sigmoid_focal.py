@@ -141,6 +141,8 @@ class SigmoidFocalLoss(FocalLoss):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         inputs of any shape, targets the same; sizes may differ between ranks and may be 0. Output scalar, or that shape
@@ -171,10 +173,11 @@ class SigmoidFocalLoss(FocalLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
         _check_alpha_gamma(alpha, gamma)
-        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args)
+        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args, name)
         self.alpha, self.gamma = alpha, gamma
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:

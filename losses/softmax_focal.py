@@ -183,6 +183,8 @@ class SoftmaxFocalLoss(FocalLoss):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
+            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         inputs (N, C, *) with C >= 2, targets (N, *); N may differ between ranks and may be 0. Output scalar, or (N, *)
@@ -216,8 +218,9 @@ class SoftmaxFocalLoss(FocalLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
-        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args)
+        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args, name)
         self.alpha, self.gamma, self.label_smoothing = alpha, gamma, label_smoothing
         self.ignore_index, self.background_class = ignore_index, background_class
         _check_rule(self._rule, read_alpha=True)

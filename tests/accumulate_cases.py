@@ -121,8 +121,12 @@ def wrap(model: nn.Module, kind: str) -> nn.Module:
     if kind == "replicate":
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        replicate(model.up, mesh=mesh)
-        return replicate(model, mesh=mesh)
+        options = {"mesh": mesh}
+        if torch.__version__ < (2, 10):  # still a prototype, which took a mesh of replicas and shards
+            shape, names = (world_size, 1), ("replicas", "shards")
+            options = {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+        replicate(model.up, **options)
+        return replicate(model, **options)
     fully_shard(model.up, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

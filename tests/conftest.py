@@ -17,9 +17,9 @@ def pytest_sessionfinish() -> None:
     close_pools()
 
 
-@pytest.fixture(params=[2, 3], ids=["W2", "W3"])
+@pytest.fixture(params=[pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.slow)])
 def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    """Two, then three gloo processes."""
+    """Two, then three gloo processes; the fast tests leave it at two."""
     return get_pool(request.param)
 
 

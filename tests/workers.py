@@ -1,8 +1,9 @@
 """Real processes for the distributed tests: one pool of gloo workers per world size, shared by the whole run.
 
-A test names a function of ``tests/`` or of the package's own helpers by reference and calls ``pool(function, *args)``:
-every rank runs ``function(rank, *args)`` inside one process group over a file store, and the results come back in rank
-order. A worker that raises sends its traceback back; a pool that does not answer within the limit is killed and fails.
+A test calls ``pool(function, *args)``. The function stands at the top level of a module, usually in the file of the
+test: every rank imports that module and runs ``function(rank, *args)`` inside one process group over a file store. The
+results come back in rank order. A worker that raises sends its traceback back; a pool that does not answer within the
+limit is killed and fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,23 @@ LIMIT_S = 60  # a hang must fail the test, never the whole run
 GRACE_S = 5  # how long the others may take to report after one rank has failed
 
 
+# What nearly every worker imports, at four seconds of a core. The server that forks the workers imports it once. The
+# compiler and the sharded wrappers are here because DDP and the first gather import them.
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "fullrank"]
+
+
+def process_context() -> Any:
+    """Return the multiprocessing context of the tests: fresh processes, which have imported torch already if possible.
+
+    The server that forks them is started by ``exec`` and runs nothing but imports, so they share no state with pytest.
+    """
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RemoteError(AssertionError):
     """A worker raised; the text is its traceback."""
 
@@ -35,7 +53,7 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
     warnings.simplefilter("ignore")  # pytest's filters do not reach here; tests of warnings set their own
     timeout = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
-    while (task := tasks.get()) is not None:
+    while (task := _next(tasks)) is not None:
         function, args = task
         try:
             results.put((rank, True, function(rank, *args)))
@@ -48,11 +66,22 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
     os._exit(0)  # gloo's threads may abort the interpreter's own teardown
 
 
+def _next(tasks: Any) -> Any:
+    """Return the next task. A worker ends when its pytest process was killed: no task would ever come."""
+    while True:
+        try:
+            return tasks.get(timeout=GRACE_S)
+        except queue.Empty:
+            parent = mp.parent_process()
+            if parent is None or not parent.is_alive():
+                os._exit(1)
+
+
 class WorkerPool:
-    """``world_size`` spawned processes that run functions together."""
+    """``world_size`` processes that run functions together."""
 
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        context = process_context()
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="fullrank-")
         store = os.path.join(self._folder.name, "store")
@@ -73,6 +102,8 @@ class WorkerPool:
 
         Results travel as bytes: return numbers, strings, numpy arrays or lists of them, not tensors.
         """
+        if self.broken:
+            raise RemoteError("the pool was closed after an earlier failure")
         for tasks in self._tasks:
             tasks.put((function, args))
         results: dict[int, Any] = {}
@@ -124,9 +155,14 @@ def close_pools() -> None:
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the class and the text of what ``call`` raises."""
+    """Return the class, as :func:`class_of` names it, and the text of what ``call`` raises."""
     try:
         call()
     except (ValueError, TypeError, RuntimeError) as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
+
+
+def class_of(error: BaseException) -> str:
+    """Return the name of the class of ``error``; of a ``RankError``, the built-in class that it also is."""
+    return type(error).__name__.removeprefix("Rank")

@@ -1,4 +1,4 @@
-"""The agreement itself: what opens every call. What ranks do wrong in it is in test_faults.py and test_drift.py."""
+"""The agreement that opens every call. What ranks can do wrong in it is in test_faults.py and test_drift.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullrank.distributed.header import Checksum, Offer, agree_on
 
 
 def agree_on_totals(rank: int) -> tuple[list[int], list[list[float]]]:
-    """Return the row counts and the totals that the ranks tell each other, of every kind that a caller may pass."""
+    """Return the row counts and totals that the ranks exchange, for every kind of total that a caller may pass."""
     totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
     totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
     checksum = Checksum(torch.tensor(-(2**62), dtype=torch.int64), "queue", "")
@@ -57,6 +57,36 @@ def different_calls(rank: int, names: list[str]) -> tuple[str, str]:
         "gather": lambda: fullrank.all_gather_no_grad(logits),
     }
     return error_of(calls[names[rank == 1]])
+
+
+NAMED: dict[str, Any] = {
+    "smooth_ap": lambda name: fullrank.SmoothAPLoss(1, queue_size=8, temperature=0.3, name=name),
+    "recall": lambda name: fullrank.RecallAtQuantileLoss(1, quantile=0.3, queue_size=8, temperature=0.3, name=name),
+    "pauc": lambda name: fullrank.PAUCAtBudgetLoss(1, beta=0.5, queue_size=8, name=name),
+    "retrieval": lambda name: fullrank.RetrievalSmoothAPLoss(name=name),
+    "softmax_focal": lambda name: fullrank.SoftmaxFocalLoss(name=name),
+    "sigmoid_focal": lambda name: fullrank.SigmoidFocalLoss(name=name),
+    "warm-up": lambda name: fullrank.LossWarmupWrapper(
+        fullrank.SigmoidFocalLoss(name=f"{name} warm-up"), fullrank.SmoothAPLoss(1, name=name), warmup_steps=1
+    ),
+}
+
+
+def another_order(rank: int, kind: str, names: list[str | None], odd: int) -> list[list[tuple[str, str]]]:
+    """Call two losses of one class in two steps, on rank ``odd`` in the other order; return the errors of each step."""
+    losses = [NAMED[kind](name) for name in names]
+    steps = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        heads = torch.randn(2, 6 + rank, 2, generator=generator, requires_grad=True)
+        targets = torch.arange(6 + rank) % 3 % 2
+        order, errors = ([1, 0] if rank == odd else [0, 1]), []
+        for index in order:
+            logits = heads[index] if kind in ("softmax_focal", "retrieval") else heads[index][:, :1]
+            given = targets[:, None].float() if kind in ("sigmoid_focal", "warm-up") else targets
+            errors.append(error_of(lambda loss=losses[index], rows=(logits, given): loss(*rows)))
+        steps.append(errors)
+    return steps
 
 
 def call_after_disagreement(rank: int) -> list[float]:
@@ -155,6 +185,32 @@ def test_ranks_in_different_calls_are_told_which(pool: WorkerPool) -> None:
         assert text.startswith("ranks: expected the same on every rank, got call: ")
         assert "Every rank must make the same calls in the same order." in text
         assert all(CALLED[name] in text for name in calls)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_named_losses_in_another_order_raise(pool: WorkerPool, kind: str) -> None:
+    """In the first and in the second step; in the same order they do not."""
+    for odd in (0, pool.world_size - 1):
+        of_ranks = pool(another_order, kind, ["first head", "second head"], odd)
+        assert all(outcome == of_ranks[0] for outcome in of_ranks)
+        for error, text in (one for errors in of_ranks[0] for one in errors):
+            assert error == "RuntimeError"
+            assert "got name: 'first head" in text or "got name: 'second head" in text
+            assert "keep them in a list or a dict, not in a set." in text
+    assert pool(another_order, kind, ["first head", "second head"], -1) == [[[("none", "")] * 2] * 2] * pool.world_size
+
+
+def test_control_losses_without_names_in_another_order_do_not_raise(pool_of_two: WorkerPool) -> None:
+    """The gap that docs/agreement.md lists."""
+    assert pool_of_two(another_order, "smooth_ap", [None, None], 1) == [[[("none", "")] * 2] * 2] * 2
+
+
+def test_a_name_is_a_text() -> None:
+    for kind in set(NAMED) - {"warm-up"}:
+        assert NAMED[kind](None).name is None
+        assert NAMED[kind]("head").name == "head"
+        with pytest.raises(TypeError, match="name: expected a str or None, got 3"):
+            NAMED[kind](3)
 
 
 def test_the_calls_after_a_disagreement_work(pool_of_two: WorkerPool) -> None:

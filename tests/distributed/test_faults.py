@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -24,7 +23,7 @@ from gradient_cases import Case
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from workers import WorkerPool
+from workers import WorkerPool, class_of, get_pool, process_context
 
 import fullrank
 from fullrank.distributed import collectives
@@ -170,7 +169,7 @@ def _error_of(subject: Any, arguments: Arguments) -> tuple[str, str]:
     try:
         subject(**arguments)
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
 
 
@@ -179,7 +178,7 @@ DOOMED = 1  # the rank that dies or falls silent
 
 
 class Fate(NamedTuple):
-    """How a process ended: its exit code, and the class and text of its error and where it was raised, if it told."""
+    """How a process ended: its exit code, and if it reported an error, its class, text and traceback."""
 
     exit_code: int | None
     error: str = ""
@@ -189,11 +188,7 @@ class Fate(NamedTuple):
 
 def run_group(world_size: int, timeout_s: float, scenario: Callable[..., None], *arguments: Any) -> list[Fate]:
     """Run ``scenario(rank, *arguments)`` in new processes of one gloo group; one that hangs is killed at the limit."""
-    can_fork = "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
-    if can_fork:
-        # Imported once for all of the processes; the compiler, because the first gather imports it.
-        context.set_forkserver_preload(["torch._dynamo", "fullrank"])
+    context = process_context()
     with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
         common = (world_size, timeout_s, folder, scenario, arguments)
         processes = [context.Process(target=_live, args=(rank, *common), daemon=True) for rank in range(world_size)]
@@ -227,7 +222,7 @@ def _live(
     try:
         scenario(rank, *arguments)
     except Exception as error:
-        content = "\0".join([type(error).__name__, str(error), traceback.format_exc()])
+        content = "\0".join([class_of(error), str(error), traceback.format_exc()])
         # Renamed into place: whoever waits for the report must not read half of it.
         part = _report(folder, rank).with_suffix(".part")
         part.write_text(content)
@@ -342,14 +337,20 @@ def check(pool: WorkerPool, name: str, group: str, kind: str, head: str) -> None
         assert all(outcome.next_is_equal for outcome in outcomes)
 
 
-@pytest.mark.parametrize(("name", "kind"), BAD)
-def test_bad_input_on_one_rank_raises_on_all(pool: WorkerPool, name: str, kind: str) -> None:
-    check(pool, name, "bad", kind, "{call} failed on rank {rank}: ")
+def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
+    """Return the cases on three ranks, of which the odd one is the first, the middle and the last; a few on two too."""
+    on_three = [pytest.param(3, *case, marks=pytest.mark.slow) for case in cases]
+    return on_three + [(2, *case) for case in cases if case[0] in ("smooth_ap", "global_mean")]
 
 
-@pytest.mark.parametrize(("name", "kind"), DIFFERENT)
-def test_input_that_differs_on_one_rank_raises_on_all(pool: WorkerPool, name: str, kind: str) -> None:
-    check(pool, name, "differ", kind, "{call}: expected the same on every rank, got ")
+@pytest.mark.parametrize(("world_size", "name", "kind"), over_ranks(BAD))
+def test_bad_input_on_one_rank_raises_on_all(world_size: int, name: str, kind: str) -> None:
+    check(get_pool(world_size), name, "bad", kind, "{call} failed on rank {rank}: ")
+
+
+@pytest.mark.parametrize(("world_size", "name", "kind"), over_ranks(DIFFERENT))
+def test_input_that_differs_on_one_rank_raises_on_all(world_size: int, name: str, kind: str) -> None:
+    check(get_pool(world_size), name, "differ", kind, "{call}: expected the same on every rank, got ")
 
 
 @pytest.mark.parametrize("name", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "wrapper_in_blend"])
@@ -368,17 +369,19 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
 
 
 def test_the_number_of_combinations() -> None:
-    """A call, a kind of bad input and the rank it is on, counted once for both world sizes."""
-    assert 2 * len(BAD) >= 60
-    assert 2 * len(DIFFERENT) >= 60
+    """A call, a kind of bad input and the rank it is on."""
+    assert 3 * len(BAD) >= 60
+    assert 3 * len(DIFFERENT) >= 60
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_a_value_that_is_not_finite_on_one_rank(pool: WorkerPool, name: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "name", "value"),
+    over_ranks([(name, value) for name in CALLS for value in (math.nan, math.inf, -math.inf)]),
+)
+def test_a_value_that_is_not_finite_on_one_rank(world_size: int, name: str, value: float) -> None:
     """No error. A NaN makes the loss NaN on every rank; the queue and the next step know nothing of it."""
     has_queue = "logits" in CALLS[name].arguments(torch.Generator(), 0) and name not in ("wrapper_in_warmup", "queries")
-    for outcomes in zip(*pool(not_finite, name, value)):
+    for outcomes in zip(*get_pool(world_size)(not_finite, name, value)):
         assert len({str(outcome.value) for outcome in outcomes}) == 1
         assert all(math.isnan(outcome.value) for outcome in outcomes if math.isnan(value))
         assert all(outcome.next_is_equal for outcome in outcomes)
@@ -404,10 +407,11 @@ def assert_told(fates: list[Fate], *texts: str) -> None:
             assert all(text in fate.text for text in texts), fate.text
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), FORWARD)
-def test_a_rank_killed_in_forward(world_size: int, name: str, number: int) -> None:
-    fates = run_group(world_size, TIMEOUT_S, killed_in_forward, name, number)
+def test_a_rank_killed_in_forward(name: str, number: int) -> None:
+    """The middle one of three, so that both a lower and a higher rank are left."""
+    fates = run_group(3, TIMEOUT_S, killed_in_forward, name, number)
     assert fates[DOOMED].exit_code == -signal.SIGKILL
     # In the blend the second collective is the header of the main loss: the warm-up loss has one.
     is_header = number == 1 or name == "wrapper_in_blend"
@@ -415,6 +419,7 @@ def test_a_rank_killed_in_forward(world_size: int, name: str, number: int) -> No
     assert all(fate.text.startswith(CALLS[name].heads) for fate in fates if fate.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_killed_in_the_reduce_scatter_of_a_backward(world_size: int) -> None:
     fates = run_group(world_size, TIMEOUT_S, killed_in_reduce_scatter)
@@ -422,6 +427,7 @@ def test_a_rank_killed_in_the_reduce_scatter_of_a_backward(world_size: int) -> N
     assert_told(fates, "all_gather_with_grad: the reduce-scatter of the gradients, in the backward, failed.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_killed_in_the_backward_of_ddp(world_size: int) -> None:
     """The collective is DDP's and so is the error, which names the peer; the traceback names the backward."""
@@ -431,12 +437,14 @@ def test_a_rank_killed_in_the_backward_of_ddp(world_size: int) -> None:
     assert all(".backward()" in fate.trace for fate in fates if fate.error)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_reasons_are_exchanged() -> None:
     fates = run_group(3, TIMEOUT_S, killed_among_reasons)
     assert_told(fates, "SmoothAPLoss: the exchange of what went wrong failed.")
     assert "targets: expected shape (4,)" in fates[0].trace  # its own error is the cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [fewer_steps, fewer_steps_then_gone])
 def test_a_rank_with_fewer_steps(scenario: object) -> None:
     timeout_s = SHORT_S if scenario is fewer_steps else TIMEOUT_S
@@ -447,6 +455,7 @@ def test_a_rank_with_fewer_steps(scenario: object) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_validates_alone_is_told() -> None:
     """The control of ``gather_distributed=False``: without it the others wait for the one that does not validate."""
     fates = run_group(3, SHORT_S, validates_alone)

@@ -1,4 +1,4 @@
-"""The gathers: rows of all ranks in rank order, gradients of one's own rows at the right scale, few collectives."""
+"""The gathers: rows of all ranks in rank order, gradients of the own rows at the right scale, few collectives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from meshes import init_device_mesh
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool, error_of
+from workers import WorkerPool, error_of, process_context
 
 import fullrank
 from fullrank import losses
 
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
-    """Return rows that tell their rank and position."""
+    """Return rows whose values encode their rank and position."""
     values = torch.arange(count * max(1, torch.Size(trailing).numel())) % 5 + 10 * rank
     values = values[: count * torch.Size(trailing).numel()].reshape(count, *trailing)
     return values % 2 == 0 if dtype == "bool" else values.to(getattr(torch, dtype))
@@ -116,6 +116,41 @@ def world_mean(rank: int, total: list[float], count: list[float], as_tensor: boo
         mean.backward()
     assert own.grad is not None
     return mean.item(), own.grad.item(), forward.total, backward.total
+
+
+COUPLED = {  # a value that depends on the rows of all ranks, and is not linear in them
+    "gather_rows": lambda x: fullrank.gather_rows(x)[0].pow(3).sum(),
+    "all_gather_with_grad": lambda x: fullrank.all_gather_with_grad(x).pow(3).sum(),
+    "all_gather_with_grad, reduce_scatter": lambda x: (
+        fullrank.all_gather_with_grad(x, backward="reduce_scatter").pow(3).sum()
+    ),
+    "global_mean": lambda x: fullrank.global_mean(x.pow(3).sum(), len(x)).square(),
+}
+
+
+def second_derivative(rank: int, name: str) -> tuple[bool, list[tuple[str, str]]]:
+    """Return whether ``create_graph`` leaves the first derivative as it is, and the errors of penalties on it."""
+    own = torch.arange(1.0, 4.0 + rank, dtype=torch.float64)[:, None].requires_grad_()
+    value = COUPLED[name](own)
+    (expected,) = torch.autograd.grad(value, own, retain_graph=True)
+    (found,) = torch.autograd.grad(value, own, create_graph=True)
+    penalty = found.square().sum()
+    errors = [
+        error_of(lambda: torch.autograd.grad(penalty, own, allow_unused=True, retain_graph=True)),
+        error_of(lambda: torch.autograd.grad(own.sum() + penalty, own, retain_graph=True)),
+        error_of(penalty.backward),
+    ]
+    return torch.equal(found, expected), errors
+
+
+def penalty_on_a_plain_gather(rank: int) -> tuple[float, float]:
+    """Return the gradient of a penalty through a gather without the guard, and the right one: the control."""
+    own = torch.full((1, 1), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+    gathered = torch.cat([own if r == rank else torch.full_like(own, 1.0 + r) for r in range(dist.get_world_size())])
+    gathered.register_hook(lambda grad: grad * dist.get_world_size())  # k = W, differentiated once more
+    (found,) = torch.autograd.grad(gathered.pow(2).sum(), own, create_graph=True)
+    (second,) = torch.autograd.grad(found.sum(), own)
+    return second.item(), 2.0 * dist.get_world_size()  # k times the second derivative, which the wrapper divides by W
 
 
 def mean_of_two_dtypes(rank: int) -> tuple[str, str]:
@@ -399,6 +434,21 @@ def test_a_group_of_one_gives_the_same_objects_back(pool_of_two: WorkerPool) -> 
     assert pool_of_two(identity_at_world_size_one) == [True, True]
 
 
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_second_derivative_is_refused(pool: WorkerPool, name: str) -> None:
+    """It would be multiplied by k twice. A penalty raises also where only the rows are asked for."""
+    for is_equal, errors in pool(second_derivative, name):
+        assert is_equal
+        for error, text in errors:
+            assert error == "RuntimeError"
+            assert text.startswith(f"{name.split(',')[0]}: expected a first derivative, got a second one.")
+
+
+def test_control_a_factor_in_the_backward_counts_twice(pool: WorkerPool) -> None:
+    for found, right in pool(penalty_on_a_plain_gather):
+        assert found == right * pool.world_size
+
+
 def test_global_mean(pool: WorkerPool) -> None:
     world_size = pool.world_size
     totals, counts = [3.0, 5.0, 1.0][:world_size], [2, 0, 7][:world_size]
@@ -419,7 +469,7 @@ def test_global_mean_of_two_dtypes_is_refused(pool_of_two: WorkerPool) -> None:
 
 
 def test_losses_made_on_meta(pool_of_two: WorkerPool) -> None:
-    """The queue is empty until its first rows bring their device."""
+    """The queue is empty until its first rows determine its device."""
     for differences in pool_of_two(losses_made_on_meta):
         assert differences == [0.0] * 4
 
@@ -468,9 +518,10 @@ def test_detection_and_its_override_between_steps(pool_of_two: WorkerPool) -> No
     assert first[1] != second[1]
 
 
+@pytest.mark.slow
 def test_a_process_group_that_was_destroyed_is_found_again(tmp_path: Path) -> None:
     """Local before there is one, gathered with one, local without, gathered with the next."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = process_context()
     answers = context.Queue()
     workers = [context.Process(target=generations, args=(r, str(tmp_path), answers)) for r in range(2)]
     for worker in workers:

@@ -77,7 +77,7 @@ def assert_exact(pool: WorkerPool, case: Case) -> None:
         assert value <= LIMITS[case.dtype], (case, value)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool, dtype: str) -> None:
@@ -85,6 +85,7 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
     assert_exact(pool, Case(loss, dtype=dtype, weighted=weighted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, loss: str) -> None:
     for dtype in LIMITS:

@@ -12,7 +12,7 @@ from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from workers import WorkerPool
+from workers import WorkerPool, class_of
 
 from fullrank import all_reduce_grads_, sequence_sync_group
 from fullrank.gradients import all_reduce_grads
@@ -210,13 +210,13 @@ BAD_PARAMETERS: dict[str, Callable[[], Any]] = {
 
 
 def spoil(rank: int, case: str) -> tuple[str, str, float]:
-    """Return what is raised when the last rank brings something wrong, and the sum of a right call afterwards."""
+    """Return what is raised when the last rank passes something wrong, and the sum of a right call afterwards."""
     parameters = BAD_PARAMETERS[case]() if rank == dist.get_world_size() - 1 else _good()
     found = "nothing", ""
     try:
         all_reduce_grads_(parameters, dist.group.WORLD)
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found = class_of(raised), str(raised)
     if isinstance(parameters, list) and parameters:
         assert parameters[0].grad.sum() in (12.0, 6.0)  # untouched
     again = _good()

@@ -156,7 +156,7 @@ def test_no_power_leaves_the_range(dtype: str, magnitude: float, norm_type: floa
 
 
 def test_small_elements_beside_large_ones_count() -> None:
-    """What a fixed divisor or float32 squares would lose: 1e-19 beside 1e-17, each a thousandfold."""
+    """What a fixed divisor or float32 squares would lose: 1e-19 next to 1e-17, each a thousandfold."""
     grad = torch.full((8192,), 1e-17)
     grad[::2] = 2e-19
     expected = grad.double().square().sum().sqrt()
@@ -281,6 +281,7 @@ def test_the_device_is_not_waited_for(device: torch.device) -> None:
     assert norms[2] < norms[1] < norms[0]
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_its_results(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "grad_norm.py"
     command = [sys.executable, str(script), "--quick", "--repeats", "1", "--out", str(tmp_path)]

@@ -13,7 +13,7 @@ from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, class_of, get_pool
 
 import fullrank
 from fullrank.gradients.wrappers import find_sync
@@ -113,7 +113,7 @@ def _text(call: Callable[[], Any]) -> str:
     try:
         call()
     except (TypeError, ValueError) as raised:
-        return f"{type(raised).__name__}: {raised}"
+        return f"{class_of(raised)}: {raised}"
     return "nothing raised"
 
 

@@ -93,7 +93,10 @@ def checkpointed(rank: int, folder: str) -> tuple[float, float]:
     return float(value), float(loss_fn(encoder(features + 1), targets))
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the extra `integrations`")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the extra `integrations`"),
+]
 
 LIMIT = 1e-6  # float32, of what the training has changed
 (SUMS,) = blocks("Sums")

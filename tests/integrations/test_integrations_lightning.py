@@ -160,9 +160,10 @@ def share(rows: list[int], rank: int) -> list[int]:
     return rows[rank * half : (rank + 1) * half]
 
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytorch_lightning") is None, reason="needs the extra `integrations`"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs the extra `integrations`"),
+]
 
 LIMIT = 1e-6  # float32, of what the training has changed
 DEFINITION, TRAINING = blocks("Pooled")

@@ -16,6 +16,8 @@ from workers import WorkerPool
 
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
+pytestmark = pytest.mark.slow
+
 # Plain torch and torchmetrics.
 
 
@@ -66,7 +68,7 @@ def metric_values(rank: int, recipe: str) -> dict[str, float]:
 
 
 (SHARDED,) = blocks("FSDP2 with tensor parallelism")
-(METRICS,) = blocks("torchmetrics beside the losses")
+(METRICS,) = blocks("torchmetrics with the losses")
 RUN_BY_THE_OTHERS = {
     "Pooled": 2,
     "Sums over micro-batches": 1,

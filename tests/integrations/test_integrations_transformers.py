@@ -30,6 +30,8 @@ from workers import WorkerPool
 import fullrank
 from fullrank.integrations.transformers import PooledLossMixin, causal_lm_loss_func
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 2
 
 
@@ -218,7 +220,7 @@ trainer.train()
 """
 SCHEDULED = POOLED.replace(
     "loss_fn = SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)",
-    "from integration_transformers_cases import make_schedule\n\nloss_fn = make_schedule()",
+    "from test_integrations_transformers import make_schedule\n\nloss_fn = make_schedule()",
 )
 
 

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from fullrank.kernels.costs import TABLE, Costs, costs_of
 
-BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "costs.py"
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "costs.py"
 
 
 def test_a_device_type_that_is_not_listed_is_an_accelerator():
@@ -36,6 +37,7 @@ def test_bins_take_over_when_their_cost_is_less_than_that_of_the_pairs():
     assert costs.pairs_are_faster(num_pairs=121, num_rows=10, num_bins=1)
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_an_entry_that_can_be_pasted(tmp_path):
     command = [sys.executable, str(BENCHMARK), "--quick", "--out", str(tmp_path)]
     # One thread: on busy cores, threads that wait for each other take seconds for what takes microseconds.

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fullrank.losses import pauc_at_budget, recall_at_quantile, sigmoid_sums, smooth_ap
 
+pytestmark = pytest.mark.slow
+
 SIZE = 24
 TARGETS = torch.arange(SIZE) % 4 == 0
 KEYS, WEIGHTS = torch.linspace(-1, 1, 7, dtype=torch.float64), torch.ones(7, 2, dtype=torch.float64)

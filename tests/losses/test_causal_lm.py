@@ -129,6 +129,7 @@ def test_labels_of_any_integer_dtype(kind: torch.dtype) -> None:
     assert causal_lm_loss(logits, labels.to(kind)) == causal_lm_loss(logits, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("num_items", [None, 5, torch.tensor(7)])

@@ -282,6 +282,7 @@ def _loss_and_gradient(function, targets, options):
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_functional_compiles_without_graph_breaks(name):
     function, targets, options = COMPILED[name]
@@ -291,6 +292,7 @@ def test_functional_compiles_without_graph_breaks(name):
         assert_close(ours, eager, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_sigmoid_sums_compiles_without_graph_breaks():
     inputs = [_normal(*shape).requires_grad_() for shape in ((4,), (5,), (5, 2))]
     compiled = torch.compile(sigmoid_sums, fullgraph=True, backend="aot_eager")
@@ -299,6 +301,7 @@ def test_sigmoid_sums_compiles_without_graph_breaks():
     assert_close(*(torch.autograd.grad(v.sum(), inputs) for v in values), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_smooth_ap():
     function, targets, options = COMPILED["smooth_ap"]
     compiled = torch.compile(function, fullgraph=True)

@@ -419,7 +419,7 @@ def test_max_pool_size(name):
         assert ours[2:] == [cases.call(resumed, rows).item() for rows in steps[2:]]
     index = draw_rows(Batch(*steps[0][:2]), TargetRule(3), 40, 0)
     assert_close(ours[0], loss.reference(reference.take(steps[0], index), **loss.default).loss.item(), **SAME)
-    # Every step draws anew, without a queue too.
+    # Every step draws again, also without a queue.
     module = case.module(loss, max_pool_size=20, **loss.default)
     with pytest.warns(UserWarning, match="max_pool_size=20"):
         assert cases.call(module, steps[0]).item() != cases.call(module, steps[0]).item()
@@ -557,5 +557,11 @@ def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     (found,) = torch.autograd.grad(value, leaf, create_graph=True)
     assert torch.equal(found, expected)
     assert found.requires_grad
-    with pytest.raises(RuntimeError, match="a ranking loss: expected a first derivative, got a second one"):
-        found.square().sum().backward()
+    penalty = found.square().sum()
+    for second in (
+        lambda: torch.autograd.grad(penalty, leaf, allow_unused=True, retain_graph=True),
+        lambda: torch.autograd.grad(value + penalty, leaf, retain_graph=True),
+        penalty.backward,
+    ):
+        with pytest.raises(RuntimeError, match="a ranking loss: expected a first derivative, got a second one"):
+            second()

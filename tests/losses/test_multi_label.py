@@ -25,7 +25,7 @@ SMALL = 0.01  # a hundredth of the step between scores: sigmoids are 0, 1/2 and 
 
 
 class MultiLabel(NamedTuple):
-    """A loss; ``options`` bring it to its metric, ``training`` are for learning."""
+    """A loss; with ``options`` it is close to its metric, ``training`` holds the options for learning."""
 
     module: type[losses.RankingLoss]
     functional: Callable[..., Any]

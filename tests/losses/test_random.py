@@ -125,8 +125,11 @@ def finite(tensor: Tensor) -> bool:
 
 # What the losses warn of, once each: a pool that is drawn, a reference without spread. Nothing else may warn.
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.*{text}:UserWarning")
-    for text in ("is drawn down to max_pool_size", "is left out. Its reference scores hardly differ")
+    pytest.mark.slow,
+    *(
+        pytest.mark.filterwarnings(f"ignore:.*{text}:UserWarning")
+        for text in ("is drawn down to max_pool_size", "is left out. Its reference scores hardly differ")
+    ),
 ]
 
 # The same examples in every run: a failure is a defect of this commit, not of this run.

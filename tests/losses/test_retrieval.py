@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool
+from workers import WorkerPool, class_of
 
 import fullrank
 from fullrank.kernels.costs import TABLE
@@ -197,7 +197,7 @@ def disagree(rank: int, what: str) -> tuple[str, str]:
         else:
             fullrank.SmoothAPLoss(1)(logits, targets, indexes=None if odd else targets)
     except Exception as error:
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return "none", ""
 
 
@@ -716,6 +716,7 @@ def test_autocast_changes_no_bit() -> None:
     assert autocast_error("embeddings", guarded=False) > 1e-4  # the control
 
 
+@pytest.mark.slow
 def test_compiled_functions_call_the_losses_outside_of_their_graphs() -> None:
     embeddings, labels = make_embeddings("unequal sizes")
     (logits, targets, *_), indexes = make_queries()
@@ -801,6 +802,7 @@ def test_the_module_shows_its_settings_and_saves_its_temperature() -> None:
         loss(*make_embeddings("equal sizes"))
 
 
+@pytest.mark.slow
 def test_memory_of_four_thousand_embeddings() -> None:
     """The peak of a process, Python and torch included, with 4,096 x 64 and 64 rows of a label."""
     if not Path("/proc/self/status").exists():

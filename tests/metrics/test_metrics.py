@@ -16,7 +16,7 @@ from collective_counter import CollectiveCounter
 from sklearn.metrics import roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
-from workers import get_pool
+from workers import class_of, get_pool
 
 from fullrank.kernels.quantiles import INTERPOLATIONS
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
@@ -184,7 +184,7 @@ def error_of_different_arguments(rank):
         # The local rows are still there, and the next round is a clean one.
         metric.reset()
         dist.barrier()
-        return type(error).__name__, str(error)
+        return class_of(error), str(error)
     return None
 
 

@@ -40,7 +40,7 @@ def drawn(axes: Any) -> list[list[float]]:
 
 
 def close(values: Tensor) -> Any:
-    """Return what float64 values have to be equal to when they are drawn, which is without arithmetic."""
+    """Return what float64 values must equal when they are drawn. Drawing does no arithmetic."""
     return pytest.approx(values.tolist(), rel=1e-12)
 
 
@@ -100,7 +100,7 @@ def test_a_binary_metric(average: Any, pyplot: Any) -> None:
 
 
 def test_axes_of_ones_own(pyplot: Any) -> None:
-    """Two metrics beside each other; drawing leaves the metric as it is."""
+    """Two metrics next to each other; drawing does not change the metric."""
     _, pair = pyplot.subplots(1, 2)
     metrics = [make_metric(kind) for kind in METRICS]
     for metric, axes in zip(metrics, pair):

@@ -1,4 +1,4 @@
-"""The preflight check passes where all is well, says what is wrong where it is not, and its exit status tells."""
+"""The preflight check passes on a correct setup, names what is wrong otherwise, and its exit status says which."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import run_script
 from workers import WorkerPool
 
 from fullrank.losses import smooth_ap
 from fullrank.preflight import checks, command
 from fullrank.preflight.site import Site
+
+pytestmark = pytest.mark.slow
 
 
 def raise_failed(site: Site) -> str:
@@ -108,7 +111,7 @@ def test_on_two_processes(tmp_path):
 
 
 def test_on_one_process(tmp_path):
-    done = _launch("fullrank", cwd=tmp_path)
+    done = run_script("fullrank", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: outcome for name, outcome, _ in LINE.findall(done.stdout)}
     assert {name for name, outcome in found.items() if outcome == "skipped"} == NEED_RANKS
@@ -125,7 +128,7 @@ def test_on_one_process(tmp_path):
     ],
 )
 def test_a_fault_is_found(pool_of_two: WorkerPool, fault: str, check: str, text: str) -> None:
-    """And the checks after it go on."""
+    """And the checks after it still run."""
     for outcomes in pool_of_two(with_fault, fault, check):
         (outcome, detail), after = outcomes
         assert outcome == "FAILED"

@@ -3,6 +3,8 @@
 import pytest
 from two_hosts import Cable, missing_right, run_on_two_hosts
 
+pytestmark = pytest.mark.slow
+
 
 def test_preflight_between_two_hosts():
     reason = missing_right()

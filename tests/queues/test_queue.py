@@ -34,7 +34,7 @@ def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) ->
 
 
 def save_after(rank: int, steps: int, path: str) -> list[float]:
-    """Take steps, save on rank 0 after ``steps``, go on; return the losses after the save."""
+    """Take steps, save on rank 0 after ``steps``, continue; return the losses after the save."""
     loss, world_size = make_loss(), dist.get_world_size()
     for index in range(steps):
         step(loss, index, rank, world_size)
@@ -51,7 +51,7 @@ def resume(rank: int, steps: int, path: str) -> list[float]:
 
 
 def checkpoint_round_trip(rank: int, folder: str) -> list[Any]:
-    """Save with torch.distributed.checkpoint, load into a fresh loss; return whether it goes on alike."""
+    """Save with torch.distributed.checkpoint, load into a new loss; return whether it continues alike."""
     import torch.distributed.checkpoint as dcp
 
     loss, world_size = make_loss(), dist.get_world_size()
@@ -245,7 +245,7 @@ def test_saved_state_is_a_copy_that_goes_on_bit_identically(tmp_path: Path) -> N
     fresh = make_loss(gather=False)
     assert [step(loaded, index, 0, 1) for index in range(4, 9)] == expected
     assert [step(twin, index, 0, 1) for index in range(4, 9)] == expected
-    # The control: a loss that starts afresh does not go on alike.
+    # The control: a new loss continues with other values.
     assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
 
 

@@ -93,7 +93,7 @@ def path_of(folder: str, name: str, fill: str) -> Path:
 
 
 def save_all(rank: int, folder: str) -> list[list[float]]:
-    """For each case: train, save on rank 0, go on; return the losses after the save."""
+    """For each case: train, save on rank 0, continue; return the losses after the save."""
     results = []
     for name, fill in CASES:
         loss = make_loss(name, FILLS[fill][0])
@@ -112,7 +112,7 @@ def load(folder: str, name: str, fill: str) -> Any:
 
 
 def resume_all(rank: int, folder: str) -> list[list[float]]:
-    """For each case: load and go on; return the losses."""
+    """For each case: load and continue; return the losses."""
     return [steps_after(load(folder, name, fill), fill) for name, fill in CASES]
 
 
@@ -175,7 +175,7 @@ class Job:
 
 
 def run_recipe(rank: int, saver: str, loader: str, wrapper: str, path: str) -> list[Any]:
-    """Save with one block of the documentation, load with another; return how the two jobs, and a new one, go on."""
+    """Save with one block of the documentation, load with another; return what the two jobs, and a new one, do next."""
     names: dict[str, Any] = {}
     exec(saver, names)
     job, fresh = Job(wrapper, 0), Job(wrapper, 1)
@@ -288,7 +288,7 @@ def small_loss(**settings: Any) -> SmoothAPLoss:
     return SmoothAPLoss(**{"num_classes": 2, "queue_size": 8, "temperature": 0.5, **settings})
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*drawn down")]
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpointing.md").read_text("utf-8"), flags=re.DOTALL)
@@ -322,9 +322,11 @@ def torchrun(folder: Path, *arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def through(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the example prints that is never killed."""
-    return torchrun(tmp_path_factory.mktemp("through"))
+def through(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The digests of weights and queue at the end of the example, in two processes that are never killed."""
+    first, second = get_pool(2)(run_example, str(tmp_path_factory.mktemp("through")), 36)
+    assert first == second
+    return first
 
 
 @pytest.fixture(scope="module")
@@ -335,31 +337,34 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def test_a_killed_job_ends_with_the_bits_of_one_that_ran_through(through: str, tmp_path: Path) -> None:
+def test_a_killed_job_ends_with_the_bits_of_one_that_ran_through(through: tuple[str, str], tmp_path: Path) -> None:
     """The kill comes after the loss has enqueued the rows of its step and before the optimizer's step."""
     killed = torchrun(tmp_path, "--kill-at", 33)
-    pattern = r"starts with step 0\nweights \w{16}\nqueue   \w{16}, 256 rows\n"
-    assert re.fullmatch(pattern, through), through
-    assert killed == "starts with step 0\n" + through.replace("step 0", "step 30")
+    weights, queue = through
+    end = f"weights {weights}\nqueue   {queue}, 256 rows\n"
+    assert killed == "starts with step 0\nstarts with step 30\n" + end
+    assert re.fullmatch(r"\w{16}", weights)
+    assert weights != queue
 
 
 @pytest.mark.parametrize("part", [None, *import_example().PARTS, "queue"])
-def test_every_part_of_the_checkpoint_counts(through: str, stopped: str, tmp_path: Path, part: str | None) -> None:
+def test_every_part_of_the_checkpoint_counts(
+    through: tuple[str, str], stopped: str, tmp_path: Path, part: str | None
+) -> None:
     """The control of the test above: a job that resumes without one part ends elsewhere."""
     checkpoint = torch.load(f"{stopped}/checkpoint.pt", weights_only=True)
     assert checkpoint["loss"]["main_loss.queue._extra_state"]["fill"] == 256
-    if part == "queue":  # of the loss the queue alone, while the schedule goes on
+    if part == "queue":  # drop the queue alone and keep the schedule of the loss
         empty = import_example().make_loss().state_dict()
         checkpoint["loss"]["main_loss.queue._extra_state"] = empty["main_loss.queue._extra_state"]
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     forget = None if part == "queue" else part
     first, second = get_pool(2)(run_example, str(tmp_path), 36, forget)
     assert first == second
-    weights, queue = re.findall(r"(?:weights|queue) +(\w{16})", through)
     if part is None:
-        assert first == (weights, queue)
+        assert first == through
     else:
-        assert first[0] != weights
+        assert first[0] != through[0]
 
 
 def test_three_ranks_go_on_too(tmp_path: Path) -> None:
@@ -410,7 +415,7 @@ def test_the_sampler_goes_on_where_it_was() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
-    """Where two ranks have saved each case, and the losses with which they went on."""
+    """Where two ranks have saved each case, and the losses of their next steps."""
     folder = str(tmp_path_factory.mktemp("losses"))
     first, second = get_pool(2)(save_all, folder)
     assert first == second
@@ -449,7 +454,7 @@ def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]
         assert is_so[fill], (name, enqueued)
         if name == BLENDING and steps:
             assert loss.in_blend
-        # The control: a loss that starts anew does not go on alike.
+        # The control: a new loss continues with other values.
         fresh = make_loss(name, capacity)
         assert steps_after(fresh, fill) != losses, (name, fill)
 
@@ -495,7 +500,7 @@ def test_a_rank_that_has_not_loaded_is_named(saved: tuple[str, list[list[float]]
     call = type(loss.main_loss if name == BLENDING else loss).__name__
     assert re.match(rf"{call}: expected the same on every rank, got .*queue: .* on rank 0, .* on rank 1", text), text
     assert "Load the same checkpoint, or call reset_queue(), on every rank." in text
-    # Nothing was enqueued by the step that failed: now that all have loaded they go on as if it had not been.
+    # The step that failed enqueued nothing: once all ranks have loaded, training continues as if it had not happened.
     assert losses == expected[CASES.index((name, "wrapped"))]
 
 
@@ -520,7 +525,7 @@ def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
 
 @pytest.mark.parametrize("units", ["warmup_epochs", "warmup_steps"])
 def test_a_schedule_that_was_told_where_it_is_does_not_warn_after_a_restart(units: str) -> None:
-    """In the first epoch or step too; one that was never told still warns, before and after."""
+    """In the first epoch or step too; a loss that saw no epoch or step still warns, before and after."""
     logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
     told, untold, first, second = (
         LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), **{units: 2}) for _ in range(4)

@@ -17,6 +17,8 @@ from meshes import init_device_mesh
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
 
+pytestmark = pytest.mark.slow
+
 NUM_BATCHES = 6
 
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import run_script
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "accumulation.py"
 # label, gap
 LINE = re.compile(r"^    (\S.*\S) +(\d\.\de[+-]\d+)$", re.MULTILINE)
-
-
-def _run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +29,7 @@ def report() -> ModuleType:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT)
-    done = _run(*launch, "--steps", 2, "--output", "figures/curves.png", cwd=tmp_path)
+    done = run_script(SCRIPT, "--steps", 2, "--output", "figures/curves.png", cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     found = LINE.findall(done.stdout)
     assert len(found) == 3 * 8 + 4
@@ -62,6 +55,6 @@ def test_a_gap_is_seen(report: ModuleType, capsys: Any, value: float, is_kept: b
 
 
 def test_a_bad_option_is_named(tmp_path: Path) -> None:
-    done = _run(SCRIPT, "--steps", 0, cwd=tmp_path)
+    done = run_script(SCRIPT, "--steps", 0, cwd=tmp_path)
     assert done.returncode == 2
     assert "error: --steps: expected a number >= 1, got 0" in done.stderr

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "clip_mixed_mesh.py"
 
 
-def _run(processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launch, SCRIPT], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_it_prints_what_it_promises(tmp_path: Path) -> None:
-    done = _run(4, tmp_path)
+    done = run_script(SCRIPT, cwd=tmp_path, processes=4)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stderr.lower()
     (alone,) = re.findall(r"one process +(\S+) +(\S+)", done.stdout)
@@ -34,6 +30,6 @@ def test_it_prints_what_it_promises(tmp_path: Path) -> None:
 
 
 def test_it_needs_four_processes(tmp_path: Path) -> None:
-    done = _run(2, tmp_path)
+    done = run_script(SCRIPT, cwd=tmp_path, processes=2)
     assert done.returncode != 0
     assert "--nproc-per-node: expected 4, got 2" in done.stderr

@@ -1,13 +1,14 @@
 """The main example runs, proves what it promises, and says so."""
 
 import importlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
 LABELS = {"cross-entropy", "focal", "SmoothAP", "RecallAtQuantile", "PAUCAtBudget"}
@@ -15,21 +16,12 @@ LABELS = {"cross-entropy", "focal", "SmoothAP", "RecallAtQuantile", "PAUCAtBudge
 PROOF_LINE = re.compile(r"^  (\S+) +(\d\.\de[+-]\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 
 
-def _run(*arguments, cwd):
-    # One thread per process, as `make demo` has it: the processes share the cores.
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The finished demo on two processes, and where its figure is."""
     folder = tmp_path_factory.mktemp("demo")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT)
     output = folder / "figures" / "demo.png"
-    done = _run(*launch, "--seeds", 1, "--steps", 8, "--output", output, cwd=folder)
+    done = run_script(SCRIPT, "--seeds", 1, "--steps", 8, "--output", output, cwd=folder, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, output
 
@@ -93,7 +85,7 @@ def test_a_bad_option_is_named(demo_script, monkeypatch, capsys, option, value):
 
 def test_one_process_needs_no_torchrun(tmp_path):
     output = tmp_path / "demo.png"
-    done = _run(SCRIPT, "--seeds", 1, "--steps", 4, "--losses", "smooth_ap", "--output", output, cwd=tmp_path)
+    done = run_script(SCRIPT, "--seeds", 1, "--steps", 4, "--losses", "smooth_ap", "--output", output, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the proof is trivial" in done.stdout
     assert output.is_file()

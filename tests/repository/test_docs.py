@@ -22,12 +22,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from scripts import run_script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, get_pool
 
 import fullrank
 import fullrank.losses
+
+pytestmark = pytest.mark.slow
 
 
 def make_network() -> nn.Module:
@@ -75,7 +78,7 @@ def smooth_ap(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def squared_margin(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of one's own of the page, pair by pair."""
+    """Return the user-written loss of the page, pair by pair."""
     pairs = [(1 - p + n).clamp_min(0) ** 2 for p in scores[targets == 1] for n in scores[targets == 0]]
     return torch.stack(pairs).mean()
 
@@ -96,7 +99,7 @@ def one_step(rank: int, block: str, loss: str, wrapped: bool = False) -> tuple[f
 
 
 def validation(rank: int, block: str) -> tuple[float | None, float, int, bool]:
-    """Return the validation loss and what it has to be, and after a training step the rows queued, and the mode."""
+    """Return the validation loss, its expected value, and, after a training step, the rows queued and the mode."""
     features, targets = own_rows(rank, make_rows(36))
     network = make_network()
     loss_fn = fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=64)
@@ -294,9 +297,7 @@ def test_the_tutorial_and_its_figure(tmp_path: Path, pyplot: Any, monkeypatch: p
 def test_the_script_of_the_tutorial(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = run_script(script, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     expected = BLOCK.findall(PAGES["tutorial.md"])[-1][1]
     assert_printed(done.stdout, expected)
@@ -409,7 +410,9 @@ needs_site = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built strictly: a link or an anchor that leads nowhere is an error."""
+    """The site, built strictly: a link or an anchor that leads nowhere is an error. `make test` has just built it."""
+    if "FULLRANK_SITE" in os.environ:
+        return Path(os.environ["FULLRANK_SITE"])
     folder = tmp_path_factory.mktemp("site")
     done = build(["--site-dir", str(folder)])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -79,6 +79,7 @@ def clone(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["tests/repository/test_smoke.py"], ["-k", "test_smoke"]], ids=["file", "bare"])
 def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path, arguments):
     # `import fullrank` must find the clone, not the checkout that is installed.
@@ -89,6 +90,7 @@ def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path, arguments
     assert "error" not in summary, output
 
 
+@pytest.mark.slow
 def test_wheel_has_the_package_and_nothing_else(clone, tmp_path):
     source = shutil.copytree(clone, tmp_path / "source")
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
@@ -197,6 +199,7 @@ def test_imports_point_one_way(name):
     if name == "fullrank.errors":
         allowed = set()
     else:
+        # `__main__` takes the version from the root.
         allowed = ALLOWED_IMPORTS[subpackage] | {subpackage} if subpackage else {"errors", "__version__", *SUBPACKAGES}
     assert _forbidden_imports(_source(name).read_text(), package, allowed) == []
 

@@ -17,6 +17,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -67,7 +69,7 @@ def test_gradient_scale_tells_who_is_off(tmp_path):
         assert [rows[key][name] for name in ("encoder", "scale", "loss")] == pytest.approx(ratios, abs=1e-6), key
         # A multiple of the true gradient and nothing else; float64, and the results are written with six digits.
         assert rows[key]["error"] == pytest.approx(abs(ratios[0] - 1), abs=1e-6 if ratios[0] != 1 else 1e-12), key
-    # What is no multiple of it is told from one.
+    # A gradient that is no multiple of the true one is recognised as such.
     for key in ("no_gather", "own_swapped", "own_swapped_w", "own_detached", "no_gather_uneven", "own_summed_uneven"):
         assert rows[key]["error"] > abs(rows[key]["encoder"] - 1) + 0.01, key
 

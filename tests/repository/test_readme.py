@@ -47,6 +47,7 @@ def test_the_swapped_line() -> None:
     assert names["logits"].grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_the_ddp_recipe(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(block_with("# train.py"), encoding="utf-8")

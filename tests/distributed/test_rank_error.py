@@ -1,0 +1,283 @@
+"""The error that all ranks raise: its classes, how long its text is, what travels for it, and how it is printed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers import WorkerPool, error_of, get_pool
+
+import fullrank
+from fullrank.distributed import header
+from fullrank.distributed.header import Checksum, Offer, agree_on, joint_error, speakers
+from fullrank.errors import RankRuntimeError, RankTypeError, RankValueError, is_from_a_check
+
+# --- the pure functions, for more ranks than a test can start ---------------------------------------------------------
+
+
+def failed(*reasons: str | None) -> tuple[list[list[int]], dict[int, Any]]:
+    """Return the headers of ranks with these reasons, None for a rank without one, and what the speakers say."""
+    heads = [[0, 1, 0, 0] if text is None else [1, header.digest({"reason": text}), 0, 0] for text in reasons]
+    said = {word: reasons[place] for word, place in speakers(heads).items()}
+    return heads, {word: header._Spoken(("ValueError", text), {"call": "a call"}) for word, text in said.items()}
+
+
+def differing(*values: str) -> tuple[list[list[int]], dict[int, Any]]:
+    """Return the headers of ranks that hold these values of a fact, and what the speakers say."""
+    facts = [{"call": "a call", "fact": value} for value in values]
+    heads = [[0, header.digest(held), 0, 0] for held in facts]
+    return heads, {word: header._Spoken(None, facts[place]) for word, place in speakers(heads).items()}
+
+
+def text_of(heads: list[list[int]], spoken: dict[int, Any], **options: Any) -> str:
+    return str(joint_error("a call", list(range(len(heads))), heads, spoken, **options))
+
+
+def test_one_reason_on_many_ranks_is_one_text() -> None:
+    heads, spoken = failed(*["bad"] * 1024)
+    assert speakers(heads) == {heads[0][1]: 0}
+    assert text_of(heads, spoken) == "a call failed on ranks 0, 1, 2, 3 and 1020 more: bad"
+
+
+def test_at_most_four_reasons_are_named() -> None:
+    heads, spoken = failed(None, *[f"bad {rank % 7}" for rank in range(1, 1024)])
+    assert list(speakers(heads).values()) == [1, 2, 3, 4]
+    text = text_of(heads, spoken)
+    assert text.startswith("a call failed on ranks 1, 8, 15, 22 and 143 more: bad 1; ranks 2, 9, 16, 23 and ")
+    assert text.endswith("bad 4; and 3 other reasons on ranks 5, 6, 7, 12 and 434 more")
+    heads, spoken = failed("a", "b", None, "c", "d")
+    assert text_of(heads, spoken) == "a call failed on rank 0: a; rank 1: b; rank 3: c; rank 4: d"
+
+
+def test_at_most_four_values_are_named() -> None:
+    heads, spoken = differing(*[str(rank % 6) for rank in range(1024)])
+    assert list(speakers(heads).values()) == [0, 1, 2, 3]
+    text = text_of(heads, spoken)
+    assert "got fact: 0 on ranks 0, 6, 12, 18 and 167 more, 1 on ranks " in text
+    assert "; others on ranks 4, 5, 10, 11 and 336 more. Pass the same" in text
+    heads, spoken = differing("x", "x", "y", "x")
+    assert "got fact: x on ranks 0, 1, 3, y on rank 2. Pass" in text_of(heads, spoken)
+
+
+def test_checksums_that_differ_need_no_speaker() -> None:
+    heads = [[0, 5, 0, rank % 6] for rank in range(64)]
+    assert speakers(heads) == {}
+    text = text_of(heads, {}, checksum=Checksum(torch.zeros((), dtype=torch.int64), "queue", "Reset it."))
+    assert "got queue: contents 00000000 on ranks 0, 6, 12, 18 and 7 more, contents 00000001 on " in text
+    assert "and 2 other values on ranks 4, 5, 10, 11 and 16 more. Reset it." in text
+
+
+def test_long_texts_are_cut_and_stay_different() -> None:
+    long = [ValueError("x" * 10_000 + end) for end in "ab"]
+    texts = [header.reason_of(error) for error in long]
+    assert texts[0] != texts[1]
+    assert all(len(text) < 2_100 and "10001 characters" in text for text in texts)
+    assert header.reason_of(ValueError("short")) == "short"
+
+
+def test_the_text_of_an_error_that_has_none() -> None:
+    class Speechless(Exception):
+        def __str__(self) -> str:
+            raise OSError("no text")
+
+    assert header.reason_of(Speechless()) == "Speechless: an error whose text cannot be read"
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"), [(RankValueError, ValueError), (RankTypeError, TypeError), (RankRuntimeError, RuntimeError)]
+)
+def test_classes_copies_and_pickles(kind: type[fullrank.RankError], builtin: type[Exception]) -> None:
+    error = kind("what went wrong")
+    error.agreement = (1, 2)
+    assert isinstance(error, fullrank.RankError)
+    assert isinstance(error, builtin)
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(twin) is kind
+        assert str(twin) == "what went wrong"
+        assert twin.agreement == (1, 2)
+
+
+def test_which_errors_a_check_of_this_package_has_raised() -> None:
+    loss = fullrank.SmoothAPLoss(1)
+    with pytest.raises(ValueError, match="expected") as caught:
+        loss(torch.zeros(3, 1), torch.zeros(2, dtype=torch.int64))
+    assert is_from_a_check(caught.value)
+    with pytest.raises(ValueError, match="expected") as caught:
+        raise ValueError("mine: expected nothing of this package")
+    assert not is_from_a_check(caught.value)
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+class Raised(Exception):
+    """A class of the user's own."""
+
+
+def fail_with(rank: int, reasons: list[tuple[str, str] | None]) -> tuple[str, str, bool, str, int]:
+    """Raise this rank's reason in an agreement; return class, text, is a RankError, the cause, and the bytes sent."""
+    sent = 0
+    original = dist.all_gather_object
+
+    def exchange(said: Any, own: Any, **options: Any) -> None:
+        nonlocal sent
+        sent = len(pickle.dumps(own))
+        original(said, own, **options)
+
+    kinds = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError, "Raised": Raised}
+
+    def bring() -> Offer[None]:
+        reason = reasons[rank]
+        if reason is not None:
+            raise kinds[reason[0]](reason[1])
+        return Offer(None, {"long": "y" * 100_000})
+
+    dist.all_gather_object = exchange
+    try:
+        agree_on("a call", dist.group.WORLD, bring)
+    except Exception as error:
+        return type(error).__name__, str(error), isinstance(error, fullrank.RankError), repr(error.__cause__), sent
+    finally:
+        dist.all_gather_object = original
+    return "none", "", False, "", 0
+
+
+def test_several_reasons_on_several_ranks() -> None:
+    for reasons in (
+        [("ValueError", "a"), None, ("OSError", "b")],
+        [None, ("Raised", "a"), ("Raised", "a")],
+        [("TypeError", "a"), ("ValueError", "b"), ("ValueError", "c"), ("ValueError", "b")],
+        [None, None, ("TypeError", "x" * 100_000), ("TypeError", "x" * 100_000)],
+    ):
+        outcomes = get_pool(len(reasons))(fail_with, reasons)
+        assert len({outcome[:3] for outcome in outcomes}) == 1
+        kind, text, is_joint, *_ = outcomes[0]
+        first = next(name for name, _ in filter(None, reasons))
+        assert kind == {"ValueError": "RankValueError", "TypeError": "RankTypeError"}.get(first, "RankRuntimeError")
+        assert is_joint
+        for rank, (reason, (*_, cause, sent)) in enumerate(zip(reasons, outcomes)):
+            # The cause is the rank's own error, which the check of no package has raised.
+            assert cause == "None" if reason is None else cause.startswith(reason[0])
+            speaks = reason is not None and reasons.index(reason) == rank
+            assert sent < (3_000 if speaks else 10)
+        if len(reasons[-1][1]) == 1:
+            assert all(reason is None or reason[1] in text for reason in reasons)
+        assert len(text) < 2_200
+
+
+def differ_in(rank: int, length: int) -> tuple[str, str]:
+    facts = {"long": "y" * length + str(rank), "same": 1}
+    return error_of(lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, facts)))
+
+
+def test_facts_that_differ_after_a_long_beginning(pool: WorkerPool) -> None:
+    for length in (10, 100_000):
+        outcomes = pool(differ_in, length)
+        assert len(set(outcomes)) == 1
+        kind, text = outcomes[0]
+        assert kind == "ValueError"
+        assert "got long: 'yyy" in text
+        assert "same: " not in text
+        assert len(text) < 7_000
+
+
+def stale_agreement(rank: int) -> list[str]:
+    """Rank 1 fails in an agreement with an error that it raised while handling one of an earlier agreement."""
+
+    def fail() -> Offer[None]:
+        raise ValueError("earlier")
+
+    held: list[Exception] = []
+    try:
+        agree_on("first", dist.group.WORLD, fail)
+    except fullrank.RankError:
+        try:
+            raise TypeError("while that was handled")
+        except TypeError as error:
+            held.append(error)
+
+    def bring() -> Offer[None]:
+        if rank == 1:
+            raise held[0]
+        return Offer(None)
+
+    return [*error_of(lambda: agree_on("second", dist.group.WORLD, bring)), repr(held[0].__context__)[:14]]
+
+
+def test_an_error_with_an_earlier_one_as_its_context_still_joins(pool: WorkerPool) -> None:
+    """Otherwise the rank would skip the header, and the others would wait."""
+    text = "second failed on rank 1: while that was handled"
+    assert pool(stale_agreement) == [["TypeError", text, "RankValueError"]] * pool.world_size
+
+
+def nested_agreement(rank: int) -> tuple[str, str]:
+    """Rank 0 fails in an agreement inside ``bring``, and wraps the error of it."""
+
+    def inner() -> Offer[None]:
+        if rank == 0:
+            raise ValueError("inside")
+        return Offer(None)
+
+    def bring() -> Offer[None]:
+        try:
+            agree_on("inner", dist.group.WORLD, inner)
+        except ValueError as error:
+            raise TypeError(f"wrapped: {error}") from error
+        return Offer(None)
+
+    return error_of(lambda: agree_on("outer", dist.group.WORLD, bring))
+
+
+def test_control_an_agreement_inside_is_not_joined_twice(pool: WorkerPool) -> None:
+    assert set(pool(nested_agreement)) == {("TypeError", "wrapped: inner failed on rank 0: inside")}
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import fullrank
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+model = DistributedDataParallel(torch.nn.Linear(2, 3))
+loss_fn = fullrank.SmoothAPLoss(num_classes=3)
+targets = torch.tensor([0, 1, 7 if rank == 1 else 2])
+loss_fn(model(torch.ones(3, 2)), targets)
+"""
+
+
+@pytest.mark.slow
+def test_what_one_bad_target_prints(tmp_path: Path) -> None:
+    """One traceback on each rank, which names the line of the user, and the frames of the module and its forward."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = str(Path(fullrank.__file__).parents[1])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(3)
+    ]
+    printed = [process.communicate(timeout=120)[1] for process in processes]
+    for text in printed:
+        shown = text[text.index("Traceback") :]
+        assert shown.count("Traceback") == 1
+        assert "The above exception" not in shown
+        assert "During handling" not in shown
+        assert "loss_fn(model(torch.ones(3, 2)), targets)" in shown
+        assert "agree_on" not in shown
+        assert "fullrank.errors.RankValueError: SmoothAPLoss failed on rank 1: targets: expected class" in shown
+        assert len(shown.splitlines()) <= 22, shown

@@ -1,0 +1,84 @@
+"""Run a script or a module as a program in new processes, which have imported torch already.
+
+``python script.py`` spends four seconds on imports, and torchrun three times as much for two processes. Here the
+processes come from the server of ``workers.process_context``. They get their own arguments, environment, folder and
+output, and the variables that torchrun sets. The tests that are about torchrun (restarts, the recipe of README.md, the
+preflight) start torchrun itself.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from workers import process_context
+
+GRACE_S = 10  # how long the other processes may live after one has failed
+
+
+class Done(NamedTuple):
+    """How a program ended: the exit status that is not 0 if there is one, and the output of all processes."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(script: str | Path, *arguments: object, cwd: Path, processes: int = 0, limit_s: float = 120) -> Done:
+    """Run a Python file, or a module by its dotted name, in one process, or in ``processes`` as torchrun would."""
+    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
+        environment = {"OMP_NUM_THREADS": "1"}
+        if processes:
+            # The test holds the store, as torchrun's agent does, so the port is one that is free.
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(0, limit_s))
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        started = []
+        for rank in range(processes or 1):
+            own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes else {})
+            options = (str(script), [str(argument) for argument in arguments], own, str(cwd), f"{folder}/{rank}")
+            process = process_context().Process(target=_program, args=options)
+            process.start()
+            started.append(process)
+        codes = _wait(started, limit_s)
+        outputs = [Path(folder, f"{rank}.{kind}") for kind in ("out", "err") for rank in range(len(started))]
+        texts = [path.read_text("utf-8") if path.exists() else "" for path in outputs]
+    stdout, stderr = "".join(texts[: len(started)]), "".join(texts[len(started) :])
+    return Done(next((code for code in codes if code), 0), stdout, stderr)
+
+
+def _wait(processes: list[Any], limit_s: float) -> list[int]:
+    """Return the exit codes; processes that outlive the limit, or a failure by the grace, are killed."""
+    deadline = time.monotonic() + limit_s
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.02)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _program(script: str, arguments: list[str], environment: dict[str, str], cwd: str, output: str) -> None:
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    if script.endswith(".py"):
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
