@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +24,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
+_TAKES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # from torch 2.7 on
 _EAGER = "it communicates or keeps state between calls, so it runs eagerly. Compile without fullgraph=True"
 
 
@@ -39,20 +40,23 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
     """
     disabled: Callable[P, T] | None = None
 
+    def first(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        disabled = torch.compiler.disable(function, **({"reason": reason} if _TAKES_REASON else {}))
+        return disabled(*args, **kwargs)
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal disabled
         try:
-            if disabled is None:
-                if "torch._dynamo" not in sys.modules:
-                    return function(*args, **kwargs)
-                disabled = torch.compiler.disable(function)
-            return disabled(*args, **kwargs)
+            return first(*args, **kwargs) if disabled is None else disabled(*args, **kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
-    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    for marked in (first, call):
+        marked._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
+        marked._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 

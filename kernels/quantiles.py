@@ -95,7 +95,8 @@ def upper_levels(
     last = (count - 1).clamp_min(0)
     quantiles, offsets = [torch.empty(0)] * len(fractions), [torch.empty(0)] * len(fractions)
     for from_top in (True, False):
-        chosen = [index for index, q in enumerate(fractions) if (q <= 0.5) == from_top]
+        # Two comparisons: torch.compile cannot compare the outcome of one, which may be symbolic, with from_top.
+        chosen = [index for index, q in enumerate(fractions) if (q <= 0.5 if from_top else q > 0.5)]
         if not chosen:
             continue
         # The tail holds enough entries of each class for every chosen quantile, best first.

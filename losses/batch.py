@@ -56,7 +56,8 @@ def weight_unit(weight: Tensor) -> Tensor:
     large = 2.0**64 if weight.dtype == torch.float32 else 2.0**512
     if weight.numel() == 0:
         return weight.new_ones(())
-    return torch.where(weight.amax() > large, large, 1.0).to(weight.dtype)
+    most = weight.amax()
+    return torch.where(most > large, torch.full_like(most, large), torch.ones_like(most))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,7 @@ class Pool(NamedTuple):
     member: Tensor | None  # [C, M] bool: the row takes part in the class; None for all True
     iid: Tensor | None = None  # [M] bool, None for all True
     live: Tensor | None = None  # [M] bool: not from the queue; None for all True
-    weight: Tensor | None = None  # [M], None for all 1
+    weight: Tensor | None = None  # [M], None for all 1; only ratios matter, and no sum of them overflows
     indexes: Tensor | None = None  # [M] int64: the query of each row, with C = 1; None for one query
 
     @property
@@ -96,7 +96,8 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         scores = scores.contiguous()
     else:
         scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
-    return Pool(scores, positive, member, batch.iid_mask, live, batch.sample_weight, batch.indexes)
+    weight = None if batch.sample_weight is None else batch.sample_weight / weight_unit(batch.sample_weight)
+    return Pool(scores, positive, member, batch.iid_mask, live, weight, batch.indexes)
 
 
 def local_pool(
@@ -134,7 +135,7 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
     """
     mass = numerator.to(pool.scores.dtype)
     if pool.weight is not None:
-        mass = mass * (pool.weight / weight_unit(pool.weight))
+        mass = mass * pool.weight
     total = mass.sum(dim=1)  # [C]
     valid = total > 0
     return mass / torch.where(valid, total, torch.ones_like(total))[:, None], valid

@@ -30,7 +30,7 @@ from fullrank.losses import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-CALLS = ((40, 0.5), (40, 0.25), (55, 0.25), (55, 0.1), (31, 0.3))  # rows, temperature: one of them changes at a time
+CALLS = ((40, 0.5), (40, 0.25), (55, 0.25), (31, 0.1))  # rows, temperature: first one of them changes, then both
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "smooth_ap": lambda x, t, tau: smooth_ap(x[:, :1], t == 0, tau),
     "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau),
@@ -67,7 +67,7 @@ def outcome(function: Callable[..., Tensor], *args: object) -> tuple[Tensor, Ten
     return value.detach(), torch.autograd.grad(value, args[0])[0]
 
 
-@pytest.mark.parametrize("dynamic", [None, True, False], ids=["default", "dynamic", "static"])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_over_temperatures_and_row_counts(name: str, dynamic: bool | None) -> None:
     torch._dynamo.reset()

@@ -251,11 +251,13 @@ def test_gradients_at_soft_targets(gamma: float) -> None:
 HUGE = 3e38
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weight", [HUGE, 1.0, 1e-30])
 @pytest.mark.parametrize("name", ["sigmoid", "softmax", "softmax positive", "smooth_ap", "recall", "pauc"])
-def test_weights_whose_sum_overflows(name: str, weight: float) -> None:
+def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtype) -> None:
     """Weights that are all the same, however large, are no weights."""
-    x, classes = normal(64, 3).float(), torch.arange(64) % 3
+    x, classes = normal(64, 3).to(dtype), torch.arange(64) % 3
+    weight = weight * 1e269 if dtype == torch.float64 and weight == HUGE else weight
     losses = {
         "sigmoid": lambda x, w: sigmoid_focal(x[:, 0], classes == 0, sample_weight=w),
         "softmax": lambda x, w: softmax_focal(x, classes, sample_weight=w),
@@ -265,7 +267,7 @@ def test_weights_whose_sum_overflows(name: str, weight: float) -> None:
         "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, sample_weight=w),
     }
     outcomes = []
-    for given in (torch.full((64,), weight), None):
+    for given in (torch.full((64,), weight, dtype=dtype), None):
         leaf = x.clone().requires_grad_()
         value = losses[name](leaf, given)
         outcomes.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
