@@ -125,7 +125,7 @@ def check_number(name: str, value: float) -> float:
 def check_positive(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise when it is not a finite number > 0."""
     check_number(name, value)
-    if not (value > 0 and math.isfinite(value)):
+    if not 0 < value < math.inf:  # not math.isfinite, which torch.compile does not trace
         raise ValueError(expected(name, "a finite number > 0", value))
     return value
 
@@ -199,7 +199,12 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            f"{ctx.call}: expected a first derivative, got a second one. Its gradient cannot be differentiated "
-            "again; compute the penalty on another output of the model."
-        )
+        raise second_derivative(ctx.call)
+
+
+def second_derivative(call: str) -> RuntimeError:
+    """Return the exception for a second derivative through ``call``."""
+    return RuntimeError(
+        f"{call}: expected a first derivative, got a second one. Its gradient cannot be differentiated again; compute "
+        "the penalty on another output of the model."
+    )

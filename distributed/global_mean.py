@@ -62,6 +62,7 @@ def mean_agreed(
         prepare: checks this rank's arguments and returns its :class:`Fraction`; all ranks raise what it raises.
         gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
+    refuse_in_backward(call)  # also where a compiled function makes the call
 
     def bring() -> Offer[Tensor]:
         total, count, facts = prepare()

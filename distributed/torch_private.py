@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -23,9 +24,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_TAKES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # from torch 2.7 on
+_EAGER = "it communicates or keeps state between calls, so it runs eagerly. Compile without fullgraph=True"
 
-def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+
+def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, T]:
     """Keep ``function`` out of compiled graphs, as ``torch.compiler.disable`` does.
+
+    With ``fullgraph=True`` the error of torch quotes the name of the function and ``reason``.
 
     ``torch.compiler.disable`` imports the compiler (1.5 s), and ``torch._disable_dynamo`` does so in the first call.
     This decorator never imports it: where nobody has, there is nothing to be kept out of.
@@ -34,19 +40,23 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """
     disabled: Callable[P, T] | None = None
 
+    def first(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        disabled = torch.compiler.disable(function, **({"reason": reason} if _TAKES_REASON else {}))
+        return disabled(*args, **kwargs)
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal disabled
         try:
-            if disabled is None:
-                if "torch._dynamo" not in sys.modules:
-                    return function(*args, **kwargs)
-                disabled = torch.compiler.disable(function)
-            return disabled(*args, **kwargs)
+            return first(*args, **kwargs) if disabled is None else disabled(*args, **kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
+    for marked in (first, call):
+        marked._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
+        marked._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 

@@ -103,8 +103,8 @@ def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
         bins = middle._replace(first=middle.first - window // 2, window=window)
     away: list[Tensor] = []  # coarse bin numbers, float64, of the rows outside of the window
     for part in scores.split(costs_of(scores.device).rows_at_once):
-        coarse = _coarse(_round(part, bins.width, fine), fine)
-        rows = part[(coarse < bins.first) | (coarse >= bins.first + bins.window)].double()  # float32: 1e38 / H is inf
+        relative = _round(part, bins.width, fine).sub_(bins.first * fine)
+        rows = part[_is_outside(relative, bins)].double()  # float32: 1e38 / H is inf
         away.append(_coarse(_round(rows, bins.width, fine), fine))
     ids = torch.cat(away)
     occupied = ids.unique()  # ascending
@@ -148,10 +148,10 @@ def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
     relative = rounded.sub_((bins.first[classes] * bins.fine)[:, None])
     if bins.outside is None:
         return relative.to(torch.int64), u
-    # Count from the first of all bins, those left of the window included.
+    # Count from the first of all bins, those left of the window included. Together they may be more than MOST_EXACT.
     ids, left = bins.outside.ids, bins.outside.num_left
-    away = (relative < 0) | (relative >= bins.window * bins.fine)
-    placed = relative + left * bins.fine
+    away = _is_outside(relative, bins)
+    placed = relative.to(torch.int64).add_(left * bins.fine)
     if bool(away.any()):
         scaled = scores[away].double() * (bins.fine / bins.width)
         rounded = scaled.round()
@@ -159,8 +159,8 @@ def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
         coarse = _coarse(rounded, bins.fine)
         position = torch.searchsorted(ids, coarse)
         position = position + (position >= left) * bins.window
-        placed[away] = (position * bins.fine + (rounded - coarse * bins.fine)).to(placed.dtype)
-    return placed.to(torch.int64), u
+        placed[away] = position * bins.fine + (rounded - coarse * bins.fine).to(torch.int64)
+    return placed, u
 
 
 def num_lanes(scores: Tensor, size: int) -> int:
@@ -202,6 +202,14 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
 def _spread(rows: Tensor, lanes: int) -> Tensor:
     """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; other rows as they are."""
     return rows.reshape(lanes, -1) if rows.shape[0] == 1 and rows.shape[1] % lanes == 0 else rows
+
+
+def _is_outside(relative: Tensor, bins: Bins) -> Tensor:
+    """Return which fine bins, numbered from the first of the window in the dtype of the scores, are outside of it.
+
+    The difference of two infinities is NaN, and outside.
+    """
+    return ~((relative >= 0) & (relative < bins.window * bins.fine))
 
 
 def _round(scores: Tensor, width: float, fine: int) -> Tensor:

@@ -91,13 +91,21 @@ class Kernel(NamedTuple):
     slope: Tensor  # the same for s' / temperature, which is even
 
 
-def make_kernel(matrices: Constants, width: float, temperature: float) -> Kernel:
-    """Return the kernel for coarse bins of ``width``."""
+def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) -> Kernel:
+    """Return the kernel for coarse bins of ``width``.
+
+    Temperatures (C,) of classes, of which ``width`` is at least twice each, give a kernel for each class:
+    (C, 2R + 1, q, q).
+    """
+    if isinstance(temperature, Tensor):
+        temperature = temperature.double()[:, None, None, None]
+        reach = math.ceil(CUTOFF / 2)
+    else:
+        reach = math.ceil(CUTOFF / (width / temperature))
     h = width / temperature
-    reach = math.ceil(CUTOFF / h)
     offset = torch.arange(-reach, reach + 1, dtype=torch.float64, device=matrices.nodes.device)[:, None, None] * h
-    nodes = matrices.nodes * (h / 2)
-    distance = offset + nodes[None, :, None] - nodes[None, None, :]
+    nodes = matrices.nodes[None, None, :] * (h / 2)  # of the targets
+    distance = offset + nodes.transpose(-1, -2) - nodes
     sigmoid = torch.sigmoid(distance)
     return Kernel(reach, sigmoid, sigmoid * torch.sigmoid(-distance) / temperature)
 
@@ -131,18 +139,20 @@ def coefficients(values: Tensor, matrices: Constants, dtype: torch.dtype) -> Ten
 def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B, o) the sum over bins within reach of ``sources`` (..., B, q) through ``kernel`` (2R + 1, q, o).
 
+    A kernel (C, 2R + 1, q, o) for each class takes sources (C, n, B, q).
     One row of a matrix holds a bin and its 2R neighbours, q numbers each. Its product with the kernel serves a block of
     bins. ``ids`` (B,) numbers the bins if they are not contiguous.
     """
     count, q = sources.shape[-2:]
-    matrix = kernel.reshape(-1, kernel.shape[2])  # [(2R + 1) q, o]
+    matrix = kernel.flatten(-3, -2)  # [(2R + 1) q, o]
+    matrix = matrix[:, None] if matrix.ndim == 3 else matrix  # [C, 1, (2R + 1) q, o]
     if ids is None:
         padded = F.pad(sources, (0, 0, reach, reach))
         near = padded.unfold(-2, 2 * reach + 1, 1).transpose(-1, -2)  # [..., B, 2R + 1, q], a view
     else:
         padded = F.pad(sources, (0, 0, 0, 1))  # the last row stands for bins that do not exist
         offsets = torch.arange(-reach, reach + 1, device=ids.device)
-    total = sources.new_empty(*sources.shape[:-1], kernel.shape[2])
+    total = sources.new_empty(*sources.shape[:-1], kernel.shape[-1])
     blocks = max(1, math.ceil(sources.numel() / (q * costs_of(sources.device).bins_at_once)))
     step = max(1, math.ceil(count / blocks))
     for first in range(0, count, step):

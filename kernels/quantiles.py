@@ -8,12 +8,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
 _SNAP = 1e-9  # relative distance at which a rank counts as an integer: (1 - 0.7) * 10 is 3.0000000000000004
+
+
+class Levels(NamedTuple):
+    """Quantiles, each a score plus an offset: between two large scores the sum would be rounded to one of them."""
+
+    base: Tensor  # [C, L] scores
+    offset: Tensor | None  # [C, L] float64; None if every quantile is a score
+
+    @property
+    def value(self) -> Tensor:
+        """(C, L): the quantiles in the dtype of the scores."""
+        if self.offset is None:
+            return self.base
+        return torch.where(self.offset == 0, self.base, (self.base.double() + self.offset).to(self.base.dtype))
+
+    def take(self, index: int | slice) -> Levels:
+        """Return some of the levels, (C, l); one for an int."""
+        part = slice(index, index + 1) if isinstance(index, int) else index
+        return Levels(self.base[:, part], None if self.offset is None else self.offset[:, part])
+
+    def where(self, kept: Tensor) -> Levels:
+        """Return the levels of the classes ``kept`` (C,), and 0 for the others."""
+        keep = kept[:, None]
+        zero = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
+        offset = None if self.offset is None else torch.where(keep, self.offset, zero.double())
+        return Levels(torch.where(keep, self.base, zero), offset)
+
+    def minus(self, other: Levels) -> Tensor:
+        """Return the differences to the levels ``other``, float64."""
+        difference = self.base.double() - other.base.double()
+        if self.offset is not None and other.offset is not None:
+            difference = difference + (self.offset - other.offset)
+        return difference
+
+    def compare(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which ``scores`` (C, M) are at or above, and which are at or below, the one level of their class."""
+        if self.offset is None:
+            return scores >= self.base, scores <= self.base
+        # Of two equal infinities there is no difference.
+        distance = torch.where(scores == self.base, 0.0, scores.double() - self.base.double())
+        return distance >= self.offset, distance <= self.offset
 
 
 def upper_quantiles(
@@ -34,17 +76,27 @@ def upper_quantiles(
     Shape:
         output (C, len(fractions)), detached; arbitrary where a class has no member.
     """
+    return upper_levels(scores, member, fractions, interpolation).value
+
+
+def upper_levels(
+    scores: Tensor, member: Tensor | None, fractions: Sequence[float], interpolation: str = "higher"
+) -> Levels:
+    """Return the quantiles of :func:`upper_quantiles` without rounding those between two scores."""
     scores = scores.detach()
+    blends = interpolation in ("linear", "midpoint")
     if scores.shape[1] == 0:
-        return scores.new_zeros(scores.shape[0], len(fractions))
+        base = scores.new_zeros(scores.shape[0], len(fractions))
+        return Levels(base, base.double() if blends else None)
     if member is None:
         count = torch.full(scores.shape[:1], float(scores.shape[1]), dtype=torch.float64, device=scores.device)
     else:
         count = member.sum(dim=1, dtype=torch.float64)  # [C]
     last = (count - 1).clamp_min(0)
-    quantiles = [torch.empty(0)] * len(fractions)
+    quantiles, offsets = [torch.empty(0)] * len(fractions), [torch.empty(0)] * len(fractions)
     for from_top in (True, False):
-        chosen = [index for index, q in enumerate(fractions) if (q <= 0.5) == from_top]
+        # Two comparisons: torch.compile cannot compare the outcome of one, which may be symbolic, with from_top.
+        chosen = [index for index, q in enumerate(fractions) if (q <= 0.5 if from_top else q > 0.5)]
         if not chosen:
             continue
         # The tail holds enough entries of each class for every chosen quantile, best first.
@@ -59,10 +111,12 @@ def upper_quantiles(
                 (last - rank if from_top else rank).clamp(0, enough - 1).to(torch.int64) for rank in (lower, upper)
             ]
             low, high = (tail.gather(1, place[:, None])[:, 0] for place in places)
-            blend = low + (high - low) * weight.to(low)
-            # The difference of two equal infinities is NaN, so equal scores are not blended.
-            quantiles[index] = torch.where((weight == 0) | (low == high), low, torch.where(weight == 1, high, blend))
-    return torch.stack(quantiles, dim=1)
+            quantiles[index] = torch.where(weight == 1, high, low)
+            if blends:
+                # The difference of two equal infinities is NaN, so equal scores are not blended.
+                between = (weight > 0) & (weight < 1) & (low != high)
+                offsets[index] = torch.where(between, (high.double() - low.double()) * weight, torch.zeros_like(weight))
+    return Levels(torch.stack(quantiles, dim=1), torch.stack(offsets, dim=1) if blends else None)
 
 
 def _ranks(last: Tensor, fraction: float, interpolation: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,14 @@
-"""How a kernel with an analytic gradient becomes a differentiable function, in an eager and in a compiled form.
+"""How a kernel with an analytic gradient becomes a differentiable function, in each form that torch asks for.
 
-Eager code calls a ``torch.autograd.Function``. A graph of ``torch.compile`` calls an operator of ``torch.library``, and
-the compiler does not trace into it. An eager call of that operator would take 0.2 ms longer. :func:`register` makes
-both forms from one description. In both, a second derivative raises RuntimeError.
+:func:`register` makes three forms from one description:
+
+- Eager code calls a ``torch.autograd.Function``.
+- A graph of ``torch.compile`` calls an operator of ``torch.library``, and the compiler does not trace into it. Tensors
+  on the meta device, which have shapes only, take the same operator. An eager call of it would take 0.2 ms longer.
+- The transforms of ``torch.func`` call a ``torch.autograd.Function`` with a separate ``setup_context``. They require
+  that form. An eager call of it would take 20 us longer.
+
+In all forms a second derivative raises RuntimeError. So do forward-mode differentiation and ``torch.vmap``.
 """
 
 from __future__ import annotations
@@ -15,10 +21,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import Backward, anchor_of, first_order_only
+from ..errors import Backward, anchor_of, first_order_only, second_derivative
+from .precision import full_products, products_are_rounded
+from .torch_private import func_transforms_are_active, is_batched
 
 T = TypeVar("T")
 Outputs = tuple[Tensor, ...]
+
+_FORWARD_MODE = (
+    "a ranking loss: expected reverse-mode differentiation, got forward mode. Use backward(), torch.autograd.grad, "
+    "torch.func.grad or torch.func.vjp instead of dual tensors, torch.func.jvp and torch.func.jacfwd."
+)
+_VMAP = (
+    "a ranking loss: expected plain tensors, got a batch of torch.vmap. One call handles many classes as columns of "
+    "(N, C), and many queries with indexes=; else loop over the batch."
+)
 
 
 def register(
@@ -32,12 +49,13 @@ def register(
 ) -> Callable[..., Any]:
     """Return ``forward`` as a differentiable function of the same positional arguments.
 
-    Only the first output is differentiable. Autocast is off inside ``forward`` and ``backward``.
+    Only the first output is differentiable. ``forward`` and ``backward`` run as :func:`exact` says.
 
     Args:
         name: name of the operator in the namespace ``fullrank``.
         forward: the computation. Its annotations are the schema of the operator.
-        fake: returns empty tensors in the shapes and dtypes of the outputs of ``forward``, for the compiler.
+        fake: returns empty tensors in the shapes and dtypes of the outputs of ``forward``, for the compiler and for
+            tensors on the meta device.
         saved: takes the inputs and the output of ``forward``; returns the tensors and the other values that
             ``backward`` needs.
         backward: takes the gradient of the first output, then what ``saved`` returned; returns the gradients of the
@@ -86,11 +104,16 @@ def register(
         def backward(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
             return None, *eager_backward(ctx, grad, *others)
 
+        jvp = staticmethod(_refuse_forward_mode)
+
     operator.register_autograd(gradients(compiled_backward), setup_context=setup_context)
+    transformed = _for_transforms(forward, saved, backward, num_inputs)
 
     def differentiable(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or inputs[0].is_meta:
             return operator(*inputs)
+        if func_transforms_are_active():
+            return transformed(*inputs)
         # A second derivative with respect to the first input finds a path to it, and raises, through the anchor.
         anchor = anchor_of(inputs[0]) if inputs[0].requires_grad and torch.is_grad_enabled() else None
         return Eager.apply(anchor, *inputs)
@@ -98,12 +121,91 @@ def register(
     return differentiable
 
 
+def _for_transforms(
+    forward: Callable[..., Tensor | Outputs],
+    saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor, ...], tuple[Any, ...]]],
+    backward: Callable[..., Outputs],
+    num_inputs: int,
+) -> Callable[..., Any]:
+    """Return ``forward`` as a function that the transforms of ``torch.func`` can differentiate once.
+
+    They differentiate with ``create_graph=True`` at all times, so that cannot be what gives a second derivative away,
+    as in :func:`first_order_only`. Here the gradients are a function of their own, also of the first input of
+    ``forward``, and the derivative of that function raises.
+    """
+
+    class Gradients(torch.autograd.Function):
+        @staticmethod
+        def forward(first_input: Tensor, *args: Any) -> Outputs:
+            return backward(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+            pass
+
+        backward = staticmethod(_refuse_second_derivative)
+        jvp = staticmethod(_refuse_forward_mode)
+        vmap = staticmethod(_refuse_vmap)
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> Tensor | Outputs:
+            return forward(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs) -> None:
+            tensors, ctx.values = saved(inputs, output)
+            ctx.save_for_backward(inputs[0], *tensors)
+            if isinstance(output, tuple):
+                ctx.mark_non_differentiable(*output[1:])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+            first_input, *tensors = ctx.saved_tensors
+            found = Gradients.apply(first_input, grad, *tensors, *ctx.values)
+            return *found, *[None] * (num_inputs - len(found))
+
+        jvp = staticmethod(_refuse_forward_mode)
+        vmap = staticmethod(_refuse_vmap)
+
+    return Transformed.apply
+
+
+def _refuse_second_derivative(*_: Any, **__: Any) -> Any:
+    raise second_derivative("a ranking loss")
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(_FORWARD_MODE)
+
+
+def _refuse_vmap(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(_VMAP)
+
+
+def check_not_batched(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError when one of ``tensors`` is a batch of ``torch.vmap``, whose values no branch may depend on."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and is_batched(tensor):
+            raise RuntimeError(_VMAP)
+
+
 def exact(function: Callable[..., T]) -> Callable[..., T]:
-    """Turn autocast off inside ``function``, which would otherwise compute its matrix products in half precision."""
+    """Turn off inside ``function`` what would round its matrix products.
+
+    That is autocast, which computes them in half precision, and :func:`torch.set_float32_matmul_precision` below
+    ``"highest"``, which computes float32 products from TF32 or bfloat16 parts.
+    """
 
     @functools.wraps(function)
     def guarded(first: Tensor, *args: Any) -> T:
-        if not torch.is_autocast_enabled(first.device.type):
+        if not torch.compiler.is_compiling() and products_are_rounded():
+            with full_products():
+                return without_autocast(first, *args)
+        return without_autocast(first, *args)
+
+    def without_autocast(first: Tensor, *args: Any) -> T:
+        if first.is_meta or not torch.is_autocast_enabled(first.device.type):
             return function(first, *args)
         with torch.autocast(first.device.type, enabled=False):
             return function(first, *args)

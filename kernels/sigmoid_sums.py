@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..errors import check_choice, check_positive, expected
 from .bins import Bins, add_moments, chunks, compact_ids, evaluate, find_bins, locate, num_lanes
 from .costs import costs_of
 from .node_tables import (
+    Order,
     at_fine_nodes,
     beyond_reach,
     coefficients,
@@ -21,9 +23,10 @@ from .node_tables import (
     order_for,
     sources_of,
 )
-from .registration import register
+from .registration import check_not_batched, register
 
 METHODS = ("auto", "direct", "binned")
+MOST_KERNELS = 64  # classes with a kernel of their own at a time, up to 430 KiB each
 
 
 def sigmoid_sums(
@@ -72,6 +75,7 @@ def sigmoid_sums(
     for name, value in (("queries", queries), ("keys", keys), ("weights", weights)):
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype != queries.dtype:
             raise TypeError(expected(name, "a floating-point tensor, all three of one dtype", value))
+    check_not_batched(queries, keys, weights)
     batched = queries.ndim == 2
     fits = queries.ndim in (1, 2) and keys.ndim == queries.ndim and weights.ndim == queries.ndim + 1
     if not fits or weights.shape[:-1] != keys.shape or keys.shape[:-1] != queries.shape[:-1]:
@@ -80,48 +84,74 @@ def sigmoid_sums(
         raise ValueError(expected("queries, keys, weights", what, shapes))
     wide = torch.promote_types(queries.dtype, torch.float32)
     inputs = [tensor.to(wide) if batched else tensor.to(wide)[None] for tensor in (queries, keys, weights)]
-    sums: Tensor = _sigmoid_sums(*inputs, float(temperature), method).to(queries.dtype)
+    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None).to(queries.dtype)
     return sums if batched else sums[0]
 
 
-def _sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
-    """Return the sums (C, Q, n)."""
-    bins = _bins_if_faster(queries, keys, weights, temperature, method)
-    if bins is not None:
-        tables = _Tables(bins, queries, queries.shape[1] + keys.shape[1], temperature)
+def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the sums (C, Q, n) of :func:`sigmoid_sums` with a temperature for each class.
+
+    Scores that were divided by their temperature first would be rounded where they are far from 0.
+
+    Args:
+        queries: (C, Q), float32 or float64.
+        keys: (C, K), the dtype of ``queries``.
+        weights: (C, K, n), the dtype of ``queries``.
+        temperatures: (C,), > 0, detached.
+    """
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", temperatures.to(queries.dtype))
+    return sums
+
+
+def _sums(
+    queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+) -> Tensor:
+    """Return the sums (C, Q, n). ``temperatures`` (C,) replace ``temperature`` where they are given."""
+    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures)
+    if tables is not None:
         return tables.read(tables.sigmoids(tables.moments(keys, weights)), queries)
-    if _is_worth_splitting(queries, keys, weights, method):
-        return torch.cat([_sums(q, k, w, temperature, method) for q, k, w in _each_class(queries, keys, weights)])
+    parts = _num_parts(queries, keys, weights, method, temperatures)
+    if parts > 1:
+        of_each = _split(parts, temperatures, queries, keys, weights)
+        return torch.cat([_sums(q, k, w, temperature, method, t) for t, q, k, w in of_each])
     sums = queries.new_empty(*queries.shape, weights.shape[-1])
     for c, q in _chunks_of_pairs(queries, keys):
-        sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], temperature)) @ weights[c]
+        divisor = _divisor(temperature, temperatures, c)
+        sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], divisor)) @ weights[c]
     return sums
 
 
 def _gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and weights.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
     grad = grad.contiguous()
-    bins = _bins_if_faster(queries, keys, weights, temperature, method)
-    if bins is not None:
-        tables = _Tables(bins, queries, queries.shape[1] + keys.shape[1], temperature)
+    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures)
+    if tables is not None:
         of_keys, of_queries = tables.moments(keys, weights), tables.moments(queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), queries) * grad).sum(dim=2)
         grad_keys = (tables.read(tables.slopes(of_queries), keys) * weights).sum(dim=2)
         return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), keys)
-    if _is_worth_splitting(queries, keys, weights, method):
-        each_class = _each_class(grad, queries, keys, weights)
-        of_each = (_gradients(g, q, k, w, temperature, method) for g, q, k, w in each_class)
-        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*of_each))
+    parts = _num_parts(queries, keys, weights, method, temperatures)
+    if parts > 1:
+        of_each = _split(parts, temperatures, grad, queries, keys, weights)
+        found = (_gradients(g, q, k, w, t, temperature, method) for t, g, q, k, w in of_each)
+        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
     grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
     for c, q in _chunks_of_pairs(queries, keys):
-        sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], temperature))
-        slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(temperature)
+        divisor = _divisor(temperature, temperatures, c)
+        sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], divisor))
+        slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
         grads[0][c, q] = -slope.sum(dim=2)
         grads[1][c] += slope.sum(dim=1)
         grads[2][c] += sigmoid.transpose(1, 2) @ grad[c, q]
@@ -131,33 +161,60 @@ def _gradients(
 # Pairs or bins
 
 
-def _bins_if_faster(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Bins | None:
-    """Return bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly."""
+def _tables_if_faster(
+    queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+) -> _Tables | None:
+    """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly.
+
+    With a temperature for each of several classes, all classes have the same bins on a line of their own, on which the
+    scores are multiplied by a power of two, which is exact, so that the temperatures are between 1 and 2.
+    """
     costs, num_pairs = costs_of(queries.device), queries.numel() * keys.shape[1]
     num_rows = (queries.numel() + keys.numel()) * weights.shape[2]
     if method == "direct" or num_pairs == 0 or (method == "auto" and costs.pairs_are_faster(num_pairs, num_rows)):
         return None
-    both = torch.cat([queries, keys], dim=1)
+    both, factors = torch.cat([queries, keys], dim=1), None
+    if temperatures is not None and temperatures.numel() == 1:
+        temperature, temperatures = float(temperatures), None
+    if temperatures is not None:
+        if queries.shape[0] > MOST_KERNELS:
+            return None
+        factors = torch.ldexp(torch.ones_like(temperatures), 1 - torch.frexp(temperatures).exponent)  # [C]
+        both, temperature = both * factors[:, None], 1.0
     low, high = both.amin(dim=1), both.amax(dim=1)
     if not bool((low.isfinite() & high.isfinite()).all()):
         return None
-    bins = find_bins(both, low, high, temperature, order_for(both, both.shape[1]).fine)
-    if bins is None or method == "binned":
-        return bins
+    order = order_for(both, both.shape[1])
+    bins = find_bins(both, low, high, temperature, order.fine)
+    if bins is None:
+        return None
     num_bins = bins.num_coarse * queries.shape[0] * weights.shape[2]
-    return None if costs.pairs_are_faster(num_pairs, num_rows, num_bins) else bins
+    if method != "binned" and costs.pairs_are_faster(num_pairs, num_rows, num_bins):
+        return None
+    return _Tables(bins, order, temperature if temperatures is None else temperatures, factors, queries.device)
 
 
-def _is_worth_splitting(queries: Tensor, keys: Tensor, weights: Tensor, method: str) -> bool:
-    """Return True if one class alone might go into bins: only a single class may have bins outside of its window."""
-    if method == "direct" or queries.shape[0] == 1:
-        return False
-    num_rows = (queries.shape[1] + keys.shape[1]) * weights.shape[2]
-    return not costs_of(queries.device).pairs_are_faster(queries.shape[1] * keys.shape[1], num_rows)
+def _num_parts(queries: Tensor, keys: Tensor, weights: Tensor, method: str, temperatures: Tensor | None) -> int:
+    """Return into how many parts the classes are split, 1 if they stay together and their pairs are summed directly.
+
+    Fewer classes may have bins where more have not: up to ``MOST_KERNELS`` may have a kernel each, and a single class
+    may have bins outside of its window.
+    """
+    costs, num_classes = costs_of(queries.device), queries.shape[0]
+    if method == "direct" or num_classes == 1:
+        return 1
+    num_pairs, num_rows = queries.shape[1] * keys.shape[1], (queries.shape[1] + keys.shape[1]) * weights.shape[2]
+    if temperatures is not None and num_classes > MOST_KERNELS:
+        together = costs.pairs_are_faster(num_classes * num_pairs, num_classes * num_rows)
+        return 1 if together else math.ceil(num_classes / MOST_KERNELS)
+    return 1 if costs.pairs_are_faster(num_pairs, num_rows) else num_classes
 
 
-def _each_class(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(1) for tensor in tensors))
+def _split(parts: int, temperatures: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the classes of the temperatures and of the tensors in ``parts`` parts."""
+    size = math.ceil(tensors[0].shape[0] / parts)
+    of_each = [None] * parts if temperatures is None else temperatures.split(size)
+    return zip(of_each, *(tensor.split(size) for tensor in tensors))
 
 
 # Pairs
@@ -178,7 +235,12 @@ def _chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, sli
             yield slice(first_class, first_class + classes), slice(first, first + step)
 
 
-def _differences(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
+def _divisor(temperature: float, temperatures: Tensor | None, classes: slice) -> float | Tensor:
+    """Return what the differences (c, q, K) of some classes are divided by."""
+    return temperature if temperatures is None else temperatures[classes, None, None]
+
+
+def _differences(queries: Tensor, keys: Tensor, temperature: float | Tensor) -> Tensor:
     return (keys[:, None, :] - queries[:, :, None]).div_(temperature)  # [c, q, K]
 
 
@@ -198,10 +260,25 @@ def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
 class _Tables:
     """Bins, nodes and the kernel between them, for one call: moments of rows, sums at nodes, values at rows."""
 
-    def __init__(self, bins: Bins, like: Tensor, num_rows: int, temperature: float) -> None:
-        self.bins, self.order = bins, order_for(like, num_rows)
-        self.matrices = constants(self.order, like.device)
+    def __init__(
+        self, bins: Bins, order: Order, temperature: float | Tensor, factors: Tensor | None, device: torch.device
+    ) -> None:
+        """Compute the kernel.
+
+        Args:
+            bins: bins of the scores, or of the scores times the factors.
+            order: numbers of fine bins and of nodes.
+            temperature: in units of the scores; or (C,), one for each class.
+            factors: (C,) powers of two; None for 1.
+            device: that of the scores.
+        """
+        self.bins, self.order, self.factors = bins, order, factors
+        self.matrices = constants(order, device)
+        if factors is not None:
+            temperature = temperature * factors
         self.kernel = make_kernel(self.matrices, bins.width, temperature)
+        if factors is not None:  # slopes per unit of the scores
+            self.kernel = self.kernel._replace(slope=self.kernel.slope * factors.double()[:, None, None, None])
         self.ids = compact_ids(bins, self.kernel.reach)
 
     def moments(self, scores: Tensor, weights: Tensor) -> Tensor:
@@ -211,11 +288,15 @@ class _Tables:
         shape = self.order.p, num_classes * lanes, count, self.bins.num_fine
         table = torch.zeros(shape, dtype=torch.float64, device=scores.device)
         for c, m in chunks(scores):
-            index, u = locate(self.bins, scores[c, m], c)
+            index, u = self._locate(scores, c, m)
             for n in range(count):
                 add_moments(table[:, c if lanes == 1 else slice(None), n], index, u, weights[c, m, n])
         table = table if lanes == 1 else table.sum(dim=1, keepdim=True)
         return table.unflatten(-1, (self.bins.num_coarse, self.bins.fine))
+
+    def _locate(self, scores: Tensor, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        some = scores[classes, rows]
+        return locate(self.bins, some if self.factors is None else some * self.factors[classes, None], classes)
 
     def sigmoids(self, moments: Tensor) -> Tensor:
         """Return the sums (C, n, B, F p) over the sources to the right of each node, near and far."""
@@ -226,7 +307,7 @@ class _Tables:
         """Return the sums (C, n, B, F p) over the sources to the left of each node: the same on the mirrored line."""
         ids = None if self.ids is None else self.ids[-1] - self.ids.flip(0)
         far = beyond_reach(moments[0].sum(-1).flip(-1), self.kernel.reach, ids).flip(-1)
-        return self._near(moments, self.kernel.sigmoid.flip(0, 1, 2)) + far[..., None]
+        return self._near(moments, self.kernel.sigmoid.flip(-3, -2, -1)) + far[..., None]
 
     def slopes(self, moments: Tensor) -> Tensor:
         """Return the sums of slopes (C, n, B, F p)."""
@@ -243,7 +324,7 @@ class _Tables:
         table = coefficients(values, self.matrices, scores.dtype).view(self.order.p, num_classes, count, -1)
         result = scores.new_empty(*scores.shape, count)
         for c, m in chunks(scores):
-            index, u = locate(self.bins, scores[c, m], c)
+            index, u = self._locate(scores, c, m)
             for n in range(count):
                 result[c, m, n] = evaluate(table[:, c, n], index, u)
         return result
@@ -252,12 +333,20 @@ class _Tables:
 # The differentiable function
 
 
-def _fake_sums(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str) -> Tensor:
+def _fake_sums(
+    queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+) -> Tensor:
     return queries.new_empty(*queries.shape, weights.shape[-1])
 
 
 def _fake_gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(weights)
 
@@ -266,7 +355,7 @@ _sigmoid_sums = register(
     "sigmoid_sums",
     forward=_sums,
     fake=_fake_sums,
-    saved=lambda inputs, output: (inputs[:3], inputs[3:]),
+    saved=lambda inputs, output: ((*inputs[:3], inputs[5]), inputs[3:5]),
     backward=_gradients,
     fake_backward=_fake_gradients,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice, check_number, expected
-from ..kernels.quantiles import INTERPOLATIONS, upper_quantiles
+from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from .pool import Pool
 
 Surrogate = Literal["trapezoid", "pairwise"]
@@ -51,11 +51,11 @@ def check_band(band: Band) -> Band:
 class Thresholds(NamedTuple):
     """The scores at the band edges and at the knots, and the temperature, all detached."""
 
-    t_alpha: Tensor  # [C]
-    t_beta: Tensor  # [C]
-    knots: Tensor  # [C, K]
-    tau: Tensor  # [C], 1 where the scale is too small
-    resolved: Tensor  # [C] bool: the class has reference rows, and their scale is large enough
+    alpha: Levels  # [C, 1] the upper edge of the band
+    beta: Levels  # [C, 1] the lower edge
+    knots: Levels  # [C, K]
+    tau: Tensor  # [C], 1 where the scale gives no temperature
+    resolved: Tensor  # [C] bool: the class has reference rows, and their scale gives a temperature
     has_reference: Tensor  # [C] bool: the class has reference rows
 
 
@@ -70,12 +70,12 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
         fractions += [band.alpha, *inner, band.beta]
     if band.tau_scale == "iqr":
         fractions += [0.25, 0.75]
-    levels = upper_quantiles(pool.scores, reference, fractions, band.quantile_interpolation)  # [C, L]
     has_reference = reference.any(dim=1)
-    levels = torch.where(has_reference[:, None], levels, torch.zeros_like(levels))
-    t_alpha, t_beta = levels[:, 0], levels[:, 1]
-    scale = levels[:, -2] - levels[:, -1] if band.tau_scale == "iqr" else t_alpha - t_beta
-    large = ~(scale <= SMALLEST_SCALE)  # True for NaN: the loss is then NaN instead of being left out
-    tau = torch.where(large, scale * temperature, torch.ones_like(scale))
-    knots = levels[:, 2 : 2 + band.n_knots] if band.surrogate == "trapezoid" else levels[:, :0]
-    return Thresholds(t_alpha, t_beta, knots, tau, has_reference & large, has_reference)
+    levels = upper_levels(pool.scores, reference, fractions, band.quantile_interpolation).where(has_reference)
+    ends = (len(fractions) - 2, len(fractions) - 1) if band.tau_scale == "iqr" else (0, 1)
+    scale = levels.take(ends[0]).minus(levels.take(ends[1]))[:, 0]
+    # A NaN scale counts as usable: the loss is then NaN instead of being left out.
+    usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
+    tau = torch.where(usable, scale * temperature, torch.ones_like(scale)).to(pool.scores.dtype)
+    knots = levels.take(slice(2, 2 + (band.n_knots if band.surrogate == "trapezoid" else 0)))
+    return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference)

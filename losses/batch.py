@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Words, check_tensor, expected, warn
+from ..kernels.registration import check_not_batched
+from ..kernels.torch_private import is_batched
 from ..queues.memory_queue import multi_hot_dtype
 
 
@@ -44,6 +46,20 @@ class TargetRule(NamedTuple):
         return (codes == 1) & (codes != self.ignore_index)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return True if a branch may depend on values: not while compiling, on the meta device or under ``torch.vmap``."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or is_batched(tensor))
+
+
+def weight_unit(weight: Tensor) -> Tensor:
+    """Return what weights are divided by so that no sum of them overflows: 1, or a power of two for huge weights."""
+    large = 2.0**64 if weight.dtype == torch.float32 else 2.0**512
+    if weight.numel() == 0:
+        return weight.new_ones(())
+    most = weight.amax()
+    return torch.where(most > large, torch.full_like(most, large), torch.ones_like(most))
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype a loss is computed in: float32 for half precision, whose sums over a pool would saturate."""
     return torch.promote_types(dtype, torch.float32)
@@ -63,9 +79,10 @@ def check_batch(
 
     The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling.
     """
-    validate_args = validate_args and not torch.compiler.is_compiling()
     check_tensor("logits", logits)
     check_tensor("targets", targets)
+    check_not_batched(logits, targets, iid_mask, sample_weight, indexes)
+    validate_args = validate_args and has_values(logits)
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw scores."))
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
@@ -164,7 +181,7 @@ def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool)
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
     sample_weight = sample_weight.detach()
-    if validate_args and not torch.compiler.is_compiling():
+    if validate_args and has_values(sample_weight):
         bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
         if bool(bad.any()):
             first = sample_weight[bad][0].item()
@@ -179,7 +196,7 @@ def is_integer(tensor: Tensor) -> bool:
 
 def may_hold(targets: Tensor, value: int) -> bool:
     """Return False if one pass over the targets shows that none is ``value``; True otherwise, and while compiling."""
-    if torch.compiler.is_compiling() or targets.numel() == 0:
+    if not has_values(targets) or targets.numel() == 0:
         return True
     low, high = targets.aminmax()
     return bool((low <= value) & (value <= high))

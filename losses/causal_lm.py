@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..distributed.global_mean import local_mean
 from ..errors import Words, check_int, check_number, check_tensor, expected
-from .batch import compute_dtype
+from .batch import compute_dtype, has_values
 
 
 def causal_lm_loss(
@@ -68,7 +68,7 @@ def causal_lm_loss(
     if shift:
         targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
     valid = targets != ignore_index
-    if validate_args and not torch.compiler.is_compiling():
+    if validate_args and has_values(targets):
         bad = ((targets < 0) | (targets >= logits.shape[-1])) & valid
         if bool(bad.any()):
             what = f"token indices in [0, {logits.shape[-1]}) or ignore_index={ignore_index}"
@@ -84,7 +84,7 @@ def causal_lm_loss(
         if num_items.numel() != 1:
             raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))
         return local_mean(total, num_items.detach().reshape(()))
-    if not (check_number("num_items", num_items) >= 0 and math.isfinite(num_items)):
+    if not 0 <= check_number("num_items", num_items) < math.inf:
         raise ValueError(expected("num_items", "a finite number >= 0", num_items))
     return total / (num_items or 1)
 

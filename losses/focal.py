@@ -15,22 +15,33 @@ from .distributed_loss import DistributedLoss
 
 
 class Elements(NamedTuple):
-    """Element losses, weighted, 0 where ignored; and the divisor of their sum."""
+    """Element losses, weighted, 0 where ignored; and the divisor of their sum. Both are in units of ``unit``."""
 
     values: Tensor  # [N, *], compute dtype
     divisor: Tensor  # scalar: number of elements, or their mass of weights; 0 for a plain sum
+    unit: Tensor | None = None  # scalar, what the weights were divided by; None without weights
 
 
 def reduce_elements(elements: Elements, reduction: str) -> Tensor:
     """Return the loss over the elements of this rank."""
-    return elements.values if reduction == "none" else local_mean(elements.values.sum(), elements.divisor)
+    values, divisor, unit = elements
+    if reduction == "none":
+        return values if unit is None else values * unit
+    mean = local_mean(values.sum(), divisor)
+    return mean * unit if unit is not None and reduction == "sum" else mean
 
 
 def focus(log_p: Tensor, gamma: float) -> Tensor:
     """Return ``(1 - p)^gamma``, to full accuracy for p near 1, with a finite slope there."""
     if gamma == 0:
         return torch.ones_like(log_p)
-    distance = -torch.expm1(log_p)
+    return power(-torch.expm1(log_p), gamma)
+
+
+def power(distance: Tensor, gamma: float) -> Tensor:
+    """Return ``distance^gamma`` for numbers >= 0, with a finite slope at 0."""
+    if gamma == 0:
+        return torch.ones_like(distance)
     # For gamma < 1 the slope of x^gamma at 0 is infinite. At the smallest normal number it is finite.
     return distance.clamp_min(torch.finfo(distance.dtype).tiny) ** gamma if gamma < 1 else distance**gamma
 
@@ -106,7 +117,8 @@ class FocalLoss(DistributedLoss):
         Distributed: one collective of 64 bytes forward, none backward.
         """
         call = type(self).__name__
-        refuse_in_backward(call)
+        if not torch.compiler.is_compiling():  # the compiler cannot trace the question
+            refuse_in_backward(call)
         group = self._resolve_group()
         if group is None:
             return reduce_elements(self.elements(inputs, targets, sample_weight), self.reduction)
@@ -119,10 +131,16 @@ class FocalLoss(DistributedLoss):
             dtype = str(inputs.dtype).removeprefix("torch.")
             weighted = sample_weight is not None
             facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
-            return Fraction(own[0].values.sum(), own[0].divisor, facts)
+            values, divisor, unit = own[0]
+            if unit is None:
+                return Fraction(values.sum(), divisor, facts)
+            # The units may differ between ranks. In float64 nothing overflows.
+            return Fraction(values.sum().double() * unit, divisor.double() * unit, facts)
 
         mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
-        return own[0].values if self.reduction == "none" else mean
+        if self.reduction == "none":
+            return reduce_elements(own[0], self.reduction)
+        return mean.to(own[0].values.dtype)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward

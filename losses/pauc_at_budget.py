@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..distributed.group import Group
-from ..kernels.sigmoid_sums import sigmoid_sums
+from ..distributed.torch_private import not_compiled
+from ..kernels.quantiles import Levels
+from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..queues.memory_queue import Keep
 from .band import (
     SMALLEST_SCALE,
@@ -20,6 +22,7 @@ from .band import (
     band_thresholds,
     check_band,
 )
+from .batch import has_values
 from .pool import (
     LossWithClasses,
     PerClass,
@@ -168,8 +171,9 @@ def pauc_at_budget(
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
-        most 1e-12, and under ``"pairwise"`` without a negative in the band: left out of the mean and the sum, NaN under
-        ``"none"``.
+        most 1e-12 or infinite, and under ``"pairwise"`` without a negative in the band: left out of the mean and the
+        sum, NaN under ``"none"``. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a
+        negative of +inf; the scale ``"iqr"`` only where a quarter of the reference is.
 
     Example:
         >>> import torch
@@ -209,45 +213,57 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if band.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
-    negative = pool.negative
-    in_band = negative & (pool.scores >= edges.t_beta[:, None]) & (pool.scores <= edges.t_alpha[:, None])
+    at_least_beta, _ = edges.beta.compare(pool.scores)
+    _, at_most_alpha = edges.alpha.compare(pool.scores)
+    in_band = pool.negative & at_least_beta & at_most_alpha
     valid = has_positive & pool.has_negative & edges.resolved
-    # Distances from the lower edge of the band, in units of tau. Scores far from 0, divided by tau, would lose their
-    # differences to rounding.
-    center = torch.where(edges.t_beta.isfinite(), edges.t_beta, torch.zeros_like(edges.t_beta))[:, None]
-    scaled = (pool.scores - center) / edges.tau[:, None]
     if band.surrogate == "trapezoid":
-        mask, queries, shares = numerator, scaled, share
-        points = (edges.knots - center) / edges.tau[:, None]  # [C, K]
-        weights = torch.full_like(edges.knots, 1.0 / (band.n_knots - 1))  # the trapezoid rule, on an interval of 1
+        mask, queries, shares = numerator, pool.scores, share
+        weights = torch.full_like(edges.knots.base, 1.0 / (band.n_knots - 1))  # the trapezoid rule, on an interval of 1
         weights[:, 0] /= 2
         weights[:, -1] /= 2
     else:
         valid = valid & in_band.any(dim=1)
-        mask, queries, shares = _compact(numerator, scaled, share)
+        mask, queries, shares = _compact(numerator, pool.scores, share)
         shares = shares * mask
-        inside, points = _compact(in_band, scaled)  # [C, K]
-        weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(scaled)
-        points = torch.where(inside, points, torch.zeros_like(points))
-    queries = torch.where(mask & valid[:, None], queries, torch.zeros_like(queries))
-    points = torch.where(valid[:, None], points, torch.zeros_like(points))
-    missed = sigmoid_sums(queries, points, weights.to(scaled)[:, :, None], 1.0)[:, :, 0]  # [C, P]
+        inside, points = _compact(in_band, pool.scores)  # [C, K]
+        weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
+    # Entries that do not count are at the lower edge of the band, where they neither widen the range nor give NaN.
+    filling = torch.where(edges.beta.base.isfinite() & valid[:, None], edges.beta.base, 0.0)
+    queries = torch.where(mask & valid[:, None], queries, filling)
+    if band.surrogate == "trapezoid":
+        missed = _sums_at_levels(queries, edges.knots.where(valid), weights, edges.tau)
+    else:
+        points = torch.where(inside & valid[:, None], points, filling)
+        missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], edges.tau)[:, :, 0]  # [C, P]
     per_class = PerClass(spread_nan((missed * shares).sum(dim=1), pool), valid)
     variance = _variance(missed.detach(), mask)
-    floats = {"t_alpha": edges.t_alpha, "t_beta": edges.t_beta, "tau_eff": edges.tau, "pauc_var": variance}
+    t_alpha, t_beta = edges.alpha.value[:, 0], edges.beta.value[:, 0]
+    floats = {"t_alpha": t_alpha, "t_beta": t_beta, "tau_eff": edges.tau, "pauc_var": variance}
     counts = {"band_neg_count": (in_band & iid).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
     stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
     return _Outcome(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
 
 
+def _sums_at_levels(queries: Tensor, knots: Levels, weights: Tensor, tau: Tensor) -> Tensor:
+    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K)."""
+    if knots.offset is None:
+        return sigmoid_sums_of_classes(queries, knots.base, weights[:, :, None], tau)[:, :, 0]
+    # Each knot is a class of its own, on a line with its base in 0.
+    distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
+    offsets, tau = knots.offset.to(queries.dtype).view(-1, 1), tau.repeat_interleave(weights.shape[1])
+    sums = sigmoid_sums_of_classes(distances, offsets, weights.reshape(-1, 1, 1), tau)
+    return sums.view(*weights.shape, -1).sum(dim=1)
+
+
 def _compact(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return ``mask`` and ``tensors`` (C, M) reduced to (C, K): the entries of each row's mask first, then padding.
 
-    K is the largest number of entries of any row. Reading it waits for the device once. While compiling, where shapes
-    must be known, the tensors are returned unchanged.
+    K is the largest number of entries of any row. Reading it waits for the device once. Where values cannot be read,
+    as while compiling, the tensors are returned unchanged.
     """
-    if torch.compiler.is_compiling():
+    if not has_values(mask):
         return mask, *tensors
     count = mask.sum(dim=1)
     width = int(count.max()) if count.numel() else 0
@@ -317,8 +333,8 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
-        most 1e-12 (a warning, once), and under ``"pairwise"`` without a negative in the band: left out of the mean and
-        the sum. With no valid class the loss is 0 with zero gradients.
+        most 1e-12 or infinite (a warning, once), and under ``"pairwise"`` without a negative in the band: left out of
+        the mean and the sum. With no valid class the loss is 0 with zero gradients.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -442,6 +458,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats: ...
+    @not_compiled
     def forward(
         self,
         logits: Tensor,
@@ -466,7 +483,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         """
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
         per_class, stats, flat = _per_class(pool, self.band, self.temperature)
-        if self.validate_args and "flat" not in self._warned and bool(flat.any()):
+        if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
             self._warn_once(
                 "flat",
                 f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "

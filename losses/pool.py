@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice, check_int, check_positive
-from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold
+from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -23,7 +23,7 @@ class Pool(NamedTuple):
     member: Tensor | None  # [C, M] bool: the row takes part in the class; None for all True
     iid: Tensor | None = None  # [M] bool, None for all True
     live: Tensor | None = None  # [M] bool: not from the queue; None for all True
-    weight: Tensor | None = None  # [M], None for all 1
+    weight: Tensor | None = None  # [M], None for all 1; only ratios matter, and no sum of them overflows
     indexes: Tensor | None = None  # [M] int64: the query of each row, with C = 1; None for one query
 
     @property
@@ -96,7 +96,8 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         scores = scores.contiguous()
     else:
         scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
-    return Pool(scores, positive, member, batch.iid_mask, live, batch.sample_weight, batch.indexes)
+    weight = None if batch.sample_weight is None else batch.sample_weight / weight_unit(batch.sample_weight)
+    return Pool(scores, positive, member, batch.iid_mask, live, weight, batch.indexes)
 
 
 def local_pool(

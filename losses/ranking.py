@@ -11,9 +11,10 @@ from torch import Tensor
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import Checksum, State, refuse_in_backward
+from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, check_positive, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
-from .batch import Batch, TargetRule, check_batch, compute_dtype
+from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
 from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, Reduction, loss_of, one_vs_rest
 from .sampling import draw_rows
@@ -112,6 +113,7 @@ class RankingLoss(DistributedLoss):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
+    @not_compiled
     def forward(
         self,
         logits: Tensor,
@@ -217,7 +219,10 @@ class RankingLoss(DistributedLoss):
                 f"{type(self).__name__}: a pool of {batch.logits.shape[0]} rows is drawn down to max_pool_size={limit} "
                 "with a quota for every class. The loss is a random approximation from here on.",
             )
-            index = draw_rows(batch, self._rule, limit, self._num_draws)
+            if has_values(batch.logits):
+                index = draw_rows(batch, self._rule, limit, self._num_draws)
+            else:  # on the meta device any rows have the right shape
+                index = torch.arange(limit, device=batch.logits.device)
             # Only training steps count: rank 0 may validate alone, and its draws must stay those of the other ranks.
             self._num_draws += self.training
             batch, is_live = batch.take(index), None if is_live is None else is_live[index]
@@ -242,7 +247,7 @@ class RankingLoss(DistributedLoss):
         )
 
     def _enqueue(self, live: Batch) -> None:
-        if self._enqueues and live.indexes is None:
+        if self._enqueues and live.indexes is None and not live.logits.is_meta:
             self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
 
     def _warn_once(self, kind: str, text: str) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..distributed.group import Group
 from ..errors import check_choice, check_number, expected
-from ..kernels.quantiles import INTERPOLATIONS, upper_quantiles
+from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums
 from ..queues.memory_queue import Keep
+from .batch import has_values
 from .pool import (
     LossWithClasses,
     PerClass,
@@ -140,15 +141,17 @@ def check_quantile(quantile: float) -> float:
 def _per_class(pool: Pool, quantile: float, temperature: float, interpolation: str) -> PerClass:
     """Return one minus the smooth recall at the quantile, of each class of ``pool``."""
     share, valid = positive_shares(pool, pool.positive)
-    threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
-    threshold = torch.where(valid[:, None], threshold, torch.zeros_like(threshold))
+    threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
     # Positives alone. They are few, and an infinite negative at an infinite threshold gives NaN, even times 0.
-    if pool.scores.shape[0] == 1 and not torch.compiler.is_compiling():
+    if pool.scores.shape[0] == 1 and has_values(pool.scores):
         rows = pool.positive[0].nonzero()[:, 0]
         scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
     else:
         scores = pool.scores.masked_fill(~pool.positive, 0.0)
-    below = sigmoid_sums(scores, threshold, torch.ones_like(threshold)[:, :, None], temperature)[:, :, 0]
+    point = threshold.base
+    if threshold.offset is not None:
+        scores, point = scores - threshold.base, threshold.offset.to(scores.dtype)
+    below = sigmoid_sums(scores, point, torch.ones_like(point)[:, :, None], temperature)[:, :, 0]
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
 

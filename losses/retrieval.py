@@ -17,11 +17,11 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_int, check_positive, check_tensor, expected, first_order_only
+from ..errors import check_choice, check_int, check_positive, check_tensor, expected
 from ..kernels.costs import costs_of
-from ..kernels.registration import exact
+from ..kernels.registration import check_not_batched, register
 from ..kernels.soft_ranks import smooth_ap_sums
-from .batch import check_device, compute_dtype, is_integer
+from .batch import check_device, compute_dtype, has_values, is_integer
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
 from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
 
@@ -145,6 +145,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
 
+    @not_compiled
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of the rows of all ranks.
 
@@ -196,6 +197,7 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the embeddings and the labels as int64, or raise TypeError or ValueError."""
     check_tensor("embeddings", embeddings)
     check_tensor("labels", labels)
+    check_not_batched(embeddings, labels)
     if not embeddings.is_floating_point():
         raise TypeError(expected("embeddings", "a floating-point tensor", embeddings, "Use embeddings.float()."))
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
@@ -213,9 +215,12 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 @not_compiled
 def _loss(embeddings: Tensor, labels: Tensor, temperature: float, reduction: str, ignore_index: int) -> Tensor:
     """Return the loss of rows that have been checked."""
-    kept = (labels != ignore_index).nonzero()[:, 0]
+    rows = torch.arange(labels.shape[0], device=labels.device)
+    kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
     unit = _directions(embeddings.index_select(0, kept))
-    per_query = PerClass(*_Queries.apply(unit, labels.index_select(0, kept), temperature))
+    with_grad = unit.requires_grad and torch.is_grad_enabled()
+    values, valid, _ = _queries(unit, labels.index_select(0, kept), temperature, with_grad)
+    per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
         return loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
@@ -235,8 +240,8 @@ def _directions(embeddings: Tensor) -> Tensor:
     return scaled / length.clamp_min(1.0)
 
 
-class _Queries(torch.autograd.Function):
-    """One minus the smooth average precision of each row as a query against the others, and which are valid.
+def _with_gradient(unit: Tensor, labels: Tensor, temperature: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one minus the smooth average precision of each row as a query, and which are valid, and the gradient.
 
     A query is valid if it has a positive, which is another row of its label, and a negative.
 
@@ -253,28 +258,24 @@ class _Queries(torch.autograd.Function):
     The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
     a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
     """
-
-    @staticmethod
-    def forward(ctx: Any, unit: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        ones = torch.ones(unit.shape[0], dtype=torch.float64, device=unit.device)
-        values, valid, gradient = _queries(unit, labels, temperature, ones if unit.requires_grad else None)
-        ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(valid)
-        return values, valid
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        unit, labels, counted, gradient = ctx.saved_tensors
-        factors = grad_values[counted]
-        if factors.numel() == 0 or bool((factors == factors[0]).all()):
-            return gradient * factors[:1].sum().to(gradient.dtype), None, None
-        return _queries(unit, labels, ctx.temperature, grad_values)[2], None, None
+    ones = torch.ones(unit.shape[0], dtype=torch.float64, device=unit.device) if with_grad else None
+    values, valid, gradient = _sums_of_queries(unit, labels, temperature, ones)
+    return values, valid, unit.new_empty(0) if gradient is None else gradient
 
 
-@exact
-def _queries(
+def _scaled_or_again(
+    grad_values: Tensor, unit: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, temperature: float
+) -> tuple[Tensor]:
+    """Return dz for the incoming gradient."""
+    factors = grad_values[counted]
+    if factors.numel() == 0 or bool((factors == factors[0]).all()):
+        return (gradient * factors[:1].sum().to(gradient.dtype),)
+    again = _sums_of_queries(unit, labels, temperature, grad_values)[2]
+    assert again is not None
+    return (again,)
+
+
+def _sums_of_queries(
     unit: Tensor, labels: Tensor, temperature: float, factors: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the loss of each query (M,) float64, which are valid, and the gradient (M, D) of ``factors @ loss``."""
@@ -297,3 +298,24 @@ def _queries(
             gradient[own] += slope @ unit
             gradient += slope.t() @ unit[own]
     return values, valid, gradient
+
+
+def _fake(unit: Tensor, labels: Tensor, temperature: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    values, valid = (unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool))
+    return values, valid, torch.empty_like(unit) if with_grad else unit.new_empty(0)
+
+
+def _fake_backward(
+    grad_values: Tensor, unit: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, temperature: float
+) -> tuple[Tensor]:
+    return (torch.empty_like(unit),)
+
+
+_queries = register(
+    "retrieval_smooth_ap",
+    forward=_with_gradient,
+    fake=_fake,
+    saved=lambda inputs, out: ((inputs[0], inputs[1], out[1] | out[0].isnan(), out[2]), inputs[2:3]),
+    backward=_scaled_or_again,
+    fake_backward=_fake_backward,
+)

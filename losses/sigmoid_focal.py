@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from ..distributed.group import Group
 from ..errors import check_choice, check_number, check_tensor, expected
-from .batch import check_weight, compute_dtype
-from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
+from .batch import check_weight, compute_dtype, has_values, weight_unit
+from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, power, reduce_elements, squeeze_advice
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -73,7 +74,7 @@ def _elements(
     if targets.shape != inputs.shape:
         fix = squeeze_advice("targets", targets, tuple(inputs.shape))
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets, fix))
-    if validate_args and not torch.compiler.is_compiling():
+    if validate_args and has_values(targets):
         bad = ~((targets >= 0) & (targets <= 1))
         if bool(bad.any()):
             fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
@@ -85,17 +86,21 @@ def _elements(
     is_hard = (y == 0) | (y == 1)
     hard = F.logsigmoid(torch.where(y > 0.5, x, -x))
     x_soft = torch.where(is_hard, torch.zeros_like(x), x)
-    p = torch.sigmoid(x_soft)
-    soft = (p * y + (1 - p) * (1 - y)).log()
-    cross_entropy = torch.where(is_hard, -hard, F.binary_cross_entropy_with_logits(x_soft, y, reduction="none"))
-    values = focus(torch.where(is_hard, hard, soft), gamma) * cross_entropy
+    missed = torch.sigmoid(x_soft) * (1 - y) + torch.sigmoid(-x_soft) * y  # 1 - p_t, a sum of numbers >= 0
+    cross_entropy = torch.where(is_hard, -hard, -y * F.logsigmoid(x_soft) - (1 - y) * F.logsigmoid(-x_soft))
+    # Hard elements read 0.5 here and soft ones log 0.5, so that neither branch has an infinite slope for the other.
+    focus_of_hard = focus(torch.where(is_hard, hard, torch.full_like(x, -math.log(2))), gamma)
+    focus_of_soft = power(torch.where(is_hard, torch.full_like(x, 0.5), missed), gamma)
+    values = torch.where(is_hard, focus_of_hard, focus_of_soft) * cross_entropy
     if alpha >= 0:
         values = values * (alpha * y + (1 - alpha) * (1 - y))
     if sample_weight is None:
         mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device)
         return Elements(values, mass * (reduction == "mean"))
     weight = check_weight(_expand(sample_weight, inputs), x.dtype, validate_args)
-    return Elements(values * weight, weight.sum() * (reduction == "mean"))
+    unit = weight_unit(weight)
+    weight = weight / unit
+    return Elements(values * weight, weight.sum() * (reduction == "mean"), unit)
 
 
 def _expand(sample_weight: Tensor, inputs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.torch_private import not_compiled
+from ..errors import expected
 from ..kernels.soft_ranks import smooth_ap_sums
 from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, local_pool, loss_of
 from .queries import group_rows
@@ -126,6 +127,9 @@ def smooth_ap(
 def _per_class(pool: Pool, temperature: float) -> PerClass:
     """Return one minus the smooth average precision of each class of ``pool``, or of each query if it has indexes."""
     if pool.indexes is not None:
+        if pool.indexes.is_meta:
+            fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
+            raise RuntimeError(expected("indexes", "a tensor with values", pool.indexes, fix))
         return _per_query(pool, pool.indexes, temperature)
     return PerClass(*smooth_ap_sums(pool.scores, pool.positive, pool.member, pool.weight, temperature))
 
@@ -239,6 +243,7 @@ class SmoothAPLoss(RankingLoss):
         sample_weight: Tensor | None = None,
         indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
+    @not_compiled
     def forward(
         self,
         logits: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..distributed.group import Group
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
-from .batch import check_class_range, check_weight, compute_dtype
+from .batch import check_class_range, check_weight, compute_dtype, has_values, weight_unit
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "sum", "none"]
@@ -111,17 +111,19 @@ def _elements(
     # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
     values = _element_losses(x, torch.where(valid, targets, torch.zeros_like(targets)), rule)
-    weight = valid.to(x.dtype)
+    weight, unit = valid.to(x.dtype), None
     if sample_weight is not None:
         check_tensor("sample_weight", sample_weight, "a tensor or None")
         if sample_weight.shape != targets.shape:
             fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
             what = f"the shape of targets, {tuple(targets.shape)}"
             raise ValueError(expected("sample_weight", what, sample_weight, fix))
-        weight = weight * check_weight(sample_weight, x.dtype, validate_args)
+        given = check_weight(sample_weight, x.dtype, validate_args)
+        unit = weight_unit(given)
+        weight = weight * (given / unit)
     counted = weight * (targets != rule.background_class) if rule.reduction == "mean_positive" else weight
     count = counted.sum() * (rule.reduction in ("mean", "mean_positive"))
-    return Elements(values * weight, count)
+    return Elements(values * weight, count, unit)
 
 
 def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: bool) -> tuple[Tensor, Tensor]:
@@ -140,7 +142,7 @@ def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: 
         raise TypeError(expected("targets", "integer class indices", targets, "Use targets.long()."))
     targets = targets.to(torch.int64)
     valid = targets != rule.ignore_index
-    if validate_args and not torch.compiler.is_compiling():
+    if validate_args and has_values(targets):
         check_class_range(targets, ~valid, inputs.shape[1], rule.ignore_index)
     return targets, valid
 

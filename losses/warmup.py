@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
+from ..distributed.torch_private import not_compiled
 from ..errors import check_count, check_number, check_positive, expected, warn
 from ..queues.memory_queue import check_saved_queues
 from .distributed_loss import DistributedLoss
@@ -201,6 +202,7 @@ class LossWarmupWrapper(nn.Module):
             decayed = self.temp_start * (self.temp_end / self.temp_start) ** progress
             self.main_loss.temperature = self.temp_end if progress == 1.0 else decayed
 
+    @not_compiled
     def forward(self, logits: Tensor, targets: Tensor, **kwargs: Any) -> Any:
         """Return the loss of the current phase.
 

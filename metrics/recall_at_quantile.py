@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import check_choice
-from ..kernels.quantiles import INTERPOLATIONS, upper_quantiles
+from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.pool import PerClass, Pool
 from ..losses.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
@@ -14,12 +14,13 @@ from .ranking_metric import Average, RankingMetric
 
 def exact_recall(pool: Pool, quantile: float, interpolation: str) -> PerClass:
     """Return the recall at the quantile, of each class of ``pool``."""
-    threshold = upper_quantiles(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
+    threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
     positives = pool.positive.sum(dim=1)  # [C]
-    caught = (pool.positive & (pool.scores >= threshold)).sum(dim=1)  # [C]
+    reached, _ = threshold.compare(pool.scores)
+    caught = (pool.positive & reached).sum(dim=1)  # [C]
     recall = caught.to(pool.scores) / positives.clamp_min(1)
     # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
-    return PerClass(recall.masked_fill(threshold[:, 0].isnan(), math.nan), positives > 0)
+    return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), positives > 0)
 
 
 class RecallAtQuantile(RankingMetric):

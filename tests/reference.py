@@ -332,7 +332,7 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     scale = level(0.25) - level(0.75) if band.tau_scale == "iqr" else t_alpha - t_beta
     tau = band.temperature * scale
     in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]
-    if scale <= 1e-12 or (band.surrogate == "pairwise" and not in_band):
+    if scale <= 1e-12 or scale == math.inf or (band.surrogate == "pairwise" and not in_band):
         return None, dict(NO_STATS)
     if band.surrogate == "pairwise":
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]

@@ -1,0 +1,146 @@
+"""A lower precision of float32 matrix products changes no bit of a loss, and is what it was after the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullrank.kernels import precision, registration
+from fullrank.kernels.precision import full_products
+from fullrank.losses import (
+    RecallAtQuantileLoss,
+    pauc_at_budget,
+    recall_at_quantile,
+    retrieval_smooth_ap,
+    sigmoid_sums,
+    smooth_ap,
+)
+
+ROWS = 300
+
+
+def rows(columns: int) -> Tensor:
+    """Return (ROWS, columns) float32 normal numbers that require a gradient."""
+    return torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+TARGETS = torch.arange(ROWS) % 7 == 0
+LABELS = torch.arange(ROWS) % 20
+WEIGHTS = torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(4))
+
+LOSSES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "smooth_ap": (1, lambda x: smooth_ap(x, TARGETS, 0.1)),
+    "recall": (1, lambda x: recall_at_quantile(x, TARGETS, 0.2, 0.3)),
+    "recall module": (1, lambda x: RecallAtQuantileLoss(1, 0.2, temperature=0.3)(x, TARGETS)),
+    "pauc trapezoid": (1, lambda x: pauc_at_budget(x, TARGETS, beta=0.3, temperature=0.5)),
+    "pauc pairwise": (1, lambda x: pauc_at_budget(x, TARGETS, beta=0.3, temperature=0.5, surrogate="pairwise")),
+    "sigmoid_sums": (1, lambda x: sigmoid_sums(x[:, 0], x[:, 0], WEIGHTS, 0.5).square().sum()),
+    "retrieval": (256, lambda x: retrieval_smooth_ap(x, LABELS, temperature=0.05)),
+    "queries": (256, lambda x: retrieval_smooth_ap(x, LABELS, temperature=0.05, reduction="none").square().sum()),
+}
+
+
+@contextmanager
+def products_by(setting: str) -> Iterator[None]:
+    """Lower the precision of float32 products, through the older setting or the newer ones, and restore it."""
+    newer = [torch.backends, getattr(torch.backends.mkldnn, "matmul", None), torch.backends.cuda.matmul]
+    newer = [owner for owner in newer if hasattr(owner, "fp32_precision")]  # from torch 2.9 on
+    try:
+        for owner in newer:
+            owner.fp32_precision = "none"
+        if setting in ("high", "medium"):
+            torch.set_float32_matmul_precision(setting)
+        elif not newer:
+            pytest.skip("torch.backends.fp32_precision came with torch 2.9")
+        else:
+            newer[setting == "mkldnn"].fp32_precision = "bf16"
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for owner in newer:
+            owner.fp32_precision = "none"
+
+
+def value_and_gradient(name: str) -> tuple[Tensor, Tensor]:
+    """Return the value and the gradient of one loss."""
+    columns, loss = LOSSES[name]
+    leaf = rows(columns)
+    value = loss(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def current() -> tuple[object, ...]:
+    """Return every setting of the precision of float32 products."""
+    newer = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None), torch.backends)
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "mixed"
+    return older, *(getattr(setting, "fp32_precision", None) for setting in newer)
+
+
+@pytest.mark.parametrize("setting", ["high", "medium", "mkldnn", "everything"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_bit_is_changed(name: str, setting: str) -> None:
+    plain = value_and_gradient(name)
+    with products_by(setting):
+        before = current()
+        lowered = value_and_gradient(name)
+        assert current() == before
+    assert torch.equal(lowered[0], plain[0])
+    assert torch.equal(lowered[1], plain[1])
+
+
+def test_control_unguarded_products_are_rounded() -> None:
+    numbers = rows(256)
+    product = numbers @ numbers.t()
+    plain = value_and_gradient("retrieval")
+    with products_by("medium"):
+        if torch.equal(numbers @ numbers.t(), product):
+            pytest.skip("this processor computes float32 products in float32 at any setting")
+        with mock.patch.object(registration, "products_are_rounded", return_value=False):
+            rounded = value_and_gradient("retrieval")
+    assert not torch.equal(rounded[1], plain[1])
+
+
+@pytest.mark.parametrize("setting", ["high", "medium", "mkldnn", "everything"])
+def test_products_are_full_inside_the_kernels(setting: str) -> None:
+    """Whatever the hardware makes of the setting: it is full precision at each product."""
+    seen: list[bool] = []
+
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.Tensor.matmul or func is torch.Tensor.__matmul__:
+                seen.append(precision._calls > 0)
+            return func(*args, **(kwargs or {}))
+
+    with products_by(setting), Recorder():
+        value_and_gradient("retrieval")
+        assert seen
+        assert all(seen)
+    seen.clear()
+    with Recorder():
+        value_and_gradient("retrieval")
+    assert seen
+    assert not any(seen)  # nothing is switched in the common case
+
+
+def test_calls_within_calls_and_exceptions_restore_the_setting() -> None:
+    with products_by("medium"):
+        before = current()
+        with pytest.raises(ValueError, match="inside"), full_products(), full_products():
+            raise ValueError("inside")
+        assert current() == before
+
+
+def test_what_was_inherited_is_inherited_again() -> None:
+    with products_by("everything"):
+        value_and_gradient("retrieval")
+        torch.backends.fp32_precision = "ieee"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"

@@ -1,0 +1,125 @@
+"""Compiled losses: other temperatures and row counts, static and dynamic; and what fullgraph=True is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullrank import (
+    LossWarmupWrapper,
+    PAUCAtBudgetLoss,
+    RecallAtQuantileLoss,
+    RetrievalSmoothAPLoss,
+    SigmoidFocalLoss,
+    SmoothAPLoss,
+    SoftmaxFocalLoss,
+)
+from fullrank.losses import (
+    causal_lm_loss,
+    pauc_at_budget,
+    recall_at_quantile,
+    retrieval_smooth_ap,
+    sigmoid_focal,
+    sigmoid_sums,
+    smooth_ap,
+    softmax_focal,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+CALLS = ((40, 0.5), (40, 0.25), (55, 0.25), (31, 0.1))  # rows, temperature: first one of them changes, then both
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "smooth_ap": lambda x, t, tau: smooth_ap(x[:, :1], t == 0, tau),
+    "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau),
+    "recall linear": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, quantile_interpolation="linear"),
+    "pauc": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau),
+    "pauc linear": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, quantile_interpolation="linear"),
+    "pauc pairwise": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, surrogate="pairwise"),
+    "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
+    "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, 0], t / 3, gamma=tau),
+    "softmax_focal": lambda x, t, tau: softmax_focal(x, t, gamma=tau, sample_weight=t + tau),
+    "causal_lm": lambda x, t, tau: causal_lm_loss(x[None], t[None], num_items=100 * tau),
+}
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
+    "SmoothAPLoss": (lambda: SmoothAPLoss(3), lambda t: t),
+    "RecallAtQuantileLoss": (lambda: RecallAtQuantileLoss(3, 0.2), lambda t: t),
+    "PAUCAtBudgetLoss": (lambda: PAUCAtBudgetLoss(3, beta=0.3), lambda t: t),
+    "RetrievalSmoothAPLoss": (lambda: RetrievalSmoothAPLoss(), lambda t: t),
+    "LossWarmupWrapper": (lambda: LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_epochs=1), lambda t: t),
+    "SoftmaxFocalLoss": (lambda: SoftmaxFocalLoss(), lambda t: t),
+    "SigmoidFocalLoss": (lambda: SigmoidFocalLoss(), lambda t: nn.functional.one_hot(t, 3)),
+}
+TRACED = ("SoftmaxFocalLoss", "SigmoidFocalLoss")  # the modules that a graph may hold whole
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    """Return logits (count, 3) that require a gradient, and class indices."""
+    numbers = torch.Generator().manual_seed(count)
+    return torch.randn(count, 3, generator=numbers).double().requires_grad_(), torch.arange(count) % 3
+
+
+def outcome(function: Callable[..., Tensor], *args: object) -> tuple[Tensor, Tensor]:
+    """Return the value of a function of rows and its gradient."""
+    value = function(*args)
+    return value.detach(), torch.autograd.grad(value, args[0])[0]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_over_temperatures_and_row_counts(name: str, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    function = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=dynamic)
+    for count, temperature in CALLS:
+        given = (*rows(count), temperature)
+        for ours, plain in zip(outcome(compiled, *given), outcome(function, *given)):
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["smooth_ap", "pauc", "sigmoid_focal"])
+def test_functions_through_aot_autograd(name: str) -> None:
+    torch._dynamo.reset()
+    function = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for count, temperature in CALLS[:3]:
+        given = (*rows(count), temperature)
+        for ours, plain in zip(outcome(compiled, *given), outcome(function, *given)):
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_with_default_settings(name: str, dynamic: bool | None) -> None:
+    """Also within a compiled model, with a queue that fills, temperatures that cool and batches of other sizes."""
+    torch._dynamo.reset()
+    make, to_targets = MODULES[name]
+    plain, loss = make(), make()
+
+    def step(x: Tensor, targets: Tensor) -> Tensor:
+        return loss(x * 2, targets) + x.square().mean()
+
+    compiled = torch.compile(step, backend="eager", dynamic=dynamic, fullgraph=name in TRACED)
+    for count, temperature in CALLS:
+        x, targets = rows(count)[0], to_targets(rows(count)[1])
+        if hasattr(loss, "temperature"):
+            loss.temperature = plain.temperature = temperature
+        value, gradient = outcome(lambda x, t: plain(x * 2, t) + x.square().mean(), x, targets)
+        ours = outcome(compiled, x, targets)
+        torch.testing.assert_close(ours[0], value, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(ours[1], gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in TRACED] + ["retrieval_smooth_ap", "indexes"])
+def test_fullgraph_of_what_runs_eagerly_says_so(name: str) -> None:
+    torch._dynamo.reset()
+    x, targets = rows(12)
+    other: dict[str, Callable[..., Tensor]] = {
+        "retrieval_smooth_ap": retrieval_smooth_ap,
+        "indexes": lambda x, t: smooth_ap(x[:, :1], t == 0, indexes=t),
+    }
+    function = MODULES[name][0]() if name in MODULES else other[name]
+    with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
+        torch.compile(function, backend="eager", fullgraph=True)(x, targets)

@@ -1,0 +1,284 @@
+"""Scores, weights and soft targets at which a formula written down naively loses its digits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
+from fullrank.kernels import sigmoid_sums as sums
+from fullrank.kernels.costs import TABLE
+from fullrank.losses import pauc_at_budget, recall_at_quantile, sigmoid_focal, smooth_ap, softmax_focal
+from fullrank.metrics import RecallAtQuantile
+
+FLOAT32, FLOAT64 = 2e-6, 1e-12  # relative errors of a gradient
+DTYPES = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, FLOAT32), (torch.float64, FLOAT64)], ids=str)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers that float32 holds, in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def slope(difference: Tensor) -> Tensor:
+    """Return s'(d), exact in both tails."""
+    return torch.sigmoid(difference) * torch.sigmoid(-difference)
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """Return the relative error in the norm."""
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+# Partial AUC
+
+
+def level(ordered: Tensor, rate: float, interpolation: str) -> Tensor:
+    """Return the (1 - rate) quantile of scores in ascending order."""
+    rank = (1 - rate) * (ordered.numel() - 1)
+    if interpolation == "linear":
+        low = math.floor(rank + 1e-9)
+        return ordered[low] + (ordered[min(low + 1, ordered.numel() - 1)] - ordered[low]) * (rank - low)
+    return ordered[math.ceil(rank - 1e-9)]
+
+
+def pauc_of_all_pairs(
+    scores: Tensor, positive: Tensor, surrogate: str, beta: float = 1.0, interpolation: str = "higher"
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of a band from 0 at temperature 0.1, and its gradient, from all pairs in float64."""
+    above, below = scores[positive], scores[~positive]
+    ordered = below.sort().values
+    tau = 0.1 * (level(ordered, 0.25, interpolation) - level(ordered, 0.75, interpolation))
+    if surrogate == "pairwise":
+        within = below >= level(ordered, beta, interpolation)
+        points, weights = below[within], torch.ones(int(within.sum())).double() / within.sum()
+    else:
+        points = torch.stack([level(ordered, rate, interpolation) for rate in (0.0, beta)])
+        weights = torch.tensor([0.5, 0.5]).double()
+    difference = (points - above[:, None]) / tau
+    gradient = torch.zeros_like(scores)
+    gradient[positive] = -(slope(difference) @ weights) / tau / above.numel()
+    if surrogate == "pairwise":
+        of_points = slope(difference).sum(dim=0) * weights / tau / above.numel()
+        gradient[(~positive).nonzero()[within, 0]] = of_points
+    return (torch.sigmoid(difference) @ weights).mean(), gradient
+
+
+def ours(scores: Tensor, positive: Tensor, dtype: torch.dtype, **options: object) -> tuple[Tensor, Tensor]:
+    """Return the loss and the gradient of the package for scores (M,) or (M, C)."""
+    leaf = scores.to(dtype).requires_grad_()
+    logits, multi = (leaf, True) if scores.ndim == 2 else (leaf[:, None], False)
+    value = pauc_at_budget(logits, positive.long(), temperature=0.1, multi_hot=multi, **options)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+@DTYPES
+@pytest.mark.parametrize("outlier", [-1e6, -1e7, -1e9, -1e30])
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+@pytest.mark.parametrize("count", [300, 5000])
+def test_pauc_with_an_outlier_in_its_band(
+    count: int, surrogate: str, outlier: float, dtype: torch.dtype, limit: float
+) -> None:
+    scores, positive = normal(count), normal(count, seed=1) > 1
+    scores[(~positive).nonzero()[3]] = outlier
+    scores = scores.float().double()
+    loss, exact = pauc_of_all_pairs(scores, positive, surrogate)
+    value, gradient = ours(scores, positive, dtype, beta=1.0, surrogate=surrogate)
+    assert error(gradient, exact) <= limit
+    assert abs(float(value) - float(loss)) <= limit
+    if dtype == torch.float32 and outlier == -1e7:  # control: the scores divided around the outlier
+        shifted = (scores.float() - outlier).double()
+        assert error(ours(shifted, positive, torch.float64, beta=1.0, surrogate=surrogate)[1], exact) > 1e-3
+
+
+@DTYPES
+@pytest.mark.parametrize("method", ["direct", "binned"])
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+@pytest.mark.parametrize("num_classes", [3, 2 * sums.MOST_KERNELS + 1])
+def test_classes_of_different_scale_share_a_call(
+    num_classes: int, surrogate: str, method: str, dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has an outlier in addition. Its class is summed alone, and the others together."""
+    pair = {"direct": 0.0, "binned": 1e9}[method]
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pair=pair))
+    count = 400
+    scales = 10.0 ** torch.linspace(-3, 3, num_classes).double()
+    scores = (normal(count, num_classes) * scales + 100).float().double()
+    positive = normal(count, num_classes, seed=1) > 1
+    scores[(~positive[:, 1]).nonzero()[0], 1] = -1e7
+    # Bins have the error of the largest slope. With the lowest score for a knot, no positive may be near any knot.
+    beta = {"trapezoid": 0.3, "pairwise": 1.0}[surrogate]
+    of_each = [pauc_of_all_pairs(scores[:, c], positive[:, c], surrogate, beta)[1] for c in range(num_classes)]
+    exact = torch.stack(of_each, dim=1)
+    _, gradient = ours(scores, positive, dtype, beta=beta, surrogate=surrogate, reduction="sum")
+    for c in range(num_classes):
+        assert error(gradient[:, c], exact[:, c]) <= limit
+
+
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> None:
+    """An infinite scale gives no temperature. The scale of the quartiles stays finite, and so does that loss."""
+    scores, positive = normal(200, 2).float(), normal(200, 2, seed=1) > 1
+    row = int((~positive[:, 0]).nonzero()[0])
+    scores[row, 0] = math.inf
+    options = {"beta": 0.3, "surrogate": surrogate, "multi_hot": True, "return_per_class": True}
+    for scale, valid in (("band", [False, True]), ("iqr", [True, True])):
+        leaf = scores.clone().requires_grad_()
+        found = pauc_at_budget(leaf, positive.long(), tau_scale=scale, **options)
+        assert found.valid.tolist() == valid
+        assert found.loss.isfinite()
+        (gradient,) = torch.autograd.grad(found.loss, leaf)
+        assert gradient.isfinite().all()
+        assert bool(gradient[:, 1].any())
+        assert bool(gradient[:, 0].any()) == valid[0]
+    module = PAUCAtBudgetLoss(2, beta=0.3, tau_scale="band", multi_hot=True, queue_size=0)
+    with pytest.warns(UserWarning, match="class 0 is left out"):
+        assert module(scores, positive.long()).isfinite()
+    scores[row, 0] = math.nan
+    assert pauc_at_budget(scores, positive.long(), tau_scale="band", beta=0.3, multi_hot=True).isnan()
+
+
+@DTYPES
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+def test_ranges_beyond_the_largest_float32_in_temperatures(surrogate: str, dtype: torch.dtype, limit: float) -> None:
+    scores, positive = (normal(300) * 1e-9).float().double(), normal(300, seed=1) > 1
+    negatives, positives = (~positive).nonzero()[:, 0], positive.nonzero()[:, 0]
+    scores[negatives[0]], scores[positives[0]], scores[positives[1]] = -3e30, 3e30, -3e30
+    scores = scores.float().double()
+    loss, exact = pauc_of_all_pairs(scores, positive, surrogate)
+    value, gradient = ours(scores, positive, dtype, beta=1.0, surrogate=surrogate)
+    assert error(gradient, exact) <= limit
+    assert abs(float(value) - float(loss)) <= limit
+
+
+# Thresholds between two scores
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+def test_interpolated_band_edges_far_from_zero(surrogate: str, offset: float, dtype: torch.dtype, limit: float) -> None:
+    scores, positive = (normal(300) + offset).float().double(), normal(300, seed=1) > 1
+    loss, exact = pauc_of_all_pairs(scores, positive, surrogate, 0.3, "linear")
+    value, gradient = ours(scores, positive, dtype, beta=0.3, surrogate=surrogate, quantile_interpolation="linear")
+    # In float64 the reference itself rounds its quantiles, to 1e-10 of the spread at 1e6.
+    assert error(gradient, exact) <= max(limit, 1e-9 if offset else 0)
+    assert abs(float(value) - float(loss)) <= max(limit, 1e-9 if offset else 0)
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("interpolation", ["linear", "midpoint"])
+@pytest.mark.parametrize("num_classes", [1, 3])
+def test_interpolated_recall_far_from_zero(
+    num_classes: int, interpolation: str, offset: float, dtype: torch.dtype, limit: float
+) -> None:
+    scores, positive = (normal(301, num_classes) + offset).float().double(), normal(301, num_classes, seed=1) > 1
+    exact = torch.zeros_like(scores)
+    for c in range(num_classes):
+        threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation)
+        rows = positive[:, c]
+        exact[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+    leaf = scores.to(dtype).requires_grad_()
+    options = {"quantile_interpolation": interpolation, "reduction": "sum", "multi_hot": num_classes > 1}
+    targets = positive.long() if num_classes > 1 else positive[:, 0].long()
+    recall_at_quantile(leaf, targets, 0.123, 0.3, **options).backward()
+    assert leaf.grad is not None
+    assert error(leaf.grad, exact) <= max(limit, 1e-9 if offset else 0)
+    if offset and dtype == torch.float32 and num_classes == 1:  # control: the threshold in float32
+        rounded = torch.zeros_like(scores)
+        for c in range(num_classes):
+            threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation).float().double()
+            rows = positive[:, c]
+            rounded[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+        assert error(rounded, exact) > 1e-3
+
+
+def test_a_threshold_between_two_large_scores_counts_only_those_above() -> None:
+    """The sum 1e6 + 0.3 * 0.0625 in float32 is 1e6, at which the lower row would be counted too."""
+    scores = torch.tensor([1e6, 1e6 + 0.0625])
+    assert float(scores[0] + (scores[1] - scores[0]) * 0.3) == 1e6
+    metric = RecallAtQuantile(1, 0.7, quantile_interpolation="linear")
+    metric.update(scores[:, None], torch.tensor([1, 1]))
+    assert float(metric.compute()) == 0.5
+
+
+# Soft targets
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 3.5])
+@pytest.mark.parametrize("alpha", [-1.0, 0.25])
+def test_soft_targets_of_sigmoid_focal(alpha: float, gamma: float) -> None:
+    """Float32 against float64 with 1 - p_t and log p_t from sums of positive numbers."""
+    x = torch.tensor([-40.0, -15.0, -7.3, -1.0, 0.0, 0.4, 3.0, 9.0, 15.0, 30.0])
+    y = torch.tensor([1e-6, 1e-4, 0.01, 0.3, 0.5, 0.7, 0.99, 0.9999])
+    x, y = x.repeat_interleave(y.numel()), y.repeat(x.numel())
+    wide, p = x.double(), y.double()
+    missed = torch.sigmoid(wide) * (1 - p) + torch.sigmoid(-wide) * p
+    entropy = p * torch.log1p(torch.exp(-wide.abs())) + (1 - p) * torch.log1p(torch.exp(-wide.abs()))
+    entropy = entropy + p * (-wide).clamp_min(0) + (1 - p) * wide.clamp_min(0)
+    exact = missed**gamma * entropy * (1.0 if alpha < 0 else alpha * p + (1 - alpha) * (1 - p))
+    found = sigmoid_focal(x, y, alpha, gamma, reduction="none").double()
+    assert ((found - exact).abs() / exact).max() <= FLOAT32
+    # Control: 1 - p_t from the logarithm of p_t, as for hard targets.
+    if gamma == 2.0:
+        log_p = (torch.sigmoid(x) * y + torch.sigmoid(-x) * (1 - y)).log()
+        lost = (-torch.expm1(log_p)).double() ** gamma
+        assert ((lost - missed**gamma).abs() / missed**gamma).max() > 1e-3
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_gradients_at_soft_targets(gamma: float) -> None:
+    x = torch.linspace(-20, 20, 81).repeat(5)
+    y = torch.tensor([1e-4, 0.1, 0.5, 0.9, 0.9999]).repeat_interleave(81)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.detach().clone().to(dtype).requires_grad_()
+        sigmoid_focal(leaf, y.to(dtype), gamma=gamma, reduction="sum").backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    assert error(gradients[0], gradients[1]) <= FLOAT32
+    small = torch.linspace(-3, 3, 41).double().requires_grad_()
+    soft = torch.linspace(0.1, 0.9, 41).double()
+    assert torch.autograd.gradcheck(lambda x: sigmoid_focal(x, soft, gamma=gamma, reduction="sum"), small)
+
+
+# Weights whose sum float32 cannot hold
+
+HUGE = 3e38
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("weight", [HUGE, 1.0, 1e-30])
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "softmax positive", "smooth_ap", "recall", "pauc"])
+def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtype) -> None:
+    """Weights that are all the same, however large, are no weights."""
+    x, classes = normal(64, 3).to(dtype), torch.arange(64) % 3
+    weight = weight * 1e269 if dtype == torch.float64 and weight == HUGE else weight
+    losses = {
+        "sigmoid": lambda x, w: sigmoid_focal(x[:, 0], classes == 0, sample_weight=w),
+        "softmax": lambda x, w: softmax_focal(x, classes, sample_weight=w),
+        "softmax positive": lambda x, w: softmax_focal(x, classes, reduction="mean_positive", sample_weight=w),
+        "smooth_ap": lambda x, w: smooth_ap(x, classes, 0.5, sample_weight=w),
+        "recall": lambda x, w: recall_at_quantile(x, classes, 0.3, 0.5, sample_weight=w),
+        "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, sample_weight=w),
+    }
+    outcomes = []
+    for given in (torch.full((64,), weight, dtype=dtype), None):
+        leaf = x.clone().requires_grad_()
+        value = losses[name](leaf, given)
+        outcomes.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+    assert outcomes[1][0] > 0
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=2e-6, atol=1e-9)
+
+
+def test_sums_and_elements_keep_the_unit_of_huge_weights() -> None:
+    x, y = torch.zeros(2), torch.tensor([1.0, 0.5])
+    one = sigmoid_focal(x, y, -1, 0.0, reduction="none")
+    weight = torch.tensor([2.0**100, 2.0**99])
+    assert torch.equal(sigmoid_focal(x, y, -1, 0.0, reduction="none", sample_weight=weight), one * weight)
+    assert sigmoid_focal(x, y, -1, 0.0, reduction="sum", sample_weight=weight) == (one * weight).sum()
+    assert SigmoidFocalLoss(-1, 0.0, reduction="sum")(x, y, sample_weight=weight) == (one * weight).sum()
