@@ -98,7 +98,7 @@ def warn(text: str) -> None:
 def attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Run ``check`` and return ``(result, None)``, or ``(None, exception)``.
 
-    Checks in front of a collective may not raise at once: the other ranks would wait for this one. The exception is
+    Checks before a collective may not raise at once: the other ranks would wait for this one. The exception is
     handed to the agreement of the ranks, which raises it on all of them.
     """
     try:

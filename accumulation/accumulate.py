@@ -12,7 +12,7 @@ What happens in a window, on every rank and whatever the data::
     closing header      sum of losses, and any mistake of this rank since the opening   Step._close
     the last            backward, in which the wrapper reduces
 
-The closing header stands in front of the last backward, because that is the last place where all ranks can raise the
+The closing header comes before the last backward, because that is the last place where all ranks can raise the
 same error: DDP has not begun to reduce, so no rank waits in a collective that the others will not enter. Before it a
 rank must not raise, because the others may be micro-batches away from any exchange. It keeps the mistake, runs a
 backward of zeros instead, and continues.
@@ -42,7 +42,7 @@ from torch.autograd.graph import Node
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
 from ..errors import RankValueError, Words, check_positive, expected
-from ..gradients.all_reduce_grads import Count, note_count
+from ..gradients.all_reduce_grads import note_count
 from ..gradients.wrappers import discard_gradients_
 from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
 from .window import Window, open_window
@@ -145,9 +145,6 @@ def accumulate(
     if terms.is_counted:
         terms = terms._replace(number=math.fsum(opened.totals[:, 0].tolist()))
     return Step(window, terms)._run()
-
-
-OTHER_TOKENS = "These ranks hold different tokens, so all of them must count: pass a group that contains them to {}."
 
 
 class _Terms(NamedTuple):
@@ -264,7 +261,7 @@ class Step:
                         self._close()  # this rank left out the last backward, and the header with it
             self._has_ended = True
         window.wrappers.leave_as_reduced()
-        note_count(window.model, Count(self._terms.number, OTHER_TOKENS.format("accumulate(..., group=...)")))
+        note_count(window.model, self._terms.number)
 
     def _end(self) -> None:
         self._index = -1

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import Offer, agree_on, failure, is_shared
+from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
 from ..distributed.torch_private import divide_each_, not_compiled
 from ..errors import Words, check_positive, expected
-from ..gradients.all_reduce_grads import Count, Summand, add_, distinct_entries, plan_sum
+from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
-from .accumulate import OTHER_TOKENS, check_summed_loss
+from .accumulate import check_summed_loss
 from .token_count import check_scalar
 
 # All objects alive: two of them must not divide the gradients of one parameter.
@@ -126,11 +126,11 @@ class DeferredMean:
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0; when a newer object has taken over the model.
 
-        Errors are raised on every rank, in front of the backward: gradients and counts are as before the call.
+        Errors are raised on every rank before the backward: gradients and counts are as before the call.
         """
         sums, is_first = self._sums, self._sums.num_calls == 0
         if is_first:
-            self._ranks = find_ranks(self._model, self._group)
+            self._ranks = self._find_ranks()
 
         def bring() -> Offer[None]:
             if is_first:
@@ -172,11 +172,11 @@ class DeferredMean:
             N, an int when it is whole. With N = 0 every gradient that exists is set to 0.
 
         Raises:
-            ValueError: when ranks that are added up have divided by different counts: tokens of one sequence on several
-                ranks need the ``group`` of the constructor.
             TypeError, ValueError: for an entry that is none of these; parameters that are not the model's; the same
                 parameter and group twice; parameters that no wrapper reduces, unless pairs, or the ``group`` of the
-                constructor, say that this is known; see also :func:`all_reduce_grads_`.
+                constructor, say that this is known; ranks that are added up but have divided by different counts
+                (tokens of one sequence on several ranks need the ``group`` of the constructor); see also
+                :func:`all_reduce_grads_`.
             RuntimeError: without a backward since the last finish: a second sync would add final gradients again; when
                 the way the model reduces has changed since the first backward.
 
@@ -206,9 +206,8 @@ class DeferredMean:
             entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
             plans = []
             if entries:
-                count = Count(sums.num_terms, OTHER_TOKENS.format("DeferredMean(model, group)"))
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, self._ranks, count))).value
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, sums.num_terms))).value
         for summands, group in plans:
             add_(summands, group)
         self._divide(sums.num_terms, unmanaged)
@@ -220,9 +219,7 @@ class DeferredMean:
     def mean_loss(self) -> Tensor:
         """Return the loss of the step that was finished last: a detached scalar, the same on every rank of the group.
 
-        No communication.
-
-        In the dtype of the losses, float32 for half precision.
+        In the dtype of the losses, float32 for half precision. No communication.
 
         Raises:
             RuntimeError: before the first :meth:`finish`.
@@ -246,6 +243,17 @@ class DeferredMean:
         self._sync.check_wrapped(others_reduce=self._group is not None or given is not None, fix=_BY_HAND)
         self._multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
         self._sync.check_group(self._group)
+
+    def _find_ranks(self) -> ProcessGroup | None:
+        """Return the ranks for the next step; those of the last step if this rank cannot read its wrappers any more.
+
+        It reports that error in the next header, which must be in the group that the other ranks use.
+        """
+        try:
+            find_sync(self._model)
+        except Exception:
+            return self._ranks
+        return find_ranks(self._model, self._group)
 
     @contextmanager
     def _forgetting_forwards(self) -> Iterator[None]:
@@ -360,13 +368,12 @@ def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
     return entries
 
 
-def _plan(
-    entries: list[_SyncEntry], ranks: ProcessGroup | None, count: Count
-) -> list[tuple[list[Summand], ProcessGroup]]:
-    """Compare over every group what its ranks hold, and return what to add over which group; or raise an error.
+def _plan(entries: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
+    """Compare over every group what its ranks hold, and return what to add over which group; or raise the first error.
 
-    An error does not end the loop: the ranks of the other groups wait for this one. Of several errors the one that
-    all of ``ranks`` have raised counts, because a rank that knows of no other does not exchange a header after it.
+    An error does not end the loop: the ranks of the other groups wait for this one. The error that is raised is a copy
+    that no agreement has raised. With the original, a rank whose error all ranks have would skip the next header, in
+    which a rank whose first error is that of a smaller group waits.
     """
     plans, errors = [], []
     for parameters, group, _ in entries:
@@ -376,5 +383,5 @@ def _plan(
             except Exception as error:
                 errors.append(error)
     if errors:
-        raise next((error for error in errors if ranks is not None and is_shared(error, ranks)), errors[0])
+        raise public_class(errors[0])(reason_of(errors[0]))
     return plans

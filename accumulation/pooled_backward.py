@@ -91,11 +91,10 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window, a loss without a graph to the scores or with one to other leaves; for a loss
-            whose ``gradient_reduction`` is not how ``model`` combines gradients, and a model that no wrapper reduces,
-            in a job of several ranks without ``group``; for different
-            numbers of micro-batches on the ranks where forwards or backwards communicate (FSDP2, HSDP, SyncBatchNorm,
-            ``sync="each"``).
+        ValueError: for an empty window; a loss without a graph to the scores or with one to other leaves; a loss whose
+            ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a job of
+            several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
+            backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``).
         RuntimeError: when a replay gives other scores; without gradients enabled; inside a backward.
 
     Numerics:
@@ -255,7 +254,7 @@ def _replay(
 ) -> None:
     """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began.
 
-    The header stands in front of the last backward, in which the wrapper reduces: there all ranks can still raise the
+    The header comes before the last backward, in which the wrapper reduces: there all ranks can still raise the
     same error, because none of them waits in that reduction yet.
     """
     differences: list[Tensor] = []

@@ -141,7 +141,7 @@ def measure(rows: int, many: int) -> Record:
 
 
 def draw(orders: dict[str, list[Record]], path: Path) -> None:
-    """Draw the error over the number of nodes, beside what the bound promises."""
+    """Draw the error over the number of nodes, with the bound."""
     import matplotlib
 
     matplotlib.use("Agg")

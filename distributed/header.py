@@ -102,11 +102,11 @@ class Agreement(Generic[T]):
 
 
 def refuse_in_backward(call: str) -> None:
-    """Raise RuntimeError when a backward pass is running: a recomputed forward would gather and enqueue twice."""
+    """Raise RuntimeError when a backward pass is running: a recomputed forward would communicate twice."""
     if backward_is_running():
         raise RuntimeError(
             f"{call}: called while a backward pass runs, as activation checkpointing does when it recomputes. "
-            "It would enqueue its rows twice and scale gradients wrongly: call the loss outside checkpoint."
+            "It would communicate twice and scale gradients wrongly: call the loss outside checkpoint."
         )
 
 
@@ -145,7 +145,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         words = (0, digest(texts), offer.rows, 0 if checksum is None else checksum.value)
         header = _pack(words, offer.totals, device)
     except Exception as error:
-        if is_shared(error, ranks, number):
+        if _is_shared(error, ranks, number):
             raise
         mine = error
         header = _pack((1, digest({"reason": reason_of(error)}), 0, 0), (), device)
@@ -215,7 +215,7 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     return known
 
 
-def is_shared(error: BaseException, ranks: ProcessGroup, number: int = -1) -> bool:
+def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
     """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` inside this one.
 
     There may be no header left to join: a rank that failed earlier in ``bring`` has already joined that agreement. An

@@ -274,8 +274,8 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-# What ``require_forward_param_sync`` is set to at the end of a window: true, and told from the True and False that DDP
-# assigns, so that any forward of DDP since then shows.
+# What ``require_forward_param_sync`` is set to at the end of a window. It is truthy, but not the True or False that DDP
+# assigns, so a later forward of DDP is visible.
 _AS_LEFT = 1
 
 

@@ -28,7 +28,7 @@ from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.payload import is_staged
 from ..distributed.torch_private import copy_each_, fsdp_groups, not_compiled
-from ..errors import Words, check_choice, expected
+from ..errors import RankValueError, Words, check_choice, expected
 from .parameters import Entry, check_gradient, check_parameter, held_gradient, is_dtensor, list_entries
 
 CALL = "all_reduce_grads_"
@@ -58,9 +58,9 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
         TypeError: for an item that is not a parameter; for a sparse gradient; for a gradient that is a DTensor although
             its parameter is not.
         ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards.
-            A DTensor that is sharded over ``group``, or Partial, is such a case.
-        ValueError: for a Module whose gradients are known to have been divided by a count of terms, when the counts of
-            the ranks differ: they hold different tokens, so all of them must count.
+            A DTensor that is sharded over ``group``, or Partial, is such a case. Also when the gradients of a Module
+            are known to have been divided by a count of terms, and the counts of the ranks differ: they hold different
+            tokens, so all of them must count.
         RuntimeError: when this rank's process group has been destroyed.
 
     Degenerate:
@@ -109,18 +109,11 @@ def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | No
     return left[check_choice("mode", mode, tuple(left))]
 
 
-class Count(NamedTuple):
-    """What the losses of a window were divided by, and what to do when the ranks that are added up differ in it."""
-
-    number: float
-    advice: str
-
-
 # The last count of each model, with one of its gradients: another gradient there means that the count is out of date.
-_COUNTS: WeakKeyDictionary[nn.Module, tuple[Count, Tensor, TensorWeakRef]] = WeakKeyDictionary()
+_COUNTS: WeakKeyDictionary[nn.Module, tuple[float, Tensor, TensorWeakRef]] = WeakKeyDictionary()
 
 
-def note_count(model: nn.Module, count: Count | None) -> None:
+def note_count(model: nn.Module, count: float | None) -> None:
     """Remember what the gradients of ``model`` have been divided by, None to forget it.
 
     A later :func:`all_reduce_grads_` of the model, or of a module around it, compares it over the ranks.
@@ -131,7 +124,7 @@ def note_count(model: nn.Module, count: Count | None) -> None:
         _COUNTS[model] = count, noted, TensorWeakRef(noted.grad)
 
 
-def _count_of(parameters: Any) -> Count | None:
+def _count_of(parameters: Any) -> float | None:
     """Return the count of the gradients that a module holds now, if there is one."""
     for module in parameters.modules() if isinstance(parameters, nn.Module) and _COUNTS else ():
         if module in _COUNTS:
@@ -141,12 +134,16 @@ def _count_of(parameters: Any) -> Count | None:
     return None
 
 
-def _check_counts(counts: list[float], advice: str, group: ProcessGroup) -> None:
-    """Raise ValueError on every rank when ranks that are added up have divided by different counts; NaN is unknown."""
+def _check_counts(counts: list[float], group: ProcessGroup) -> None:
+    """Raise RankValueError on every rank when the ranks have divided by different counts; NaN is unknown."""
     known = [(count, rank) for rank, count in zip(group_ranks(group), counts) if count == count]
     if known and max(known)[0] - min(known)[0] > 1e-6 * max(known)[0]:  # weights may be summed in another order
         found = Words(", ".join(f"{count:.17g} on rank {rank}" for count, rank in known))
-        raise ValueError(expected("count of terms", "the same on all ranks that are added up", found, advice))
+        fix = (
+            "These ranks hold different tokens, so all of them must count: pass a group that contains them to "
+            "accumulate(..., group=...) or DeferredMean(model, group)."
+        )
+        raise RankValueError(expected("count of terms", "the same on all ranks that are added up", found, fix))
 
 
 class Summand(NamedTuple):
@@ -216,7 +213,7 @@ def _gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-def plan_sum(parameters: Any, group: ProcessGroup, count: Count | None = None) -> list[Summand]:
+def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -> list[Summand]:
     """Compare the parameters of all ranks, and return the summands of the gradients that at least one rank has.
 
     Raises:
@@ -225,12 +222,12 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: Count | None = None) -
 
     def bring() -> Offer[list[Summand]]:
         summands = list_summands(parameters)
-        number = math.nan if count is None else count.number
-        return Offer(summands, {"number of parameters": len(summands)}, totals=(number,))
+        known = math.nan if count is None else count
+        return Offer(summands, {"number of parameters": len(summands)}, totals=(known,))
 
     agreed = agree_on(CALL, group, bring)
     summands = agreed.value
-    _check_counts(agreed.totals[:, 0].tolist(), "" if count is None else count.advice, group)
+    _check_counts(agreed.totals[:, 0].tolist(), group)
     if not summands:
         return []
     # One int64 per parameter: a hash of its layout, whose last bit is replaced by whether there is a gradient.

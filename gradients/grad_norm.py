@@ -40,7 +40,7 @@ from ..distributed.collectives import all_gather
 from ..distributed.group import is_initialized
 from ..distributed.header import backend_by_device, cause_of, disagreement, failure, public_class, reason_of
 from ..distributed.torch_private import count_unreduced, not_compiled
-from ..errors import Words, expected, warn
+from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
 from .parameters import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries
@@ -403,7 +403,8 @@ def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     more = [f"{len(places) - _MOST_NAMES} more"] if len(places) > _MOST_NAMES else []
     found = Words(f"{norm}: {'; '.join(places[:_MOST_NAMES] + more) or 'all elements are finite'}")
     fix = "Skip the step, or lower the scale."
-    raise RuntimeError(expected(measured.options.call, "gradients with a finite norm", found, fix))
+    kind = RankRuntimeError if measured.plan.groups else RuntimeError
+    raise kind(expected(measured.options.call, "gradients with a finite norm", found, fix))
 
 
 def _exchange(plan: Plan, own: Any) -> list[tuple[int, Any]]:

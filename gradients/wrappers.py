@@ -310,7 +310,7 @@ def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
             found = None
         if found is None and not is_initialized():
             return None
-        # When it is everyone, return the default group, the object that other calls use. A rank that fails in front of
+        # If these are all ranks, return the default group, the object that other calls use. A rank that fails before
         # its loss exchanges a header here while the other ranks open their loss; both headers must be in one group.
         is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
         group = None if is_everyone else found

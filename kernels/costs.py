@@ -32,7 +32,7 @@ class Costs(NamedTuple):
     searches_at_once: int  # positives whose neighbours are searched together: bounds the memory
     lanes: int  # parts of the rows of a single class, each summed into a table of its own by one thread
     many_rows: int  # rows of a class from which narrower fine bins pay: larger tables, fewer moments for each row
-    similarities_at_once: int  # similarities of queries with all rows that a retrieval loss holds at a time
+    similarities_at_once: int  # entries of a matrix of similarities that are held at a time
 
     def pairs_are_faster(self, num_pairs: int, num_rows: int, num_bins: int = 0) -> bool:
         """Return whether summing the pairs directly is faster than bins for the rows, with ``num_bins`` coarse bins."""

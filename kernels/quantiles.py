@@ -1,4 +1,4 @@
-"""Quantiles in the upper tail, shared by the losses and the metrics.
+"""Quantiles in the upper tail.
 
 ``torch.quantile`` sorts every element, refuses half precision, raises above 2**24 elements and computes its rank in
 float32, which is off by one row from about 1e5 rows on. Here the rank is float64, and only the tail is selected.

@@ -1,4 +1,4 @@
-"""Weighted sums of sigmoids of score differences: the numerics under recall and partial AUC."""
+"""Weighted sums of sigmoids of score differences."""
 
 from __future__ import annotations
 

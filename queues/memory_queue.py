@@ -215,13 +215,16 @@ class MemoryQueue(nn.Module):
         if not is_initialized():
             return
         resolved = resolve_group(group)
-        contents = hashlib.blake2b(repr(self.position).encode(), digest_size=8)
-        for tensor in self.rows():
-            if tensor is not None:
-                contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        held = f"{self._fill} rows with contents {contents.hexdigest()}"
-        offer = Offer(None, {"queue": State(held, SAME_QUEUE)})
-        agree_on("MemoryQueue.assert_synchronized", resolved, lambda: offer)
+
+        def bring() -> Offer[None]:
+            contents = hashlib.blake2b(repr(self.position).encode(), digest_size=8)
+            for tensor in self.rows():
+                if tensor is not None:
+                    contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            held = f"{self._fill} rows with contents {contents.hexdigest()}"
+            return Offer(None, {"queue": State(held, SAME_QUEUE)})
+
+        agree_on("MemoryQueue.assert_synchronized", resolved, bring)
 
     def _move(self, device: torch.device) -> None:
         for name in ("_logits", "_targets", "_iid", "_weight", "_checksum"):

@@ -714,7 +714,7 @@ def test_gradients_are_reduced_once_per_window(pool: WorkerPool, kind: str, num_
 
 
 @pytest.mark.parametrize(("sync", "scatters", "reductions"), [("last", 2, 2), ("shard", 6, 2), ("each", 6, 6)])
-def test_hsdp_reduces_where_it_is_told(pool_of_four: WorkerPool, sync: str, scatters: int, reductions: int) -> None:
+def test_hsdp_reduces_where_it_is_set_to(pool_of_four: WorkerPool, sync: str, scatters: int, reductions: int) -> None:
     for total, _ in pool_of_four(collectives, "hsdp", sync):
         assert total["_reduce_scatter_base_.default"] == scatters
         assert total["allreduce_.default"] == reductions

@@ -632,7 +632,7 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", CALLS)
-def test_a_bad_call_raises_on_every_rank_and_the_step_goes_on(pool_of_two: WorkerPool, kind: str, case: str) -> None:
+def test_a_bad_call_raises_on_every_rank_and_the_step_continues(pool_of_two: WorkerPool, kind: str, case: str) -> None:
     for outcomes in zip(*pool_of_two(spoil_call, kind, case, 1)):
         assert {(outcome.kind, outcome.text) for outcome in outcomes} == {outcomes[0][:2]}
         name, text = CALLS[case]

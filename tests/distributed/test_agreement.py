@@ -176,7 +176,7 @@ def test_a_header_that_cannot_be_made_is_an_error_on_every_rank(pool: WorkerPool
         assert text in message
 
 
-def test_ranks_in_different_calls_are_told_which(pool: WorkerPool) -> None:
+def test_ranks_in_different_calls_are_named(pool: WorkerPool) -> None:
     for calls in (["smooth_ap", "softmax_focal"], ["gather", "smooth_ap"], ["softmax_focal", "gather"]):
         outcomes = pool(different_calls, calls)
         assert len(set(outcomes)) == 1

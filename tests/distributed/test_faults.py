@@ -420,7 +420,7 @@ FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoi
 FORWARD.remove(("wrapper_in_warmup", 2))
 
 
-def assert_told(fates: list[Fate], *texts: str) -> None:
+def assert_named(fates: list[Fate], *texts: str) -> None:
     """All but the doomed rank have ended by themselves, with a RuntimeError that has these texts."""
     for rank, fate in enumerate(fates):
         if rank != DOOMED:
@@ -437,7 +437,7 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
     assert fates[DOOMED].exit_code == -signal.SIGKILL
     # In the blend the second collective is the header of the main loss: the warm-up loss has one.
     is_header = number == 1 or name == "wrapper_in_blend"
-    assert_told(fates, f"the all-gather of the {'headers' if is_header else 'rows'}", "Another rank has probably died")
+    assert_named(fates, f"the all-gather of the {'headers' if is_header else 'rows'}", "Another rank has probably died")
     assert all(fate.text.startswith(CALLS[name].heads) for fate in fates if fate.error)
 
 
@@ -446,7 +446,7 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
 def test_a_rank_killed_in_the_reduce_scatter_of_a_backward(world_size: int) -> None:
     fates = run_group(world_size, TIMEOUT_S, killed_in_reduce_scatter)
     assert fates[DOOMED].exit_code == -signal.SIGKILL
-    assert_told(fates, "all_gather_with_grad: the reduce-scatter of the gradients, in the backward, failed.")
+    assert_named(fates, "all_gather_with_grad: the reduce-scatter of the gradients, in the backward, failed.")
 
 
 @pytest.mark.slow
@@ -455,14 +455,14 @@ def test_a_rank_killed_in_the_backward_of_ddp(world_size: int) -> None:
     """The collective is DDP's and so is the error, which names the peer; the traceback names the backward."""
     fates = run_group(world_size, TIMEOUT_S, killed_in_backward)
     assert fates[DOOMED].exit_code == -signal.SIGKILL
-    assert_told(fates, "peer")
+    assert_named(fates, "peer")
     assert all(".backward()" in fate.trace for fate in fates if fate.error)
 
 
 @pytest.mark.slow
 def test_a_rank_killed_while_reasons_are_exchanged() -> None:
     fates = run_group(3, TIMEOUT_S, killed_among_reasons)
-    assert_told(fates, "SmoothAPLoss: the exchange of what went wrong failed.")
+    assert_named(fates, "SmoothAPLoss: the exchange of what went wrong failed.")
     assert "targets: expected shape (4,)" in fates[0].trace  # its own error is the cause
 
 
@@ -474,7 +474,7 @@ def test_four_ranks_notice_a_death_when_those_that_notice_leave() -> None:
     """
     for scenario in (notices, notices_and_stays):
         fates = run_group(4, DEATH_S, scenario)
-        assert_told(fates)
+        assert_named(fates)
         seconds = [float(fate.text) for rank, fate in enumerate(fates) if rank != DOOMED]
         opposite = seconds.pop()  # rank 3 of 0, 2 and 3
         assert max(seconds) < DEATH_S / 2
@@ -487,23 +487,23 @@ def test_a_rank_with_fewer_steps(scenario: object) -> None:
     timeout_s = SHORT_S if scenario is fewer_steps else TIMEOUT_S
     fates = run_group(3, timeout_s, scenario)
     assert fates[DOOMED].exit_code == 0
-    assert_told(
+    assert_named(
         fates, "SmoothAPLoss: the all-gather of the headers failed.", "did not make this call within the timeout"
     )
 
 
 @pytest.mark.slow
-def test_a_rank_that_validates_alone_is_told() -> None:
+def test_a_rank_that_validates_alone_raises() -> None:
     """The control of ``gather_distributed=False``: without it the others wait for the one that does not validate."""
     fates = run_group(3, SHORT_S, validates_alone)
     assert fates[DOOMED].exit_code == 0
-    assert_told(fates, "RecallAtQuantileLoss: the all-gather of the headers failed.")
+    assert_named(fates, "RecallAtQuantileLoss: the all-gather of the headers failed.")
 
 
 @pytest.mark.parametrize(
     "loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
 )
-def test_a_rank_without_data_goes_on_with_zero_rows(pool: WorkerPool, loss: str) -> None:
+def test_a_rank_without_data_continues_with_zero_rows(pool: WorkerPool, loss: str) -> None:
     assert max(pool(run_out_of_data, Case(loss))) <= 1e-12
 
 

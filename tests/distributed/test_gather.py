@@ -490,7 +490,7 @@ def test_groups_and_meshes(pool_of_four: WorkerPool, form: str) -> None:
     assert max(pool_of_four(gradient_over_groups, form)) <= 1e-12
 
 
-def test_a_rank_outside_the_group_is_told_so(pool_of_two: WorkerPool) -> None:
+def test_a_rank_outside_the_group_raises(pool_of_two: WorkerPool) -> None:
     inside, outside = pool_of_two(outsider)
     assert inside == "torch.Size([2])"
     assert outside.startswith("group: expected a group with this rank in it, got 'one without rank 1'.")

@@ -155,7 +155,7 @@ def test_no_power_leaves_the_range(dtype: str, magnitude: float, norm_type: floa
     torch.testing.assert_close(norm_without_looking([grad], norm_type), expected, **tolerance)
 
 
-def test_small_elements_beside_large_ones_count() -> None:
+def test_small_elements_next_to_large_ones_count() -> None:
     """What a fixed divisor or float32 squares would lose: 1e-19 next to 1e-17, each a thousandfold."""
     grad = torch.full((8192,), 1e-17)
     grad[::2] = 2e-19

@@ -109,7 +109,7 @@ def references(scores: Tensor, targets: Tensor) -> dict[str, float]:
     return found
 
 
-def test_metrics_beside_the_losses(pool_of_two: WorkerPool) -> None:
+def test_metrics_with_the_losses(pool_of_two: WorkerPool) -> None:
     for found in pool_of_two(metric_values, METRICS):
         assert found == pytest.approx(references(*metric_rows()), rel=1e-6)
 

@@ -535,7 +535,7 @@ def test_one_logit_through_the_wrapper():
 
 
 @pytest.mark.parametrize("saved_at", [2, 5, 9], ids=["warmup", "blend", "after"])
-def test_resuming_goes_on_as_if_never_stopped(saved_at):
+def test_resuming_continues_as_if_never_stopped(saved_at):
     def build():
         return _wrapper(warmup_steps=4, blend_steps=3, temp_decay_steps=8)
 

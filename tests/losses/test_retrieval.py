@@ -858,7 +858,7 @@ def test_two_collectives_forward_and_none_backward(pool_of_two: WorkerPool, loss
         ("temperature", "RuntimeError", ["temperature: 0.2 on rank 0, 0.1 on rank 1"]),
     ],
 )
-def test_ranks_that_differ_are_told(pool_of_two: WorkerPool, what: str, error: str, texts: list[str]) -> None:
+def test_ranks_that_differ_are_named(pool_of_two: WorkerPool, what: str, error: str, texts: list[str]) -> None:
     outcomes = pool_of_two(disagree, what)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == error, outcomes[0]

@@ -232,7 +232,7 @@ def test_eval_leaves_the_queue_alone() -> None:
     assert len(loss.queue) == 4
 
 
-def test_saved_state_is_a_copy_that_goes_on_bit_identically(tmp_path: Path) -> None:
+def test_saved_state_is_a_copy_that_continues_bit_identically(tmp_path: Path) -> None:
     loss = make_loss(gather=False)
     for index in range(4):
         step(loss, index, 0, 1)
@@ -249,7 +249,7 @@ def test_saved_state_is_a_copy_that_goes_on_bit_identically(tmp_path: Path) -> N
     assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_any_number(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_continues_on_any_number(tmp_path: Path) -> None:
     path = str(tmp_path / "loss.pt")
     expected = get_pool(2)(save_after, 3, path)
     assert expected[0] == expected[1]

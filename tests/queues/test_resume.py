@@ -391,7 +391,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(pool_of_two: WorkerPool, tm
     assert second == ("", 7, 1.0)
 
 
-def test_the_sampler_goes_on_where_it_was() -> None:
+def test_the_sampler_continues_where_it_was() -> None:
     """Two ranks begin an epoch of 24 rows, three ranks finish it: no row is left out, none comes twice."""
     sampler_class = import_example().ResumableSampler
     before = [sampler_class(range(24), num_replicas=2, rank=rank, seed=5) for rank in range(2)]
@@ -524,16 +524,16 @@ def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
 
 
 @pytest.mark.parametrize("units", ["warmup_epochs", "warmup_steps"])
-def test_a_schedule_that_was_told_where_it_is_does_not_warn_after_a_restart(units: str) -> None:
+def test_a_schedule_whose_hooks_were_called_does_not_warn_after_a_restart(units: str) -> None:
     """In the first epoch or step too; a loss that saw no epoch or step still warns, before and after."""
     logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
-    told, untold, first, second = (
+    with_hooks, without_hooks, first, second = (
         LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), **{units: 2}) for _ in range(4)
     )
-    told.on_train_epoch_start(0)
-    told.on_train_batch_start(0)
-    first.load_state_dict(told.state_dict())
-    second.load_state_dict(untold.state_dict())
+    with_hooks.on_train_epoch_start(0)
+    with_hooks.on_train_batch_start(0)
+    first.load_state_dict(with_hooks.state_dict())
+    second.load_state_dict(without_hooks.state_dict())
     first(logits, targets)  # a warning would be an error
     with pytest.warns(UserWarning, match="was never called"):
         second(logits, targets)

@@ -86,7 +86,7 @@ def test_quality_writes_every_method(quality, scripts):
     assert set(scripts("quality_figure").REFERENCES) < set(fraud["references"])
 
 
-def test_quality_goes_on_from_its_cache(quality, scripts, tmp_path):
+def test_quality_continues_from_its_cache(quality, scripts, tmp_path):
     lines = (quality / "cache.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 16 * 3 + 3 * 2  # tasks, methods, a trial and two seeds; three references of the fraud task
     interrupted = tmp_path / "cache.jsonl"
