@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from ..distributed.collectives import all_gather
@@ -253,6 +254,10 @@ def _measure(
             found = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
             fix = "Reduce in the last backward: maybe_no_sync does, or call set_requires_gradient_sync(True) before it."
             raise RuntimeError(expected("gradients", "final gradients", found, fix))
+        modules = parameters.modules() if isinstance(parameters, nn.Module) else ()
+        if any(isinstance(one, DistributedDataParallel) and not one.require_backward_grad_sync for one in modules):
+            fix = "They differ between the ranks: clip after the backward that reduces, outside of no_sync."
+            raise RuntimeError(expected("gradients", "final gradients", Words("those of DDP inside no_sync"), fix))
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
     for entry in listed:

@@ -420,10 +420,13 @@ BAD_FINISHES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def spoil_finish(rank: int, case: str, bad_rank: int) -> Outcome:
-    """Finish a plain model wrongly on ``bad_rank`` (-1: every rank), and then rightly."""
+def spoil_finish(rank: int, case: str, bad_rank: int, num_before: int = 0) -> Outcome:
+    """Finish a plain model wrongly on ``bad_rank`` (-1: every rank) after ``num_before`` steps, and then rightly."""
     reference, model = make_pair("plain", "float64")
     deferred, batches = DeferredMean(model, by_hand(model)), make_window("full", rank)
+    for _ in range(num_before):
+        run_step(deferred, model, batches, [dist.group.WORLD])
+        model.zero_grad()
     for batch in batches:
         deferred.backward(sum_loss(model, batch), num_valid(batch))
     found = "nothing", ""
@@ -683,9 +686,12 @@ FINISHES = {
 }
 
 
+@pytest.mark.parametrize("num_before", [0, 1], ids=["first", "second"])
 @pytest.mark.parametrize("case", FINISHES)
-def test_a_bad_finish_raises_on_every_rank_and_may_be_repeated(pool_of_two: WorkerPool, case: str) -> None:
-    outcomes = pool_of_two(spoil_finish, case, 1)
+def test_a_bad_finish_raises_on_every_rank_and_may_be_repeated(
+    pool_of_two: WorkerPool, case: str, num_before: int
+) -> None:
+    outcomes = pool_of_two(spoil_finish, case, 1, num_before)
     assert {(outcome.kind, outcome.text) for outcome in outcomes} == {outcomes[0][:2]}
     kind, text = FINISHES[case]
     assert outcomes[0].kind == kind

@@ -45,14 +45,15 @@ def unreduced(rank: int, kind: str, listed: bool) -> dict[str, Any]:
     return found
 
 
-def unreduced_under_ddp(rank: int) -> list[float]:
-    """Return the norms of DDP after a backward in no_sync, and after one more that reduces."""
+def unreduced_under_ddp(rank: int) -> list[Any]:
+    """Return the norms of DDP after a backward in no_sync and after one more that reduces, and the error inside."""
     model = cases.wrap(cases.Model(torch.float64), "ddp")
     with model.no_sync():
         cases.sum_loss(model, cases.make_batch(rank, 0)).backward()
+        inside = error_of(lambda: fullrank.clip_grad_norm_(model, 1.0))
     before = float(fullrank.total_grad_norm(model))
     cases.sum_loss(model, cases.make_batch(rank, 1)).backward()
-    return [before, float(fullrank.total_grad_norm(model))]
+    return [before, float(fullrank.total_grad_norm(model)), inside]
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["module", "list"])
@@ -71,8 +72,11 @@ def test_gradients_that_fsdp_holds_back_are_refused(kind: str, world_size: int, 
 
 
 def test_what_ddp_has_not_reduced_differs_between_the_ranks(pool_of_two: WorkerPool) -> None:
-    """Nothing shows it without communication, so the page on the norm says so."""
-    (first, final), (second, other) = pool_of_two(unreduced_under_ddp)
+    """Inside no_sync it raises. Afterwards nothing shows it without communication, so the page on the norm says so."""
+    (first, final, inside), (second, other, same) = pool_of_two(unreduced_under_ddp)
+    assert inside == same
+    assert inside[0] == "RuntimeError"
+    assert "expected final gradients, got those of DDP inside no_sync" in inside[1]
     assert abs(first - second) > 0.01 * first
     assert abs(final - other) <= 1e-12 * final
 
