@@ -836,6 +836,7 @@ def assert_refused(of_ranks: list[list[Outcome]], name: str, text: str) -> None:
             assert outcome.next_error <= LIMITS["float64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
 @pytest.mark.parametrize("case", OPENINGS)
 def test_bad_arguments_on_one_rank(pool_of_two: WorkerPool, case: str, kind: str) -> None:
@@ -853,6 +854,7 @@ def test_unequal_numbers_are_refused_where_they_would_hang(pool: WorkerPool) -> 
     assert_refused(pool(spoil, "fsdp", "unequal", 1), "ValueError", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
 @pytest.mark.parametrize("case", LOOPS)
 def test_bad_use_of_the_step_on_one_rank(pool_of_two: WorkerPool, case: str, kind: str) -> None:

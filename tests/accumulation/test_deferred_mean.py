@@ -633,6 +633,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", CALLS)
 def test_a_bad_call_raises_on_every_rank_and_the_step_continues(pool_of_two: WorkerPool, kind: str, case: str) -> None:

@@ -184,6 +184,7 @@ def kept_gradients(rank: int) -> list[bool]:
     return [*reduced, *before, not after[0], after[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["accumulate", "deferred"])
 @pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 2), ("fsdp", 3), ("summed", 2), ("hsdp", 4)])
 def test_a_part_of_a_model_under_fsdp(kind: str, world_size: int, verb: str) -> None:

@@ -221,6 +221,7 @@ def test_control_forwards_of_ddp_alone_communicate(pool_of_two: WorkerPool) -> N
         assert second > first  # and buckets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["full", "unequal"])
 @pytest.mark.parametrize("way", STRAYS)
 def test_a_forward_without_a_backward_before_the_window(pool: WorkerPool, way: str, layout: str) -> None:
@@ -236,6 +237,7 @@ def test_buffers_are_broadcast_once_a_window(pool_of_two: WorkerPool) -> None:
     assert pool_of_two(buffers_differ) == [[3.0, 1, 3.0, 3, 3.0, 1]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [0, 1, 2, 3])
 def test_a_rank_that_fails_in_either_pass(pool: WorkerPool, call: int) -> None:
     for buffers in (False, True):

@@ -910,6 +910,7 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(pool_of_two: WorkerPo
         assert result["next forward broadcasts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smooth_ap", "global_mean"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "summed"])
 def test_a_loss_whose_gradient_does_not_fit_the_model(pool: WorkerPool, wrapper: str, name: str) -> None:
@@ -964,6 +965,7 @@ IN_THE_REPLAY = {
 
 
 # Under FSDP2 the other ranks wait in the collectives of the forward that one of them does not make.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
     [(kind, "ddp") for kind in MISTAKES] + [(kind, "fsdp2") for kind in MISTAKES if kind != "forward"],
@@ -977,6 +979,7 @@ def test_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, kind: str
             assert result["next"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
     [("replay", "ddp"), ("again", "ddp"), ("later", "ddp"), ("frozen", "ddp"), ("replay", "fsdp2"), ("replay", "hsdp")],
@@ -991,6 +994,7 @@ def test_mistake_in_the_replay_discards_the_gradients(kind: str, wrapper: str) -
             assert result["next"] <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "later", "frozen"])
 def test_mistake_of_all_ranks_leaves_fsdp_working(pool_of_two: WorkerPool, kind: str) -> None:
     for result in [result for results in pool_of_two(mistaken, kind, "fsdp2", [0, 1]) for result in results]:

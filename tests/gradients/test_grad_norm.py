@@ -503,6 +503,7 @@ NUM_COLLECTIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without_gradients", [False, True])
 @pytest.mark.parametrize("case", NUM_COLLECTIVES)
 def test_one_collective_per_group(pool_of_four: WorkerPool, case: str, without_gradients: bool) -> None:
@@ -538,6 +539,7 @@ POISONED += [(case, norm_type) for case in ("hsdp", "tp_fsdp", "ep_fsdp", "pp") 
 POISONED = [("by_hand", 2.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in POISONED)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "norm_type"), POISONED)
 def test_what_is_not_finite_on_one_rank_raises_on_all(pool_of_four: WorkerPool, case: str, norm_type: float) -> None:
     for bad_rank in (0, 3) if case == "hsdp" or norm_type == 2.0 else (2,):
@@ -578,6 +580,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_on_one_rank_raises_on_all(pool_of_four: WorkerPool, kind: str) -> None:
     name, fragment = BAD[kind]

@@ -28,7 +28,7 @@ from fullrank.losses import (
     softmax_focal,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 CALLS = ((40, 0.5), (40, 0.25), (55, 0.25), (31, 0.1))  # rows, temperature: first one of them changes, then both
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {

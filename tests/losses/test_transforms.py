@@ -31,7 +31,10 @@ from fullrank.losses import (
 )
 
 # The warnings of the losses are tested elsewhere. The first use of forward mode makes torch warn of its own scripting.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*torch.jit.script:DeprecationWarning"),
+]
 
 ROWS = 40
 BINARY, CLASSES = torch.arange(ROWS) % 4 == 0, torch.arange(ROWS) % 5

@@ -669,6 +669,7 @@ def test_collection_across_ranks(pool, case):
         _assert_close(doubled, _one_process((shards, 0), (shards, 0)))
 
 
+@pytest.mark.slow
 def test_process_group():
     shards = [[20, 5], [], [30]]
     outcomes = get_pool(3)(compute_in_subgroups, shards)
