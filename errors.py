@@ -1,7 +1,6 @@
-"""The classes and the wording of every error and warning, the checks of plain arguments, and two guards.
+"""The classes and the wording of every error and warning, the checks of plain arguments, and the guard of a backward.
 
-A check that stands before a collective runs in :func:`attempt`. A backward without a second derivative stands in
-:func:`first_order_only`.
+:func:`first_order_only` guards a backward that has no second derivative.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 _LONGEST = 200  # characters of a value that a message quotes
 
@@ -93,18 +90,6 @@ def warn(text: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_CALLER:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
-
-
-def attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``check`` and return ``(result, None)``, or ``(None, exception)``.
-
-    Checks before a collective may not raise at once: the other ranks would wait for this one. The exception is
-    handed to the agreement of the ranks, which raises it on all of them.
-    """
-    try:
-        return check(), None
-    except Exception as error:
-        return None, error
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import Words, anchor_of, attempt, expected, first_order_only
+from ..errors import Words, anchor_of, expected, first_order_only
 from .collectives import reduce_scatter
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Checksum, Offer, State, agree_on, backend_by_device, refuse_in_backward
@@ -318,8 +318,11 @@ def check_not_gathered(name: str, tensor: object, group: ProcessGroup) -> None:
         return
     if over is not group:
         # A gather over other ranks may come first, such as one over the parts of a sequence.
-        ranks, destroyed = attempt(lambda: group_ranks(over))
-        if destroyed is not None or len({*(ranks or ())} & {*group_ranks(group)}) < 2:
+        try:
+            shared = {*group_ranks(over)} & {*group_ranks(group)}
+        except Exception:  # that group has been destroyed
+            return
+        if len(shared) < 2:
             return
     fix = "Pass the rows of this rank, which the loss gathers, or set gather_distributed=False on the loss."
     raise ValueError(expected(name, "the rows of this rank", Words("rows that were gathered already"), fix))
