@@ -1,4 +1,4 @@
-"""The rows of the demo, one digit made rare, and how they are shared between the ranks."""
+"""The rows of the demo, digits with a long tail of class sizes, and how they are shared between the ranks."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Sampler
 
+NUM_CLASSES = 10
+LARGEST = 90  # rows of the most frequent class in the training set; every class has at least 174 images
+
 
 class Rows(NamedTuple):
-    """Images as rows of 64 pixels in [0, 1], and 1 where the digit is the rare one."""
+    """Images as rows of 64 pixels in [0, 1], and their class."""
 
     pixels: Tensor  # [N, 64] float32
     targets: Tensor  # [N] int64
 
-    def __str__(self) -> str:
-        return f"{len(self.targets)} rows with {int(self.targets.sum())} positives"
+    @property
+    def sizes(self) -> Tensor:
+        """(NUM_CLASSES,): the number of rows of each class."""
+        return torch.bincount(self.targets, minlength=NUM_CLASSES)
 
     def take(self, index: Tensor | slice) -> Rows:
         """Return the rows of ``index``."""
         return Rows(self.pixels[index], self.targets[index])
 
 
-def make_rare(digit: int, rate: float, seed: int) -> tuple[Rows, Rows]:
-    """Return train and test rows of scikit-learn's digits, disjoint, with a share ``rate`` of positives in each."""
+def make_long_tail(smallest: float, seed: int) -> tuple[Rows, Rows]:
+    """Return train and test rows of scikit-learn's digits, disjoint.
+
+    The sizes of the classes in the training rows fall geometrically to the share ``smallest`` of the largest. The seed
+    decides which class has which size. In the test rows all classes have nearly the same size.
+    """
     pixels, digits = load_digits(return_X_y=True)
     rng = np.random.default_rng(seed)
-    negatives = rng.permutation(np.flatnonzero(digits != digit))
-    positives = rng.permutation(np.flatnonzero(digits == digit))
-    num_negatives = len(negatives) // 2
-    num_positives = round(num_negatives * rate / (1 - rate))
-    if not 1 <= num_positives <= len(positives) // 2:
-        raise SystemExit(f"--positive-rate {rate}: needs {num_positives} positives, there are {len(positives) // 2}")
-    halves = []
-    for half in (0, 1):
-        negative = negatives[half * num_negatives :][:num_negatives]
-        positive = positives[half * num_positives :][:num_positives]
-        index = rng.permutation(np.concatenate([negative, positive]))
-        rows = torch.tensor(pixels[index] / 16, dtype=torch.float32)
-        halves.append(Rows(rows, torch.tensor(digits[index] == digit, dtype=torch.int64)))
-    return halves[0], halves[1]
+    train, test = [], []
+    for place, digit in enumerate(rng.permutation(NUM_CLASSES)):
+        rows = rng.permutation(np.flatnonzero(digits == digit))
+        train.append(rows[: round(LARGEST * smallest ** (place / (NUM_CLASSES - 1)))])
+        test.append(rows[LARGEST:])
+    index = (rng.permutation(np.concatenate(part)) for part in (train, test))
+    first, second = (Rows(torch.tensor(pixels[i] / 16, dtype=torch.float32), torch.tensor(digits[i])) for i in index)
+    return first, second
 
 
 def world_size() -> int:
-    """Return the number of processes."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def own_share(num_rows: int, rank: int | None = None) -> slice:
-    """Return which of ``num_rows`` rows belong to ``rank``, by default this one: no two ranks have the same number.
+    """Return the rows of ``rank``, by default this one: no two ranks have the same number.
 
     Nothing is padded and nothing is dropped. Usually shards differ only at the end of an epoch; here every batch does.
     """
