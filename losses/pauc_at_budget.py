@@ -491,7 +491,7 @@ class PAUCAtBudgetLoss(RankingLoss):
                 "Enlarge queue_size, widen the band, or try the other tau_scale.",
             )
         result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._enqueue(live)
+        self._finish(logits, pool, live, per_class)
         if not return_diagnostics:
             return result
         if isinstance(result, LossWithClasses):
@@ -500,6 +500,14 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
+
+    def _few_rows(self, rows: int) -> str | None:
+        if rows * self.beta >= 1:
+            return None
+        return (
+            f"a band up to beta={self.beta:g} holds less than one of the {rows} rows of the pool. Make the pool "
+            f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
+        )
 
     def _own_arguments(self) -> tuple[str, ...]:
         return Band._fields

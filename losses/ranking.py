@@ -16,6 +16,7 @@ from ..errors import check_choice, check_count, check_int, check_positive, expec
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
 from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
 from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
+from .hints import Hints, Setting
 from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, Reduction, loss_of, one_vs_rest
 from .sampling import draw_rows
 
@@ -87,6 +88,7 @@ class RankingLoss(DistributedLoss):
         self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
+        self._hints = Hints(type(self).__name__)
         self.register_load_state_dict_pre_hook(check_saved_queues)
 
     @overload
@@ -145,7 +147,7 @@ class RankingLoss(DistributedLoss):
             TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
             RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
-        return self._loss(*self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
+        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
@@ -154,10 +156,11 @@ class RankingLoss(DistributedLoss):
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
 
-    def _loss(self, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
+    def _loss(self, logits: Tensor, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
         """Return the loss over ``pool``, and enqueue the live rows."""
-        result = loss_of(self.compute_per_class(pool), pool, self.reduction, return_per_class)
-        self._enqueue(live)
+        per_class = self.compute_per_class(pool)
+        result = loss_of(per_class, pool, self.reduction, return_per_class)
+        self._finish(logits, pool, live, per_class)
         return result
 
     def _pool(
@@ -253,7 +256,16 @@ class RankingLoss(DistributedLoss):
             weight,
         )
 
-    def _enqueue(self, live: Batch) -> None:
+    def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass) -> None:
+        """Warn of a likely misuse, and enqueue the live rows."""
+        if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
+            is_full = len(self.queue) == self.queue_size
+            setting = Setting(
+                self.temperature if self.has_temperature else None,
+                self._few_rows(pool.scores.shape[1]) if is_full else None,
+                self.queue_keep == "negatives" and self._schedule is None,
+            )
+            self._hints.observe(setting, logits, live, pool, per_class)
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
             self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
 
@@ -282,6 +294,10 @@ class RankingLoss(DistributedLoss):
     def _check_temperature(self, temperature: float) -> float:
         """Return ``temperature`` unchanged, or raise TypeError or ValueError."""
         return check_positive("temperature", temperature)
+
+    def _few_rows(self, rows: int) -> str | None:
+        """Return what is wrong with a pool of ``rows`` rows and how to fix it, or None."""
+        return None
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""

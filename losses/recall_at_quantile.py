@@ -266,5 +266,14 @@ class RecallAtQuantileLoss(RankingLoss):
         """Return one minus the smooth recall of each class."""
         return _per_class(pool, self.quantile, self.temperature, self.quantile_interpolation)
 
+    def _few_rows(self, rows: int) -> str | None:
+        if rows * self.quantile >= 1:
+            return None
+        return (
+            f"the threshold of quantile={self.quantile:g} is the top score of a pool of {rows} rows, so that hardly "
+            f"any positive gets a gradient. Make the pool several times 1/quantile = {1 / self.quantile:.0f} rows, by "
+            "larger batches or queue_size, or raise quantile."
+        )
+
     def _own_arguments(self) -> tuple[str, ...]:
         return "quantile", "quantile_interpolation"

@@ -262,7 +262,7 @@ class SmoothAPLoss(RankingLoss):
                 and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks:
                 (queries,) in the order of their sorted indexes. The queue is neither read nor filled.
         """
-        return self._loss(*self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
+        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
