@@ -351,6 +351,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., ICML 2022.
     """
 
+    temperature: float  # never None: it is a multiple of the scale already
+
     def __init__(
         self,
         num_classes: int,

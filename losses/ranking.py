@@ -12,12 +12,22 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import Checksum, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_count, check_int, check_positive, expected, warn
+from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
 from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
-from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
+from .distributed_loss import SAME_TEMPERATURE, DistributedLoss, loaded_temperature, saved_temperature
 from .hints import Hints, Setting
-from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, Reduction, loss_of, one_vs_rest
+from .pool import (
+    REDUCTIONS,
+    LossWithClasses,
+    PerClass,
+    Pool,
+    Reduction,
+    at_temperature,
+    check_temperature,
+    loss_of,
+    one_vs_rest,
+)
 from .sampling import draw_rows
 
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
@@ -35,7 +45,8 @@ class RankingLoss(DistributedLoss):
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: > 0, width of the sigmoid that replaces the step. May be assigned between steps.
+        temperature: > 0, width of the sigmoid that replaces the step; None for ``spread_multiple`` times the spread of
+            the scores of the pool. May be assigned between steps.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
@@ -56,12 +67,14 @@ class RankingLoss(DistributedLoss):
     """
 
     has_temperature: ClassVar[bool] = True
+    # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
+    spread_multiple: ClassVar[float | None] = None
 
     def __init__(
         self,
         num_classes: int,
         queue_size: int = 1024,
-        temperature: float = 0.01,
+        temperature: float | None = None,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         update_queue_in_eval: bool = False,
@@ -81,7 +94,8 @@ class RankingLoss(DistributedLoss):
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
         if self.has_temperature:
-            self.temperature = self._check_temperature(temperature)
+            self.temperature = check_temperature(temperature, self.spread_multiple is not None)
+        self._last_temperature: float | None = None
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
@@ -156,6 +170,20 @@ class RankingLoss(DistributedLoss):
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
 
+    @property
+    def current_temperature(self) -> float | None:
+        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
+        temperature: float | None = getattr(self, "temperature", None)
+        return self._last_temperature if temperature is None else temperature
+
+    def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
+        """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
+        assert self.spread_multiple is not None
+        scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
+        if has_values(pool.scores):
+            self._last_temperature = temperature
+        return scaled, temperature
+
     def _loss(self, logits: Tensor, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
         """Return the loss over ``pool``, and enqueue the live rows."""
         per_class = self.compute_per_class(pool)
@@ -177,7 +205,7 @@ class RankingLoss(DistributedLoss):
 
         def check() -> Batch:
             if self.has_temperature:
-                self._check_temperature(self.temperature)
+                check_temperature(self.temperature, self.spread_multiple is not None)
             if indexes is not None and self.max_pool_size is not None:
                 fix = "A draw would take rows out of their queries."
                 raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
@@ -282,18 +310,14 @@ class RankingLoss(DistributedLoss):
         """Return what changes during training besides the queue: the temperature and the number of draws."""
         state: dict[str, Any] = {"num_draws": self._num_draws}
         if self.has_temperature:
-            state["temperature"] = float(self.temperature)
+            state["temperature"] = saved_temperature(self.temperature)
         return state
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
         self._num_draws = int(state["num_draws"])
         if self.has_temperature:
-            self.temperature = float(state["temperature"])
-
-    def _check_temperature(self, temperature: float) -> float:
-        """Return ``temperature`` unchanged, or raise TypeError or ValueError."""
-        return check_positive("temperature", temperature)
+            self.temperature = loaded_temperature(state["temperature"])
 
     def _few_rows(self, rows: int) -> str | None:
         """Return what is wrong with a pool of ``rows`` rows and how to fix it, or None."""

@@ -33,6 +33,7 @@ class Case(NamedTuple):
     loss_inside: bool = False  # the loss is part of the DDP-wrapped module
     gradient_reduction: str | int = "mean"
     reduction: str = "mean"
+    temperature: float | None = 0.2  # of the losses that have an automatic one
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -51,9 +52,9 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     )
     pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
     if case.loss == "smooth_ap":
-        return fullrank.SmoothAPLoss(case.num_classes, temperature=0.2, **pooled)
+        return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if case.loss == "recall":
-        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=0.2, **pooled)
+        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
     surrogate = case.loss.removeprefix("pauc_")
     return fullrank.PAUCAtBudgetLoss(
         case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled

@@ -83,7 +83,7 @@ POOLED: dict[str, PooledLoss] = {
         losses.SmoothAPLoss,
         losses.smooth_ap,
         reference.smooth_ap,
-        settings={"narrow": {"temperature": 0.05}, "wide": {"temperature": 1.0}},
+        settings={"narrow": {"temperature": 0.05}, "wide": {"temperature": 1.0}, "automatic": {}},
         default={"temperature": 0.3},
     ),
     "recall_at_quantile": PooledLoss(
@@ -93,7 +93,8 @@ POOLED: dict[str, PooledLoss] = {
         settings={
             rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
             for rule, q in [("linear", 0.13), ("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.7)]
-        },
+        }
+        | {"automatic": {"quantile": 0.3}},
         default={"quantile": 0.3, "temperature": 0.3},
         needs_negatives=False,
     ),

@@ -166,12 +166,14 @@ def smooth_ap(
     live: Rows,
     past: Rows | None = None,
     *,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
 ) -> Result:
     """1 - mean over P of (1 + sum over j in P, j != i, of s((x_j - x_i) / t)) / (1 + the same over all j != i)."""
+    if temperature is None:
+        temperature = 0.1 * spread(problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep))
 
     def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
         positives = [row for row in problem if row.positive]
@@ -193,11 +195,13 @@ def smooth_ap_of_queries(
     live: Rows,
     indexes: Tensor,
     *,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Result:
     """``smooth_ap`` of the rows of each distinct index by themselves; ``per_class`` is per query, in sorted order."""
+    if temperature is None:
+        temperature = 0.1 * spread(problems(live, ignore_index=ignore_index))
     losses: list[Tensor | None] = []
     for index in sorted(set(indexes.tolist())):
         rows = take(live, torch.tensor([n for n, other in enumerate(indexes.tolist()) if other == index]))
@@ -227,6 +231,40 @@ def retrieval_smooth_ap(
         alone = smooth_ap(Rows(cosines[:, None], targets), temperature=temperature)
         losses.append(alone.loss if bool(alone.valid[0]) else None)
     return _reduce(losses, z, reduction, [{}])
+
+
+# --- the spread of the scores -----------------------------------------------------------------------------------------
+
+
+def spread(classes: list[Problem]) -> float:
+    """Return the interquartile range over 1.349, the mean over the classes that have one; of all rows, not of a sample.
+
+    Then the standard deviation without 1 % of the scores at each end, at least one; then 1.
+    """
+    columns = [sorted(x for row in problem if math.isfinite(x := row.score.item())) for problem in classes]
+    ranges, deviations = [], []
+    for column in columns:
+        n = len(column)
+        if n == 0:
+            continue
+        low, high = column[(n - 1) // 4], column[n - 1 - (n - 1) // 4]
+        if high > low:
+            ranges.append((high - low) / 1.3489795003921634)
+        cut = max(1, n // 100)
+        inner = column[cut : n - cut]
+        if inner and inner[0] < inner[-1]:
+            mean = math.fsum(inner) / len(inner)
+            deviations.append(math.sqrt(math.fsum((x - mean) ** 2 for x in inner) / len(inner)))
+    for widths in (ranges, deviations):
+        if widths:
+            return math.fsum(widths) / len(widths)
+    return 1.0
+
+
+def evenly_spaced(count: int, among: int) -> list[int]:
+    """Return one number from each of ``count`` equal parts of range(among), by the multiples of the golden ratio."""
+    places = ((k * 0.6180339887498949) % 1.0 for k in range(count))
+    return [int((k + place) * (among / count)) for k, place in enumerate(places)]
 
 
 # --- quantiles -------------------------------------------------------------------------------------------------------
@@ -263,13 +301,15 @@ def recall_at_quantile(
     past: Rows | None = None,
     *,
     quantile: float = 0.005,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     quantile_interpolation: str = "higher",
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
 ) -> Result:
     """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores."""
+    if temperature is None:
+        temperature = 0.3 * spread(problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep))
 
     def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
         positives = [row for row in problem if row.positive]

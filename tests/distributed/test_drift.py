@@ -200,7 +200,8 @@ def schedule_on_each_rank(rank: int, blend: int, step: int, behind: int) -> list
         main = fullrank.SmoothAPLoss(num_classes=2, queue_size=0)
         # Inside an adapter too: a schedule reaches the loss wherever it stands.
         warmup = Adapter(fullrank.SoftmaxFocalLoss())
-        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, temp_decay_steps=100)
+        decay = {"temp_start": 0.05, "temp_end": 0.005, "temp_decay_steps": 100}
+        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, **decay)
         for index in range(step + 1 - behind * (rank == odd_rank)):
             loss.on_train_batch_start(index)
         outcomes.append(_error_of(lambda loss=loss: _take_step(loss, rank, 0)))

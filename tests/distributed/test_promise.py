@@ -47,7 +47,8 @@ def sharded_gradients(rank: int, form: str, inside: bool) -> float:
 def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
     """Return training losses around a validation that only rank 0 runs."""
     main = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, max_pool_size=6)
-    loss: Any = fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(gamma=0), main) if wrapped else main
+    warmup = fullrank.SoftmaxFocalLoss(gamma=0)
+    loss: Any = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0) if wrapped else main
     generator = torch.Generator().manual_seed(rank)
     values = []
     for step in range(4):

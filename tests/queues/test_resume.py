@@ -512,7 +512,8 @@ def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool
 
 def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
     trained, loaded = (
-        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), reset_queue_each_epoch=True) for _ in range(2)
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), warmup_steps=0, reset_queue_each_epoch=True)
+        for _ in range(2)
     )
     trained.on_train_epoch_start(3)
     train_two_classes(trained)
