@@ -42,7 +42,8 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss == "sigmoid_focal":
         return fullrank.SigmoidFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
     if case.loss == "softmax_focal":
-        return fullrank.SoftmaxFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
+        alpha = [0.2, 1.0, 3.0] if case.reduction == "mean_weighted" else None
+        return fullrank.SoftmaxFocalLoss(alpha, reduction=case.reduction, gather_distributed=gather, **options)
     pooled: dict[str, Any] = dict(  # noqa: C408
         queue_size=case.queue_size,
         gather_distributed=gather,

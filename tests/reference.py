@@ -380,7 +380,7 @@ def sigmoid_focal(
         cross_entropy = -(y * p.log() + (1 - y) * (1 - p).log())
         alpha_t = 1.0 if alpha < 0 else alpha * y + (1 - alpha) * (1 - y)
         values.append(weight * alpha_t * (1 - p_t) ** gamma * cross_entropy)
-        mass += weight
+        mass += weight * float(alpha_t) if reduction == "mean_weighted" else weight
     return _reduce_elements(values, inputs.shape, mass, inputs, reduction)
 
 
@@ -409,7 +409,9 @@ def softmax_focal(
         cross_entropy = -sum(share * log_p[c] for c, share in enumerate(smooth))
         alpha_y = 1.0 if alpha is None else float(alpha[y])
         values.append(weight * alpha_y * (1 - log_p[y].exp()) ** gamma * cross_entropy)
-        if reduction != "mean_positive" or y != background_class:
+        if reduction == "mean_weighted":
+            mass += weight * alpha_y
+        elif reduction != "mean_positive" or y != background_class:
             mass += weight
     return _reduce_elements(values, targets.shape, mass, inputs, reduction)
 

@@ -362,12 +362,26 @@ def test_no_live_rows_above_a_full_queue(name):
 def test_focal_without_valid_elements(shape):
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.full((shape[0], *shape[2:]), IGNORED)
-    for reduction in ("mean", "mean_positive", "sum"):
-        loss = losses.softmax_focal(logits, targets, reduction=reduction)
-        assert loss.item() == 0.0
-        assert not torch.autograd.grad(loss, logits)[0].any()
+    for reduction in ("mean", "mean_positive", "mean_weighted", "sum"):
+        for alpha in (None, [1.0, 2.0, 3.0]):
+            loss = losses.softmax_focal(logits, targets, alpha, reduction=reduction)
+            assert loss.item() == 0.0
+            assert not torch.autograd.grad(loss, logits)[0].any()
     if shape[0] == 0:
         assert losses.sigmoid_focal(logits, torch.zeros(shape)).item() == 0.0
+
+
+def test_focal_of_weights_that_are_all_zero():
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    zeros = torch.zeros(4)
+    for loss in (
+        losses.softmax_focal(logits, torch.tensor([0, 0, 0, 0]), [0.0, 1.0, 1.0], reduction="mean_weighted"),
+        losses.softmax_focal(logits, torch.arange(4) % 3, reduction="mean_weighted", sample_weight=zeros),
+        losses.sigmoid_focal(logits, torch.ones(4, 3), 0.0, reduction="mean_weighted"),
+        losses.sigmoid_focal(logits, torch.ones(4, 3), reduction="mean_weighted", sample_weight=zeros),
+    ):
+        assert loss.item() == 0.0
+        assert not torch.autograd.grad(loss, logits)[0].any()
 
 
 # --- max_pool_size ---------------------------------------------------------------------------------------------------
