@@ -300,6 +300,7 @@ class Band(NamedTuple):
     budget_basis: str = "fpr"
     temperature: float = 0.1
     quantile_interpolation: str = "higher"
+    dro_lambda: float = 1.0
 
 
 def pauc_at_budget(
@@ -330,11 +331,16 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
 
     t_alpha, t_beta = level(band.alpha), level(band.beta)
     scale = level(0.25) - level(0.75) if band.tau_scale == "iqr" else t_alpha - t_beta
-    tau = band.temperature * scale
+    tau = scale if band.surrogate == "dro" else band.temperature * scale
+    rivals = [j for j in negatives if j.iid]
     in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]
     if scale <= 1e-12 or scale == math.inf or (band.surrogate == "pairwise" and not in_band):
         return None, dict(NO_STATS)
-    if band.surrogate == "pairwise":
+    if band.surrogate == "dro" and not rivals:
+        return None, dict(NO_STATS)
+    if band.surrogate == "dro":
+        chances = [_soft_maximum(i, rivals, tau, band.dro_lambda) for i in numerator]
+    elif band.surrogate == "pairwise":
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
     else:
         chances = [_soft_tpr(i, level, band, tau) for i in numerator]
@@ -348,7 +354,14 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         "band_neg_count": sum(j.iid for j in in_band),
         "grad_pos_count": sum(row.positive and row.live for row in problem),
     }
-    return 1 - _weighted_mean(chances, numerator), stats
+    mean_chance = _weighted_mean(chances, numerator)
+    return mean_chance if band.surrogate == "dro" else 1 - mean_chance, stats
+
+
+def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
+    """Return lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
+    losses = torch.stack([-torch.nn.functional.logsigmoid((i.score - j.score) / scale) for j in negatives])
+    return tilt * (torch.logsumexp(losses / tilt, dim=0) - math.log(len(negatives)))
 
 
 def _soft_tpr(i: Row, level: Callable[[Fraction], float], band: Band, tau: float) -> Tensor:

@@ -66,8 +66,8 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 
 # float64: rounding of sums in another order. float32: the model's own products, summed over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
-LOSSES = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
-POOLED = LOSSES[:4]
+POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal"]
 
 
 def assert_exact(pool: WorkerPool, case: Case) -> None:
@@ -100,6 +100,8 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("recall", num_classes=4, weighted=True),
         Case("pauc_pairwise", num_classes=3),
         Case("smooth_ap", num_classes=3, multi_hot=True, weighted=True),
+        Case("pauc_dro", num_classes=3, multi_hot=True, weighted=True),
+        Case("pauc_dro0.3", num_classes=3),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),

@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "recall linear": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, quantile_interpolation="linear"),
     "pauc": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau),
     "pauc linear": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, quantile_interpolation="linear"),
+    "pauc dro": lambda x, t, tau: pauc_at_budget(x, t, surrogate="dro", dro_lambda=tau),
     "pauc pairwise": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, surrogate="pairwise"),
     "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
     "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, 0], t / 3, gamma=tau),

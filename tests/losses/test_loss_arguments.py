@@ -169,6 +169,8 @@ BAD_PAUC = [
     ("alpha", "0", TypeError),
     ("beta", None, TypeError),
     ("surrogate", "hinge", ValueError),
+    ("dro_lambda", 0.0, ValueError),
+    ("dro_lambda", "1", TypeError),
     ("n_knots", 1, ValueError),
     ("n_knots", 2.5, (TypeError, ValueError)),
     ("tau_scale", "std", ValueError),

@@ -551,7 +551,7 @@ def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives():
 
 
 @pytest.mark.parametrize("size", [40, 4000], ids=["pairs", "bins"])
-@pytest.mark.parametrize("name", ["smooth_ap", "pauc_pairwise", "retrieval"])
+@pytest.mark.parametrize("name", ["smooth_ap", "pauc_pairwise", "pauc_dro", "retrieval"])
 def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     """A gradient penalty would add nothing; the first derivative is that of a run without ``create_graph``."""
     generator = torch.Generator().manual_seed(0)
@@ -563,6 +563,8 @@ def test_a_second_derivative_is_refused(name: str, size: int) -> None:
             return losses.SmoothAPLoss(1, queue_size=0, temperature=0.1)(leaf, targets)
         if name == "pauc_pairwise":
             return losses.PAUCAtBudgetLoss(1, beta=0.5, surrogate="pairwise", queue_size=0)(leaf, targets)
+        if name == "pauc_dro":
+            return losses.PAUCAtBudgetLoss(1, surrogate="dro", queue_size=0)(leaf, targets)
         return losses.RetrievalSmoothAPLoss(0.1)(torch.cat([leaf, leaf**2], dim=1)[:40], targets[:40].long())
 
     leaf = scores.clone().requires_grad_()

@@ -59,6 +59,8 @@ def functional(name: str) -> Callable[[Tensor], Tensor]:
     }
     multi = {
         "smooth_ap of classes": lambda x, t: smooth_ap(x, t, 0.5, **OFF),
+        "pauc dro": lambda x, t: pauc_at_budget(x, t, surrogate="dro", **OFF),
+        "pauc dro pairs": lambda x, t: pauc_at_budget(x, t, surrogate="dro", dro_lambda=0.5, **OFF),
         "pauc of classes": lambda x, t: pauc_at_budget(x, t, beta=0.4, surrogate="pairwise", **OFF),
         "retrieval": lambda x, t: retrieval_smooth_ap(x, t, temperature=0.1),
         "queries": lambda x, t: (
