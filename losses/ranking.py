@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ class RankingLoss(DistributedLoss):
     The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
     gradient. The live rows enter the queue after the loss is computed, in training mode only.
 
+    A subclass without a temperature sets ``has_temperature = False``: it has no attribute ``temperature``, ignores the
+    argument, and saves and compares none.
+
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
@@ -50,6 +53,8 @@ class RankingLoss(DistributedLoss):
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
     """
+
+    has_temperature: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,7 +79,8 @@ class RankingLoss(DistributedLoss):
         self.queue_size = check_count("queue_size", queue_size, 0)
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
-        self.temperature = check_positive("temperature", temperature)
+        if self.has_temperature:
+            self.temperature = self._check_temperature(temperature)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
@@ -167,7 +173,8 @@ class RankingLoss(DistributedLoss):
         refuse_in_backward(call)
 
         def check() -> Batch:
-            check_positive("temperature", self.temperature)
+            if self.has_temperature:
+                self._check_temperature(self.temperature)
             if indexes is not None and self.max_pool_size is not None:
                 fix = "A draw would take rows out of their queries."
                 raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
@@ -180,7 +187,7 @@ class RankingLoss(DistributedLoss):
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
             facts = {
                 **self._shared_facts(),
-                "temperature": State(self.temperature, SAME_TEMPERATURE),
+                **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
                 "enqueues rows": State(self._enqueues, _SAME_MODE),
                 "queue": State(self.queue.position, SAME_QUEUE),
                 "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
@@ -261,11 +268,20 @@ class RankingLoss(DistributedLoss):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training besides the queue: the temperature and the number of draws."""
-        return {"temperature": float(self.temperature), "num_draws": self._num_draws}
+        state: dict[str, Any] = {"num_draws": self._num_draws}
+        if self.has_temperature:
+            state["temperature"] = float(self.temperature)
+        return state
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self.temperature, self._num_draws = float(state["temperature"]), int(state["num_draws"])
+        self._num_draws = int(state["num_draws"])
+        if self.has_temperature:
+            self.temperature = float(state["temperature"])
+
+    def _check_temperature(self, temperature: float) -> float:
+        """Return ``temperature`` unchanged, or raise TypeError or ValueError."""
+        return check_positive("temperature", temperature)
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""
