@@ -55,6 +55,8 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.SmoothAPLoss(case.num_classes, temperature=0.2, **pooled)
     if case.loss == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=0.2, **pooled)
+    if case.loss == "hard_negative":
+        return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
     surrogate = case.loss.removeprefix("pauc_")
     if surrogate.startswith("dro"):
         pooled["dro_lambda"] = float(surrogate.removeprefix("dro") or 1)

@@ -66,7 +66,7 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 
 # float64: rounding of sums in another order. float32: the model's own products, summed over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
-POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
+POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal"]
 
 
@@ -102,6 +102,8 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("smooth_ap", num_classes=3, multi_hot=True, weighted=True),
         Case("pauc_dro", num_classes=3, multi_hot=True, weighted=True),
         Case("pauc_dro0.3", num_classes=3),
+        Case("hard_negative", num_classes=3, weighted=True),
+        Case("hard_negative", num_classes=3, multi_hot=True, weighted=True, queue_keep="negatives"),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),

@@ -4,7 +4,7 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
-from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, POOLED, POOLED_SETTINGS
+from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, ORDER, POOLED, POOLED_SETTINGS
 from reference import Rows
 from torch.testing import assert_close
 
@@ -69,7 +69,7 @@ def test_functional(name, setting, inputs, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", ORDER)
 def test_a_class_without_positives_is_left_out(name, reduction):
     loss, case = POOLED[name], INPUTS["classes"]
     rows = cases.leaf(case.rows(3))
