@@ -182,7 +182,7 @@ def pauc_at_budget(
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
         dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
-            all count alike. 1 takes O(P + N) time, other values O(P N).
+            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -355,7 +355,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
         dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
-            all count alike. 1 takes O(P + N) time, other values O(P N).
+            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output

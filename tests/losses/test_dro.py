@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fullrank import PAUCAtBudgetLoss
+from fullrank.kernels import entropic_risk
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget
 
@@ -106,11 +107,22 @@ def test_chunks_of_pairs(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     assert_close(with_gradient(rows.logits, rows.targets, 0.3), expected, **EXACT)
 
 
-def test_linear_time_is_the_sum_over_pairs() -> None:
-    """At lambda next to 1 the pairs are summed, at 1 they are not."""
-    rows = INPUTS["classes"].rows(num_rows=300)
-    nearly = with_gradient(rows.logits, rows.targets, 1 + 1e-12)
-    assert_close(with_gradient(rows.logits, rows.targets, 1.0), nearly, rtol=1e-9, atol=1e-11)
+@pytest.mark.parametrize("tilt", [1.0, 0.5, 0.2, 0.1, 1 / 3, 0.05])
+def test_powers_are_the_sum_over_pairs(monkeypatch: pytest.MonkeyPatch, tilt: float) -> None:
+    rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
+    logits = torch.cat([rows.logits, torch.tensor([[-math.inf] * 3, [40.0] * 3])])
+    targets, weight = torch.cat([rows.targets, torch.tensor([0, 1])]), torch.cat([rows.sample_weight, torch.ones(2)])
+    logits[-2, 0] = 1.0  # no positive at -inf
+    results = []
+    for power in (0, -math.inf):
+        monkeypatch.setattr(entropic_risk, "POWER", -power)
+        if tilt == 1.0:  # next to 1 the pairs are summed
+            results.append(with_gradient(logits, targets, tilt * (1 + 1e-11 * (power != 0)), sample_weight=weight))
+            continue
+        counts = torch.ones(2, 100), torch.ones(2, 100)
+        assert (entropic_risk._num_powers(tilt, *counts) > 0) == (power == 0)
+        results.append(with_gradient(logits, targets, tilt, sample_weight=weight))
+    assert_close(results[0], results[1], rtol=1e-9 if tilt == 1.0 else 1e-12, atol=1e-12)
 
 
 @over_lambdas
@@ -149,10 +161,12 @@ def test_extreme_scores(dtype: torch.dtype, tilt: float) -> None:
     )
 
 
+@pytest.mark.parametrize("power", [entropic_risk.POWER, 0])
 @over_lambdas
-def test_infinite_scores(tilt: float) -> None:
+def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, power: int) -> None:
     """A row at the good end counts as one very far away; at the bad end the loss is infinite, with a finite slope."""
-    rows = INPUTS["binary"].rows(num_rows=40)
+    monkeypatch.setattr(entropic_risk, "POWER", power)
+    rows = INPUTS["binary"].rows(num_rows=140)
     targets = rows.targets.clone()
     targets[0], targets[5] = 1, 0
     for place, far in ((0, math.inf), (5, -math.inf), (0, -math.inf), (5, math.inf)):
