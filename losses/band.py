@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_choice, check_number, expected
+from ..errors import check_choice, check_number, check_positive, expected
 from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from .pool import Pool
 
-Surrogate = Literal["trapezoid", "pairwise"]
+Surrogate = Literal["trapezoid", "pairwise", "dro"]
 TauScale = Literal["iqr", "band"]
 PosNumerator = Literal["pool", "live"]
 BudgetBasis = Literal["fpr", "population"]
@@ -30,6 +30,7 @@ class Band(NamedTuple):
     pos_numerator: PosNumerator = "pool"
     budget_basis: BudgetBasis = "fpr"
     quantile_interpolation: str = "higher"
+    dro_lambda: float = 1.0
 
 
 def check_band(band: Band) -> Band:
@@ -40,7 +41,10 @@ def check_band(band: Band) -> Band:
         raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", (band.alpha, band.beta)))
     if isinstance(band.n_knots, bool) or not isinstance(band.n_knots, int) or band.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", band.n_knots))
-    check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise"))
+    check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise", "dro"))
+    check_positive("dro_lambda", band.dro_lambda)
+    if band.surrogate == "dro" and band.alpha != 0:
+        raise ValueError(expected("alpha", "0 with surrogate='dro', whose band begins at a rate of 0", band.alpha))
     check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
     check_choice("pos_numerator", band.pos_numerator, ("pool", "live"))
     check_choice("budget_basis", band.budget_basis, ("fpr", "population"))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..distributed.group import Group
 from ..distributed.torch_private import not_compiled
+from ..kernels.entropic_risk import entropic_risk
 from ..kernels.quantiles import Levels
 from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..queues.memory_queue import Keep
@@ -64,6 +65,7 @@ class _Options(SharedOptions, total=False):
     temperature: float
     quantile_interpolation: str
     iid_mask: Tensor | None
+    dro_lambda: float
 
 
 @overload
@@ -86,6 +88,7 @@ def pauc_at_budget(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    dro_lambda: float = 1.0,
 ) -> Tensor: ...
 @overload
 def pauc_at_budget(
@@ -126,6 +129,7 @@ def pauc_at_budget(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    dro_lambda: float = 1.0,
 ) -> Tensor | LossWithClasses:
     r"""Compute one minus the smooth area under the ROC curve between two false-positive rates, over their distance.
 
@@ -135,7 +139,7 @@ def pauc_at_budget(
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
         \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
 
-    Both surrogates average over the positives how likely reference points :math:`t_k` are to exceed them. The weights
+    Two surrogates average over the positives how likely reference points :math:`t_k` are to exceed them. The weights
     :math:`c_k` of the points sum to one:
 
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
@@ -144,13 +148,25 @@ def pauc_at_budget(
     rule. Gradient reaches positives only. ``"pairwise"``: the points are the negatives inside the band, both ends
     included, with equal weights. Gradient reaches them too.
 
+    ``"dro"`` (SOPA-s) averages over the positives a soft maximum of logistic losses over the iid negatives N, with the
+    scale :math:`s` in place of :math:`\tau`:
+
+    .. math::
+        L = \frac{1}{|P|} \sum_{i \in P} \lambda \log \frac{1}{|N|} \sum_{j \in N}
+            \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
+
+    :math:`\lambda` is a soft budget: the smaller it is, the more the hardest negatives count. ``beta``, ``n_knots`` and
+    ``temperature`` have no effect on the value, except that ``tau_scale="band"`` makes the scale depend on ``beta``.
+    Gradient reaches the negatives too. The value may exceed 1.
+
     With ``alpha=0`` and ``beta`` the budget, positives are compared with every false alarm that the budget allows.
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
+        surrogate: ``"trapezoid"`` over knots, ``"pairwise"`` with the negatives in the band, or ``"dro"`` with all iid
+            negatives, which requires ``alpha=0``.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
         tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
@@ -165,15 +181,18 @@ def pauc_at_budget(
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
+            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
-        most 1e-12 or infinite, and under ``"pairwise"`` without a negative in the band: left out of the mean and the
-        sum, NaN under ``"none"``. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a
-        negative of +inf; the scale ``"iqr"`` only where a quarter of the reference is.
+        most 1e-12 or infinite, under ``"pairwise"`` without a negative in the band, and under ``"dro"`` without an iid
+        negative: left out of the mean and the sum, NaN under ``"none"``. The scale ``"band"`` is infinite as soon as
+        one edge is, as with ``alpha=0`` and a negative of +inf; the scale ``"iqr"`` only where a quarter of the
+        reference is.
 
     Example:
         >>> import torch
@@ -182,9 +201,10 @@ def pauc_at_budget(
         tensor(0.5000)
 
     Reference:
-        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., ICML 2022.
+        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
+        When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
     """
-    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", budget_basis, quantile_interpolation)
+    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", budget_basis, quantile_interpolation, dro_lambda)
     check_band(band)
     pool = local_pool(
         logits,
@@ -209,7 +229,8 @@ class _Outcome(NamedTuple):
 def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     """Return one minus the smooth partial area of each class of ``pool``, and its diagnostics."""
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
-    edges = band_thresholds(pool, iid, band, temperature)
+    # The scale of "dro" is not multiplied by the temperature.
+    edges = band_thresholds(pool, iid, band, 1.0 if band.surrogate == "dro" else temperature)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if band.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
@@ -223,10 +244,11 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
         weights[:, 0] /= 2
         weights[:, -1] /= 2
     else:
-        valid = valid & in_band.any(dim=1)
+        rivals = iid & pool.negative if band.surrogate == "dro" else in_band
+        valid = valid & rivals.any(dim=1)
         mask, queries, shares = _compact(numerator, pool.scores, share)
         shares = shares * mask
-        inside, points = _compact(in_band, pool.scores)  # [C, K]
+        inside, points = _compact(rivals, pool.scores)  # [C, K]
         weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
     # Entries that do not count are at the lower edge of the band, where they neither widen the range nor give NaN.
     filling = torch.where(edges.beta.base.isfinite() & valid[:, None], edges.beta.base, 0.0)
@@ -235,9 +257,15 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
         missed = _sums_at_levels(queries, edges.knots.where(valid), weights, edges.tau)
     else:
         points = torch.where(inside & valid[:, None], points, filling)
-        missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], edges.tau)[:, :, 0]  # [C, P]
+        if band.surrogate == "dro":
+            missed = entropic_risk(queries, points, inside | ~valid[:, None], edges.tau, band.dro_lambda)  # [C, P]
+            # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
+            missed = torch.where(shares > 0, missed, 0.0)
+        else:
+            sums = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], edges.tau)
+            missed = sums[:, :, 0]  # [C, P]
     per_class = PerClass(spread_nan((missed * shares).sum(dim=1), pool), valid)
-    variance = _variance(missed.detach(), mask)
+    variance = _variance(missed.detach(), mask).to(pool.scores.dtype)
     t_alpha, t_beta = edges.alpha.value[:, 0], edges.beta.value[:, 0]
     floats = {"t_alpha": t_alpha, "t_beta": t_beta, "tau_eff": edges.tau, "pauc_var": variance}
     counts = {"band_neg_count": (in_band & iid).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
@@ -292,10 +320,14 @@ class PAUCAtBudgetLoss(RankingLoss):
     scores can rise together. Combine it with a pointwise loss, such as
     ``LossWarmupWrapper(..., final_main_weight=0.5)``, or use ``"pairwise"``, which lowers the negatives in the band.
 
+    With ``surrogate="dro"``, ``dro_lambda`` takes the place of the budget: ``beta``, ``n_knots`` and ``temperature``
+    have no effect on the value, except that ``tau_scale="band"`` makes the scale depend on ``beta``.
+
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
+        surrogate: ``"trapezoid"`` over knots, ``"pairwise"`` with the negatives in the band, or ``"dro"`` with all iid
+            negatives, which requires ``alpha=0``.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
         tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
@@ -322,6 +354,8 @@ class PAUCAtBudgetLoss(RankingLoss):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+        dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
+            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -333,8 +367,9 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
-        most 1e-12 or infinite (a warning, once), and under ``"pairwise"`` without a negative in the band: left out of
-        the mean and the sum. With no valid class the loss is 0 with zero gradients.
+        most 1e-12 or infinite (a warning, once), under ``"pairwise"`` without a negative in the band, and under
+        ``"dro"`` without an iid negative: left out of the mean and the sum. With no valid class the loss is 0 with zero
+        gradients.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -348,7 +383,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         tensor(0.5000)
 
     Reference:
-        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., ICML 2022.
+        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
+        When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
     """
 
     temperature: float  # never None: it is a multiple of the scale already
@@ -378,6 +414,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
+        dro_lambda: float = 1.0,
     ) -> None:
         super().__init__(
             num_classes,
@@ -397,7 +434,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         )
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
-        self.quantile_interpolation = quantile_interpolation
+        self.quantile_interpolation, self.dro_lambda = quantile_interpolation, dro_lambda
         check_band(self.band)
 
     @property
@@ -476,9 +513,9 @@ class PAUCAtBudgetLoss(RankingLoss):
         Args:
             logits, targets, iid_mask, return_per_class, sample_weight: see :meth:`RankingLoss.forward`.
             return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
-                ``t_beta``; the temperature ``tau_eff``; ``band_neg_count``, the iid negatives inside the band;
-                ``pauc_var``, the variance over positives of their share of the area; ``grad_pos_count``, the positives
-                of all ranks that carry gradient.
+                ``t_beta``; the temperature ``tau_eff``, which is the scale with ``"dro"``; ``band_neg_count``, the iid
+                negatives inside the band; ``pauc_var``, the variance over positives of their share of the area, of
+                their loss with ``"dro"``; ``grad_pos_count``, the positives of all ranks that carry gradient.
 
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
@@ -504,7 +541,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         __call__ = forward  # type: ignore[assignment]
 
     def _few_rows(self, rows: int) -> str | None:
-        if rows * self.beta >= 1:
+        if rows * self.beta >= 1 or self.surrogate == "dro":  # which has no band
             return None
         return (
             f"a band up to beta={self.beta:g} holds less than one of the {rows} rows of the pool. Make the pool "

@@ -59,7 +59,7 @@ class LossWithClasses(NamedTuple):
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options of all three pure functions; type checkers read it in the overloads with ``return_per_class``."""
+    """The options that the pure functions share; type checkers read it in the overloads with ``return_per_class``."""
 
     reduction: Reduction
     ignore_index: int

@@ -43,7 +43,8 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss == "sigmoid_focal":
         return fullrank.SigmoidFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
     if case.loss == "softmax_focal":
-        return fullrank.SoftmaxFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
+        alpha = [0.2, 1.0, 3.0] if case.reduction == "mean_weighted" else None
+        return fullrank.SoftmaxFocalLoss(alpha, reduction=case.reduction, gather_distributed=gather, **options)
     pooled: dict[str, Any] = dict(  # noqa: C408
         queue_size=case.queue_size,
         gather_distributed=gather,
@@ -55,7 +56,12 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if case.loss == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
+    if case.loss == "hard_negative":
+        return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
     surrogate = case.loss.removeprefix("pauc_")
+    if surrogate.startswith("dro"):
+        pooled["dro_lambda"] = float(surrogate.removeprefix("dro") or 1)
+        return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.5, surrogate="dro", **pooled)
     return fullrank.PAUCAtBudgetLoss(
         case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled
     )

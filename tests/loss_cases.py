@@ -37,7 +37,8 @@ NOT_LOSSES = {
 class PooledLoss:
     """A loss whose value depends on the ranks of all rows.
 
-    ``needs``: what the loss needs of a class besides a positive. ``settings``: the arguments worth a run of their own.
+    ``needs``: what the loss needs of a class. ``settings``: the arguments worth a run of their own. ``of_order``: only
+    differences of scores count, in units of a temperature, and the loss is in [0, 1].
     """
 
     module: type[losses.RankingLoss]
@@ -45,7 +46,9 @@ class PooledLoss:
     reference: Callable[..., reference.Result]
     settings: Mapping[str, Mapping[str, Any]]
     default: Mapping[str, Any]
+    needs_positives: bool = True
     needs_negatives: bool = True
+    of_order: bool = True
     module_only: frozenset[str] = frozenset()
 
 
@@ -112,9 +115,23 @@ POOLED: dict[str, PooledLoss] = {
             "pairwise_population": {"beta": 0.8, "surrogate": "pairwise", "budget_basis": "population"},
             "live": {"beta": 0.5, "pos_numerator": "live"},
             "live_pairwise": {"beta": 0.5, "pos_numerator": "live", "surrogate": "pairwise"},
+            "dro": {"surrogate": "dro"},
+            "dro_population": {"surrogate": "dro", "budget_basis": "population", "temperature": 0.7, "n_knots": 4},
+            "dro_pairs": {"surrogate": "dro", "dro_lambda": 0.3, "beta": 0.4, "tau_scale": "band"},
+            "live_dro": {"surrogate": "dro", "dro_lambda": 2.5, "pos_numerator": "live"},
         },
         default={"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3},
         module_only=frozenset({"pos_numerator"}),
+    ),
+    "hard_negative_cross_entropy": PooledLoss(
+        losses.HardNegativeCrossEntropyLoss,
+        losses.hard_negative_cross_entropy,
+        reference.hard_negative_cross_entropy,
+        settings={"defaults": {}, "some": {"share": 0.3}, "all": {"share": 1}},
+        default={"share": 0.4},
+        needs_positives=False,
+        needs_negatives=False,
+        of_order=False,
     ),
 }
 
@@ -190,6 +207,7 @@ INPUTS: dict[str, InputCase] = {
     "tied": InputCase(num_classes=2, num_rows=26, grid=0.5),
 }
 
+ORDER = [name for name, loss in POOLED.items() if loss.of_order]
 POOLED_SETTINGS = [(name, setting) for name, loss in POOLED.items() for setting in loss.settings]
 FOCAL_SETTINGS = [(name, setting) for name, loss in FOCAL.items() for setting in loss.settings]
 

@@ -340,6 +340,7 @@ class Band(NamedTuple):
     budget_basis: str = "fpr"
     temperature: float = 0.1
     quantile_interpolation: str = "higher"
+    dro_lambda: float = 1.0
 
 
 def pauc_at_budget(
@@ -370,11 +371,16 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
 
     t_alpha, t_beta = level(band.alpha), level(band.beta)
     scale = level(0.25) - level(0.75) if band.tau_scale == "iqr" else t_alpha - t_beta
-    tau = band.temperature * scale
+    tau = scale if band.surrogate == "dro" else band.temperature * scale
+    rivals = [j for j in negatives if j.iid]
     in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]
     if scale <= 1e-12 or scale == math.inf or (band.surrogate == "pairwise" and not in_band):
         return None, dict(NO_STATS)
-    if band.surrogate == "pairwise":
+    if band.surrogate == "dro" and not rivals:
+        return None, dict(NO_STATS)
+    if band.surrogate == "dro":
+        chances = [_soft_maximum(i, rivals, tau, band.dro_lambda) for i in numerator]
+    elif band.surrogate == "pairwise":
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
     else:
         chances = [_soft_tpr(i, level, band, tau) for i in numerator]
@@ -388,7 +394,14 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         "band_neg_count": sum(j.iid for j in in_band),
         "grad_pos_count": sum(row.positive and row.live for row in problem),
     }
-    return 1 - _weighted_mean(chances, numerator), stats
+    mean_chance = _weighted_mean(chances, numerator)
+    return mean_chance if band.surrogate == "dro" else 1 - mean_chance, stats
+
+
+def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
+    """Return lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
+    losses = torch.stack([-torch.nn.functional.logsigmoid((i.score - j.score) / scale) for j in negatives])
+    return tilt * (torch.logsumexp(losses / tilt, dim=0) - math.log(len(negatives)))
 
 
 def _soft_tpr(i: Row, level: Callable[[Fraction], float], band: Band, tau: float) -> Tensor:
@@ -397,6 +410,34 @@ def _soft_tpr(i: Row, level: Callable[[Fraction], float], band: Band, tau: float
     steps = band.n_knots - 1
     heights = [torch.sigmoid((i.score - level(alpha + width * k / steps)) / tau) for k in range(band.n_knots)]
     return sum((heights[k] + heights[k + 1]) / 2 for k in range(steps)) / steps
+
+
+# --- cross-entropy over hard negatives --------------------------------------------------------------------------------
+
+
+def hard_negative_cross_entropy(
+    live: Rows,
+    past: Rows | None = None,
+    *,
+    share: float = 0.05,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    queue_keep: str = "all",
+) -> Result:
+    """The weighted mean of log(1 + e^-x) over P and log(1 + e^x) over the negatives not below the k-th highest."""
+
+    def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
+        negatives = sorted((row for row in problem if not row.positive), key=lambda row: -row.score.item())
+        k = max(1, math.ceil(exact(share) * len(negatives)))
+        hard = [j for j in negatives if j.score.item() >= negatives[k - 1].score.item()]
+        rows = [row for row in problem if row.positive] + hard
+        if sum(row.weight for row in rows) == 0:
+            return None, {}
+        signs = [1 if row.positive else -1 for row in rows]
+        losses = [-torch.nn.functional.logsigmoid(sign * row.score) for sign, row in zip(signs, rows)]
+        return _weighted_mean(losses, rows), {}
+
+    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
 
 
 # --- focal -----------------------------------------------------------------------------------------------------------
@@ -420,7 +461,7 @@ def sigmoid_focal(
         cross_entropy = -(y * p.log() + (1 - y) * (1 - p).log())
         alpha_t = 1.0 if alpha < 0 else alpha * y + (1 - alpha) * (1 - y)
         values.append(weight * alpha_t * (1 - p_t) ** gamma * cross_entropy)
-        mass += weight
+        mass += weight * float(alpha_t) if reduction == "mean_weighted" else weight
     return _reduce_elements(values, inputs.shape, mass, inputs, reduction)
 
 
@@ -449,7 +490,9 @@ def softmax_focal(
         cross_entropy = -sum(share * log_p[c] for c, share in enumerate(smooth))
         alpha_y = 1.0 if alpha is None else float(alpha[y])
         values.append(weight * alpha_y * (1 - log_p[y].exp()) ** gamma * cross_entropy)
-        if reduction != "mean_positive" or y != background_class:
+        if reduction == "mean_weighted":
+            mass += weight * alpha_y
+        elif reduction != "mean_positive" or y != background_class:
             mass += weight
     return _reduce_elements(values, targets.shape, mass, inputs, reduction)
 

@@ -108,6 +108,7 @@ OTHER_VALUES: dict[str, Any] = {
     "queue_keep": "negatives",
     "multi_hot": True,
     "quantile": 0.4,
+    "share": 0.4,
     "quantile_interpolation": "linear",
     "alpha": 0.1,
     "beta": 0.6,
@@ -116,6 +117,7 @@ OTHER_VALUES: dict[str, Any] = {
     "tau_scale": "band",
     "pos_numerator": "live",
     "budget_basis": "population",
+    "dro_lambda": 0.5,
     "gamma": 1.0,
     "label_smoothing": 0.1,
     "background_class": 1,
@@ -127,6 +129,7 @@ CONSTRUCTED = (
     fullrank.SmoothAPLoss,
     fullrank.RecallAtQuantileLoss,
     fullrank.PAUCAtBudgetLoss,
+    fullrank.HardNegativeCrossEntropyLoss,
     fullrank.SigmoidFocalLoss,
     fullrank.SoftmaxFocalLoss,
 )

@@ -10,7 +10,7 @@ import re
 import numpy
 import pytest
 import torch
-from loss_cases import FOCAL, INPUTS, POOLED
+from loss_cases import FOCAL, INPUTS, ORDER, POOLED
 from torch import nn
 from torch.testing import assert_close
 
@@ -169,12 +169,18 @@ BAD_PAUC = [
     ("alpha", "0", TypeError),
     ("beta", None, TypeError),
     ("surrogate", "hinge", ValueError),
+    ("dro_lambda", 0.0, ValueError),
+    ("dro_lambda", "1", TypeError),
     ("n_knots", 1, ValueError),
     ("n_knots", 2.5, (TypeError, ValueError)),
     ("tau_scale", "std", ValueError),
     ("pos_numerator", "queue", ValueError),
     ("budget_basis", "tpr", ValueError),
     ("quantile_interpolation", "cubic", ValueError),
+]
+BAD_SHARE = [
+    *[("share", value, ValueError) for value in (0.0, 1.1, -0.1, math.nan)],
+    ("share", "0.1", TypeError),
 ]
 MODULE_ONLY = {"num_classes", "queue_size", "max_pool_size", "queue_keep", "gather_distributed", "gradient_reduction"}
 MODULE_ONLY |= {"group", "pos_numerator"}
@@ -183,6 +189,7 @@ BAD_SETTINGS = [
     for name, own in [("smooth_ap", []), ("recall_at_quantile", BAD_RECALL), ("pauc_at_budget", BAD_PAUC)]
     for bad in (*BAD_SHARED, *own)
 ]
+BAD_SETTINGS += [("hard_negative_cross_entropy", *bad) for bad in (*BAD_SHARED, *BAD_SHARE) if bad[0] != "temperature"]
 
 
 @pytest.mark.parametrize(("name", "argument", "value", "error"), BAD_SETTINGS)
@@ -194,7 +201,7 @@ def test_bad_settings_raise(name, argument, value, error):
             POOLED[name].functional(LOGITS, TARGETS, **{argument: value})
 
 
-@over_losses
+@pytest.mark.parametrize("name", ORDER)
 def test_a_bad_temperature_set_later_raises_at_the_forward(name):
     module = POOLED[name].module(3, queue_size=8, **POOLED[name].default)
     module.temperature = -1.0

@@ -253,14 +253,32 @@ HUGE = 3e38
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weight", [HUGE, 1.0, 1e-30])
-@pytest.mark.parametrize("name", ["sigmoid", "softmax", "softmax positive", "smooth_ap", "recall", "pauc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sigmoid",
+        "sigmoid weighted",
+        "softmax",
+        "softmax positive",
+        "softmax weighted",
+        "smooth_ap",
+        "recall",
+        "pauc",
+    ],
+)
 def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtype) -> None:
     """Weights that are all the same, however large, are no weights."""
     x, classes = normal(64, 3).to(dtype), torch.arange(64) % 3
     weight = weight * 1e269 if dtype == torch.float64 and weight == HUGE else weight
     losses = {
         "sigmoid": lambda x, w: sigmoid_focal(x[:, 0], classes == 0, sample_weight=w),
+        "sigmoid weighted": lambda x, w: sigmoid_focal(
+            x[:, 0], classes == 0, reduction="mean_weighted", sample_weight=w
+        ),
         "softmax": lambda x, w: softmax_focal(x, classes, sample_weight=w),
+        "softmax weighted": lambda x, w: softmax_focal(
+            x, classes, [1, 2, 3], reduction="mean_weighted", sample_weight=w
+        ),
         "softmax positive": lambda x, w: softmax_focal(x, classes, reduction="mean_positive", sample_weight=w),
         "smooth_ap": lambda x, w: smooth_ap(x, classes, 0.5, sample_weight=w),
         "recall": lambda x, w: recall_at_quantile(x, classes, 0.3, 0.5, sample_weight=w),

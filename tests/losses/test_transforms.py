@@ -21,6 +21,7 @@ from fullrank import (
 )
 from fullrank.losses import (
     causal_lm_loss,
+    hard_negative_cross_entropy,
     pauc_at_budget,
     recall_at_quantile,
     retrieval_smooth_ap,
@@ -59,6 +60,9 @@ def functional(name: str) -> Callable[[Tensor], Tensor]:
     }
     multi = {
         "smooth_ap of classes": lambda x, t: smooth_ap(x, t, 0.5, **OFF),
+        "hard negative": lambda x, t: hard_negative_cross_entropy(x, t, 0.2, **OFF),
+        "pauc dro": lambda x, t: pauc_at_budget(x, t, surrogate="dro", **OFF),
+        "pauc dro pairs": lambda x, t: pauc_at_budget(x, t, surrogate="dro", dro_lambda=0.5, **OFF),
         "pauc of classes": lambda x, t: pauc_at_budget(x, t, beta=0.4, surrogate="pairwise", **OFF),
         "retrieval": lambda x, t: retrieval_smooth_ap(x, t, temperature=0.1),
         "queries": lambda x, t: (
