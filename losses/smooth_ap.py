@@ -117,7 +117,7 @@ def smooth_ap(
         >>> import torch
         >>> logits, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0], [1.0]]), torch.tensor([1, 0, 1, 1, 0])
         >>> smooth_ap(logits[:3], targets[:3])
-        tensor(0.1667)
+        tensor(0.1671)
         >>> smooth_ap(logits, targets, reduction="none", indexes=torch.tensor([4, 4, 4, 7, 7]))
         tensor([0.1667, 0.5000])
 
@@ -222,7 +222,7 @@ class SmoothAPLoss(RankingLoss):
         >>> import torch
         >>> loss = SmoothAPLoss(num_classes=1, queue_size=0)
         >>> loss(torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([1, 0, 1]))
-        tensor(0.1667)
+        tensor(0.1671)
 
     Reference:
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.

@@ -79,7 +79,7 @@ class LossWarmupWrapper(nn.Module):
         (False, 1.0, None)
         >>> value = loss(torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1, 1]))
         >>> round(loss.current_temperature, 3)
-        0.056
+        0.111
     """
 
     warmup_loss: Any  # modules; Any, since the attributes they have besides forward are looked up

@@ -198,9 +198,10 @@ def test_rows_in_any_order_shifted_ignored_and_weighted_by_one(problem: Problem,
     permuted = _value_and_gradient(problem, reference.take(rows, index))
     assert_close(permuted, (loss, gradient[index]), equal_nan=True, **SAME)
 
-    shifted = _value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64))
-    far = _value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64 + 4096))
-    assert_close(far, shifted, equal_nan=True, **SAME)
+    if POOLED[problem.name].of_order:
+        shifted = _value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64))
+        far = _value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64 + 4096))
+        assert_close(far, shifted, equal_nan=True, **SAME)
 
     if rows.sample_weight is None:
         ones = torch.ones(count, dtype=torch.float64)
