@@ -33,6 +33,7 @@ class Case(NamedTuple):
     loss_inside: bool = False  # the loss is part of the DDP-wrapped module
     gradient_reduction: str | int = "mean"
     reduction: str = "mean"
+    threshold_gradient: bool = True  # of recall and partial AUC
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -52,6 +53,7 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
     if case.loss == "smooth_ap":
         return fullrank.SmoothAPLoss(case.num_classes, temperature=0.2, **pooled)
+    pooled["threshold_gradient"] = case.threshold_gradient
     if case.loss == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=0.2, **pooled)
     surrogate = case.loss.removeprefix("pauc_")

@@ -116,6 +116,7 @@ OTHER_VALUES: dict[str, Any] = {
     "tau_scale": "band",
     "pos_numerator": "live",
     "budget_basis": "population",
+    "threshold_gradient": False,
     "gamma": 1.0,
     "label_smoothing": 0.1,
     "background_class": 1,
