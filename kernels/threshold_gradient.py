@@ -53,7 +53,7 @@ def _point_and_slopes(
 
     The slopes are computed as they are where a row is near its level, and relative to that of the nearest row if not.
     """
-    finite = base.isfinite()
+    finite = base.isfinite() if offset is None else base.isfinite() & offset.isfinite()
     origin = torch.where(finite, base, torch.zeros_like(base))
     shift = torch.zeros_like(origin, dtype=torch.float64)
     if offset is not None:
@@ -76,7 +76,8 @@ def _point_and_slopes(
                 given = scores[far], start[far], moved[far], rates[far], part_of_rows
                 sums[far, level] = _write_relative_slopes(part, *given)
                 slope[far] = part
-    counted = finite & (sums != 0)
+    # The level of a class that is not valid is arbitrary. Its slopes may be so small that their inverse is infinite.
+    counted = finite & (sums >= _NEAR / 2)
     factors = torch.where(counted, 1 / torch.where(counted, sums, torch.ones_like(sums)), torch.zeros_like(sums))
     point = base.clone() if offset is None else offset.to(scores.dtype, copy=True)
     return point, slopes, factors.to(scores.dtype)

@@ -155,6 +155,34 @@ def test_a_nan_reaches_no_other_class() -> None:
     assert float(imbalance(gradient)[1]) <= 1e-12
 
 
+@pytest.mark.parametrize("interpolation", ["higher", "linear"])
+def test_a_class_that_is_not_valid_has_no_gradient(interpolation: str) -> None:
+    """Its level is 0, from which the slopes of its scores are the smallest numbers, with infinite inverses."""
+    scores, targets = normal(40, 3).float(), (normal(40, 3, seed=1) > 0.5).long()
+    scores[:, 1], targets[:, 1] = 30.9 + scores[:, 1] * 1e-3, 0
+    scores[:, 2] = math.inf
+    options = {"quantile_interpolation": interpolation, "multi_hot": True, "queue_size": 0}
+    losses: list[RankingLoss] = [
+        RecallAtQuantileLoss(3, 0.2, temperature=0.3, **options),
+        PAUCAtBudgetLoss(3, beta=0.3, validate_args=False, **options),
+    ]
+    for loss in losses:
+        leaf = scores.clone().requires_grad_()
+        per_class = loss(leaf, targets, return_per_class=True).per_class
+        (gradient,) = torch.autograd.grad(per_class[0], leaf, retain_graph=True)
+        assert bool(gradient[:, 0].any())
+        assert not bool(gradient[:, 1].any())
+
+
+def test_a_threshold_between_a_finite_and_an_infinite_score_is_infinite() -> None:
+    scores = torch.cat([torch.tensor([[math.inf]]), normal(11, 1)]).double()
+    targets = torch.tensor([0, *[0, 1] * 5, 0])
+    loss = RecallAtQuantileLoss(1, 0.05, queue_size=0, temperature=0.3, quantile_interpolation="linear")
+    value, gradient = step(loss, scores, targets)
+    assert float(value) == pytest.approx(1.0, abs=1e-15)
+    assert not bool(gradient.any())
+
+
 # Digits
 
 
