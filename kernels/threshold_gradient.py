@@ -76,7 +76,7 @@ def _point_and_slopes(
                 given = scores[far], start[far], moved[far], rates[far], part_of_rows
                 sums[far, level] = _write_relative_slopes(part, *given)
                 slope[far] = part
-    # The level of a class that is not valid is arbitrary. Its slopes may be so small that their inverse is infinite.
+    # The level of a class that is not valid is arbitrary, and the inverse of its slopes may be as large as floats are.
     counted = finite & (sums >= _NEAR / 2)
     factors = torch.where(counted, 1 / torch.where(counted, sums, torch.ones_like(sums)), torch.zeros_like(sums))
     point = base.clone() if offset is None else offset.to(scores.dtype, copy=True)
