@@ -31,6 +31,7 @@ class Band(NamedTuple):
     budget_basis: BudgetBasis = "fpr"
     quantile_interpolation: str = "higher"
     dro_lambda: float = 1.0
+    threshold_gradient: bool = True
 
 
 def check_band(band: Band) -> Band:
@@ -53,7 +54,7 @@ def check_band(band: Band) -> Band:
 
 
 class Thresholds(NamedTuple):
-    """The scores at the band edges and at the knots, and the temperature, all detached."""
+    """The scores at the band edges and at the knots, and the temperature, all detached, and what they come from."""
 
     alpha: Levels  # [C, 1] the upper edge of the band
     beta: Levels  # [C, 1] the lower edge
@@ -61,6 +62,7 @@ class Thresholds(NamedTuple):
     tau: Tensor  # [C], 1 where the scale gives no temperature
     resolved: Tensor  # [C] bool: the class has reference rows, and their scale gives a temperature
     has_reference: Tensor  # [C] bool: the class has reference rows
+    reference: Tensor  # [C, M] bool: the rows of which the thresholds are quantiles
 
 
 def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> Thresholds:
@@ -82,4 +84,4 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
     usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
     tau = torch.where(usable, scale * temperature, torch.ones_like(scale)).to(pool.scores.dtype)
     knots = levels.take(slice(2, 2 + (band.n_knots if band.surrogate == "trapezoid" else 0)))
-    return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference)
+    return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference, reference)

@@ -36,6 +36,7 @@ from .pool import (
     spread_nan,
 )
 from .ranking import RankingLoss
+from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,6 +67,7 @@ class _Options(SharedOptions, total=False):
     quantile_interpolation: str
     iid_mask: Tensor | None
     dro_lambda: float
+    threshold_gradient: bool
 
 
 @overload
@@ -89,6 +91,7 @@ def pauc_at_budget(
     multi_hot: bool = False,
     validate_args: bool = True,
     dro_lambda: float = 1.0,
+    threshold_gradient: bool = True,
 ) -> Tensor: ...
 @overload
 def pauc_at_budget(
@@ -130,10 +133,11 @@ def pauc_at_budget(
     multi_hot: bool = False,
     validate_args: bool = True,
     dro_lambda: float = 1.0,
+    threshold_gradient: bool = True,
 ) -> Tensor | LossWithClasses:
     r"""Compute one minus the smooth area under the ROC curve between two false-positive rates, over their distance.
 
-    The band edges are score quantiles of the reference rows R, detached: the iid negatives, or all iid rows.
+    The band edges are score quantiles of the reference rows R: the iid negatives, or all iid rows.
 
     .. math::
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
@@ -145,8 +149,15 @@ def pauc_at_budget(
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
     ``"trapezoid"``: the points are the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid
-    rule. Gradient reaches positives only. ``"pairwise"``: the points are the negatives inside the band, both ends
-    included, with equal weights. Gradient reaches them too.
+    rule. Each passes its gradient to the reference rows, as a quantile of the smoothed scores does. ``"pairwise"``: the
+    points are the negatives inside the band, both ends included, with equal weights, and have the gradient themselves;
+    the band edges have none, whatever ``threshold_gradient`` is.
+
+    .. math:: \frac{\partial t_k}{\partial x_j} =
+              \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
+
+    The gradient of all rows adds up to 0: positives rise, and the reference rows near the points fall. The temperature
+    is detached.
 
     ``"dro"`` (SOPA-s) averages over the positives a soft maximum of logistic losses over the iid negatives N, with the
     scale :math:`s` in place of :math:`\tau`:
@@ -183,6 +194,8 @@ def pauc_at_budget(
             Types, shapes and devices are always checked.
         dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
             all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -192,7 +205,7 @@ def pauc_at_budget(
         most 1e-12 or infinite, under ``"pairwise"`` without a negative in the band, and under ``"dro"`` without an iid
         negative: left out of the mean and the sum, NaN under ``"none"``. The scale ``"band"`` is infinite as soon as
         one edge is, as with ``alpha=0`` and a negative of +inf; the scale ``"iqr"`` only where a quarter of the
-        reference is.
+        reference is. An infinite knot carries no gradient.
 
     Example:
         >>> import torch
@@ -203,8 +216,11 @@ def pauc_at_budget(
     Reference:
         McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
         When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
+        Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS 2012; Eban et al., AISTATS 2017; Mackey,
+        Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
-    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", budget_basis, quantile_interpolation, dro_lambda)
+    budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
+    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget)
     check_band(band)
     pool = local_pool(
         logits,
@@ -254,7 +270,11 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     filling = torch.where(edges.beta.base.isfinite() & valid[:, None], edges.beta.base, 0.0)
     queries = torch.where(mask & valid[:, None], queries, filling)
     if band.surrogate == "trapezoid":
-        missed = _sums_at_levels(queries, edges.knots.where(valid), weights, edges.tau)
+        knots = edges.knots.where(valid)
+        points, drawing = knots.movable.to(queries.dtype), None
+        if band.threshold_gradient:
+            points, drawing = threshold_with_gradient(knots, pool, edges.reference, numerator, edges.tau)
+        missed = hold_others(_sums_at_levels(queries, knots, points, weights, edges.tau), drawing)
     else:
         points = torch.where(inside & valid[:, None], points, filling)
         if band.surrogate == "dro":
@@ -274,13 +294,16 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     return _Outcome(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
 
 
-def _sums_at_levels(queries: Tensor, knots: Levels, weights: Tensor, tau: Tensor) -> Tensor:
-    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K)."""
+def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
+    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K).
+
+    ``points`` (C, K) are ``knots.movable``, in the dtype of the queries and perhaps with a gradient.
+    """
     if knots.offset is None:
-        return sigmoid_sums_of_classes(queries, knots.base, weights[:, :, None], tau)[:, :, 0]
+        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau)[:, :, 0]
     # Each knot is a class of its own, on a line with its base in 0.
     distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
-    offsets, tau = knots.offset.to(queries.dtype).view(-1, 1), tau.repeat_interleave(weights.shape[1])
+    offsets, tau = points.reshape(-1, 1), tau.repeat_interleave(weights.shape[1])
     sums = sigmoid_sums_of_classes(distances, offsets, weights.reshape(-1, 1, 1), tau)
     return sums.view(*weights.shape, -1).sum(dim=1)
 
@@ -316,9 +339,12 @@ class PAUCAtBudgetLoss(RankingLoss):
     With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a band from 0 are the top negative. Give
     the pool many more rows than that, and watch ``band_neg_count``.
 
-    With ``surrogate="trapezoid"`` the gradient raises positives and lowers no negative. If this is the only loss, all
-    scores can rise together. Combine it with a pointwise loss, such as
-    ``LossWarmupWrapper(..., final_main_weight=0.5)``, or use ``"pairwise"``, which lowers the negatives in the band.
+    The gradient raises positives, and lowers live reference rows: with ``surrogate="trapezoid"`` those near the knots,
+    with ``"pairwise"`` the negatives in the band. A queue changes the knots of the trapezoid, not the balance: they
+    carry the slope of the live positives, and the gradient of the live rows adds up to 0. With
+    ``threshold_gradient=False``, which ``"pairwise"`` ignores, the trapezoid lowers no row. If that is the only loss,
+    all scores can rise together: combine it with a pointwise loss, such as
+    ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
     With ``surrogate="dro"``, ``dro_lambda`` takes the place of the budget: ``beta``, ``n_knots`` and ``temperature``
     have no effect on the value, except that ``tau_scale="band"`` makes the scale depend on ``beta``.
@@ -356,6 +382,8 @@ class PAUCAtBudgetLoss(RankingLoss):
             equal arguments, names let ranks that call them in different orders raise.
         dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
             all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -369,7 +397,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
         most 1e-12 or infinite (a warning, once), under ``"pairwise"`` without a negative in the band, and under
         ``"dro"`` without an iid negative: left out of the mean and the sum. With no valid class the loss is 0 with zero
-        gradients.
+        gradients. An infinite knot carries no gradient. Under ``"trapezoid"`` no row of a class has a gradient in a
+        step without a live reference row of finite score, because nothing would fall while the positives rise.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -385,6 +414,8 @@ class PAUCAtBudgetLoss(RankingLoss):
     Reference:
         McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
         When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
+        Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS 2012; Eban et al., AISTATS 2017; Mackey,
+        Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
 
     temperature: float  # never None: it is a multiple of the scale already
@@ -415,6 +446,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         validate_args: bool = True,
         name: str | None = None,
         dro_lambda: float = 1.0,
+        threshold_gradient: bool = True,
     ) -> None:
         super().__init__(
             num_classes,
@@ -434,7 +466,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         )
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
-        self.quantile_interpolation, self.dro_lambda = quantile_interpolation, dro_lambda
+        self.quantile_interpolation = quantile_interpolation
+        self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
         check_band(self.band)
 
     @property

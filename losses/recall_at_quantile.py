@@ -26,6 +26,7 @@ from .pool import (
     spread_nan,
 )
 from .ranking import RankingLoss
+from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,6 +38,7 @@ SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature,
 class _Options(SharedOptions, total=False):
     temperature: float | None
     quantile_interpolation: str
+    threshold_gradient: bool
 
 
 @overload
@@ -53,6 +55,7 @@ def recall_at_quantile(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    threshold_gradient: bool = True,
 ) -> Tensor: ...
 @overload
 def recall_at_quantile(
@@ -80,14 +83,21 @@ def recall_at_quantile(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    threshold_gradient: bool = True,
 ) -> Tensor | LossWithClasses:
     r"""Compute one minus the smooth share of positives above the (1 - q) quantile of all scores.
 
     .. math:: L = 1 - \frac{1}{|P|} \sum_{i \in P} \sigma\!\left(\frac{x_i - \theta}{\tau}\right), \quad
-              \theta = Q_{1-q}(x) \text{ detached}
+              \theta = Q_{1-q}(x)
 
     With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold. Only
     positives within a few tau of the threshold have gradient.
+
+    The threshold passes its gradient to all rows, as the quantile of the smoothed scores does. Positives rise, the rows
+    near the threshold fall, and the gradient of all rows adds up to 0:
+
+    .. math:: \frac{\partial \theta}{\partial x_j} =
+              \frac{\sigma'((x_j - \theta) / \tau)}{\sum_k \sigma'((x_k - \theta) / \tau)}
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
@@ -104,6 +114,8 @@ def recall_at_quantile(
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -111,7 +123,12 @@ def recall_at_quantile(
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
         ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer than 1 / q rows the threshold is
-        the top score, and often no positive is near enough to it to have a gradient.
+        the top score, and often no positive is near enough to it to have a gradient. An infinite threshold carries no
+        gradient.
+
+    Numerics:
+        Half precision is computed in float32. The shares of the threshold's gradient add up to 1 even where every
+        :math:`\sigma'` underflows. A second derivative raises RuntimeError.
 
     Automatic temperature:
         The spread is the interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores,
@@ -123,6 +140,11 @@ def recall_at_quantile(
         >>> import torch
         >>> recall_at_quantile(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]), quantile=0.5)
         tensor(0.5000)
+
+    Reference:
+        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores; Eban et al.,
+        Scalable Learning of Non-Decomposable Objectives, AISTATS 2017, Mackey, Luo and Eban, Constrained Classification
+        and Ranking via Quantiles, 2018, and Macha, Adam and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
     """
     check_quantile(quantile)
     check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
@@ -138,7 +160,7 @@ def recall_at_quantile(
         automatic=True,
     )
     scaled, width = at_temperature(pool, temperature, SPREAD_MULTIPLE)
-    per_class = _per_class(scaled, quantile, width, quantile_interpolation)
+    per_class = _per_class(scaled, quantile, width, quantile_interpolation, threshold_gradient)
     return loss_of(per_class, pool, reduction, return_per_class)
 
 
@@ -150,20 +172,29 @@ def check_quantile(quantile: float) -> float:
     return quantile
 
 
-def _per_class(pool: Pool, quantile: float, temperature: float, interpolation: str) -> PerClass:
+def _per_class(
+    pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool
+) -> PerClass:
     """Return one minus the smooth recall at the quantile, of each class of ``pool``."""
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
     # Positives alone. They are few, and an infinite negative at an infinite threshold gives NaN, even times 0.
+    rows: Tensor | None = None
     if pool.scores.shape[0] == 1 and has_values(pool.scores):
         rows = pool.positive[0].nonzero()[:, 0]
         scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
     else:
         scores = pool.scores.masked_fill(~pool.positive, 0.0)
-    point = threshold.base
+    point, drawing = threshold.movable.to(pool.scores.dtype), None
+    if threshold_gradient:
+        taus = threshold.base.new_full(threshold.base.shape[:1], temperature)
+        point, drawing = threshold_with_gradient(threshold, pool, pool.member, pool.positive, taus)
+        if rows is not None and drawing is not None:
+            drawing = drawing.index_select(1, rows)
     if threshold.offset is not None:
-        scores, point = scores - threshold.base, threshold.offset.to(scores.dtype)
+        scores = scores - threshold.base
     below = sigmoid_sums(scores, point, torch.ones_like(point)[:, :, None], temperature)[:, :, 0]
+    below = hold_others(below, drawing)
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
 
@@ -174,8 +205,10 @@ class RecallAtQuantileLoss(RankingLoss):
     queue. With fewer than ``1 / quantile`` rows, 200 by default, the threshold is the top score and often no row has
     gradient. Give the pool many more rows than that.
 
-    The threshold is detached, so the gradient raises positives and lowers no negative. If this is the only loss, all
-    scores can rise together. Combine it with a pointwise loss, such as
+    The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
+    threshold, not the balance: the threshold carries the slope of the live positives, and the gradient of the live rows
+    adds up to 0. With ``threshold_gradient=False`` the gradient raises positives and lowers no negative. If that is the
+    only loss, all scores can rise together: combine it with a pointwise loss, such as
     ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
     By default the temperature is 0.3 times the spread of the pool's scores: their interquartile range over 1.349,
@@ -210,6 +243,8 @@ class RecallAtQuantileLoss(RankingLoss):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -221,7 +256,8 @@ class RecallAtQuantileLoss(RankingLoss):
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
-        the loss is 0 with zero gradients.
+        the loss is 0 with zero gradients. An infinite threshold carries no gradient. In a class without a live row of
+        finite score, no row has a gradient.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -234,7 +270,9 @@ class RecallAtQuantileLoss(RankingLoss):
         tensor(0.5000)
 
     Reference:
-        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores.
+        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores; Eban et al.,
+        Scalable Learning of Non-Decomposable Objectives, AISTATS 2017, Mackey, Luo and Eban, Constrained Classification
+        and Ranking via Quantiles, 2018, and Macha, Adam and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
     """
 
     spread_multiple = SPREAD_MULTIPLE
@@ -258,6 +296,7 @@ class RecallAtQuantileLoss(RankingLoss):
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
+        threshold_gradient: bool = True,
     ) -> None:
         super().__init__(
             num_classes,
@@ -275,13 +314,13 @@ class RecallAtQuantileLoss(RankingLoss):
             validate_args=validate_args,
             name=name,
         )
-        self.quantile = check_quantile(quantile)
+        self.quantile, self.threshold_gradient = check_quantile(quantile), threshold_gradient
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth recall of each class."""
         scaled, temperature = self._at_temperature(pool)
-        return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation)
+        return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
     def _few_rows(self, rows: int) -> str | None:
         if rows * self.quantile >= 1:
@@ -293,4 +332,4 @@ class RecallAtQuantileLoss(RankingLoss):
         )
 
     def _own_arguments(self) -> tuple[str, ...]:
-        return "quantile", "quantile_interpolation"
+        return "quantile", "quantile_interpolation", "threshold_gradient"

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     gradient_reduction: str | int = "mean"
     reduction: str = "mean"
     temperature: float | None = 0.2  # of the losses that have an automatic one
+    threshold_gradient: bool = True  # of recall and partial AUC
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -54,10 +55,11 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
     if case.loss == "smooth_ap":
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
-    if case.loss == "recall":
-        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
     if case.loss == "hard_negative":
         return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
+    pooled["threshold_gradient"] = case.threshold_gradient
+    if case.loss == "recall":
+        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
     surrogate = case.loss.removeprefix("pauc_")
     if surrogate.startswith("dro"):
         pooled["dro_lambda"] = float(surrogate.removeprefix("dro") or 1)

@@ -277,20 +277,61 @@ def exact(number: float | Fraction) -> Fraction:
 
 def upper_quantile(values: list[float], q: float | Fraction, interpolation: str = "higher") -> float:
     """Return the (1 - q) quantile; its rank (1 - q)(n - 1) is an exact rational number here."""
+    return sum(upper_level(values, q, interpolation))
+
+
+def upper_level(values: list[float], q: float | Fraction, interpolation: str = "higher") -> tuple[float, float]:
+    """Return the (1 - q) quantile as one of the values and what is added to it."""
     ordered = sorted(values)
     rank = (1 - exact(q)) * (len(ordered) - 1)
     lower, upper = math.floor(rank), math.ceil(rank)
     if interpolation == "lower":
-        return ordered[lower]
+        return ordered[lower], 0.0
     if interpolation == "higher":
-        return ordered[upper]
+        return ordered[upper], 0.0
     if interpolation == "nearest":
-        return ordered[round(rank)]  # half to even
+        return ordered[round(rank)], 0.0  # half to even
     low, high = ordered[lower], ordered[upper]
     if interpolation == "midpoint":
-        return low if lower == upper else (low + high) / 2
+        return (low, 0.0) if low == high else (low, (high - low) / 2)
     assert interpolation == "linear"
-    return low if lower == upper else low + (high - low) * float(rank - lower)
+    return (low, 0.0) if low == high else (low, (high - low) * float(rank - lower))
+
+
+# --- thresholds ------------------------------------------------------------------------------------------------------
+
+
+def log_slope(distance: float, tau: float) -> float:
+    """Return log s'(distance / tau), which exists where s' underflows."""
+    z = abs(distance) / tau
+    return -z - 2 * math.log1p(math.exp(-z))
+
+
+def carriers(reference: list[Row]) -> list[Row]:
+    """Return the rows that can carry the gradient of a threshold: the live and finite ones of its reference rows."""
+    return [row for row in reference if row.live and math.isfinite(row.score.item())]
+
+
+def shares_of(distances: list[float], masses: list[float], tau: float) -> list[float]:
+    """Return m_j k_j / sum m k with k_j = s'(d_j / tau), the largest term being 1 before the division."""
+    logs = [log_slope(d, tau) + math.log(mass) if mass > 0 else -math.inf for d, mass in zip(distances, masses)]
+    terms = [0.0 if log == -math.inf else math.exp(log - max(logs)) for log in logs]
+    return [term / (sum(terms) or 1.0) for term in terms]
+
+
+def carry(base: float, offset: float, reference: list[Row], positives: list[Row], tau: float) -> Tensor:
+    """Return the threshold base + offset with d threshold / d x_j = rho k_j / sum k over the live reference rows.
+
+    rho is the part of the live rows in the slope of the positives. An infinite threshold has no gradient.
+    """
+    threshold = torch.tensor(base + offset, dtype=torch.float64)
+    rows = carriers(reference)
+    if not math.isfinite(base) or not rows:
+        return threshold
+    slopes = shares_of([i.score.item() - base - offset for i in positives], [i.weight for i in positives], tau)
+    rho = sum(slope for slope, i in zip(slopes, positives) if i.live)
+    shares = shares_of([j.score.item() - base - offset for j in rows], [1.0] * len(rows), tau)
+    return threshold + rho * sum(share * (j.score - j.score.detach()) for share, j in zip(shares, rows))
 
 
 # --- recall ----------------------------------------------------------------------------------------------------------
@@ -306,6 +347,7 @@ def recall_at_quantile(
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
+    threshold_gradient: bool = True,
 ) -> Result:
     """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores."""
     if temperature is None:
@@ -315,8 +357,11 @@ def recall_at_quantile(
         positives = [row for row in problem if row.positive]
         if sum(row.weight for row in positives) == 0:
             return None, {}
-        threshold = upper_quantile([row.score.item() for row in problem], quantile, quantile_interpolation)
+        level = upper_level([row.score.item() for row in problem], quantile, quantile_interpolation)
+        threshold = carry(*level, problem, positives, temperature) if threshold_gradient else sum(level)
         chances = [torch.sigmoid((i.score - threshold) / temperature) for i in positives]
+        if threshold_gradient and not carriers(problem):
+            chances = [chance.detach() for chance in chances]
         return 1 - _weighted_mean(chances, positives), {}
 
     return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
@@ -341,6 +386,7 @@ class Band(NamedTuple):
     temperature: float = 0.1
     quantile_interpolation: str = "higher"
     dro_lambda: float = 1.0
+    threshold_gradient: bool = True
 
 
 def pauc_at_budget(
@@ -360,9 +406,8 @@ def pauc_at_budget(
 def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]]:
     negatives = [row for row in problem if not row.positive]
     numerator = [row for row in problem if row.positive and (row.live or band.pos_numerator == "pool")]
-    reference = [
-        row.score.item() for row in problem if row.iid and (band.budget_basis == "population" or not row.positive)
-    ]
+    reference_rows = [row for row in problem if row.iid and (band.budget_basis == "population" or not row.positive)]
+    reference = [row.score.item() for row in reference_rows]
     if sum(row.weight for row in numerator) == 0 or not negatives or not reference:
         return None, dict(NO_STATS)
 
@@ -383,7 +428,13 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     elif band.surrogate == "pairwise":
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
     else:
-        chances = [_soft_tpr(i, level, band, tau) for i in numerator]
+        knots: list[Tensor | float] = [level(rate) for rate in _rates(band)]
+        if band.threshold_gradient:
+            levels = [upper_level(reference, rate, band.quantile_interpolation) for rate in _rates(band)]
+            knots = [carry(*each, reference_rows, numerator, tau) for each in levels]
+        chances = [_soft_tpr(i, knots, tau) for i in numerator]
+        if band.threshold_gradient and not carriers(reference_rows):
+            chances = [chance.detach() for chance in chances]
     values = [chance.item() for chance in chances]
     mean = sum(values) / len(values)
     stats = {
@@ -404,11 +455,15 @@ def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Te
     return tilt * (torch.logsumexp(losses / tilt, dim=0) - math.log(len(negatives)))
 
 
-def _soft_tpr(i: Row, level: Callable[[Fraction], float], band: Band, tau: float) -> Tensor:
-    """Return the trapezoid rule over equally spaced rates of s((x_i - threshold of the rate) / tau), over the width."""
+def _rates(band: Band) -> list[Fraction]:
     alpha, width = exact(band.alpha), exact(band.beta) - exact(band.alpha)
-    steps = band.n_knots - 1
-    heights = [torch.sigmoid((i.score - level(alpha + width * k / steps)) / tau) for k in range(band.n_knots)]
+    return [alpha + width * k / (band.n_knots - 1) for k in range(band.n_knots)]
+
+
+def _soft_tpr(i: Row, knots: list[Tensor | float], tau: float) -> Tensor:
+    """Return the trapezoid rule over equally spaced rates of s((x_i - threshold of the rate) / tau), over the width."""
+    heights = [torch.sigmoid((i.score - knot) / tau) for knot in knots]
+    steps = len(knots) - 1
     return sum((heights[k] + heights[k + 1]) / 2 for k in range(steps)) / steps
 
 

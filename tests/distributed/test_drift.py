@@ -118,6 +118,7 @@ OTHER_VALUES: dict[str, Any] = {
     "pos_numerator": "live",
     "budget_basis": "population",
     "dro_lambda": 0.5,
+    "threshold_gradient": False,
     "gamma": 1.0,
     "label_smoothing": 0.1,
     "background_class": 1,

@@ -110,6 +110,9 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("recall", num_classes=3, queue_keep="negatives"),
         Case("smooth_ap", queue_size=20),  # smaller than a batch
         Case("smooth_ap", queue_size=0),
+        Case("recall", num_classes=2, threshold_gradient=False),
+        Case("pauc_trapezoid", num_classes=2, threshold_gradient=False),
+        Case("pauc_trapezoid", queue_size=0, dtype="float32"),
         Case("softmax_focal", reduction="mean_positive"),
         Case("softmax_focal", reduction="sum", weighted=True),
         Case("softmax_focal", reduction="mean_weighted"),

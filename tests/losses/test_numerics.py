@@ -28,6 +28,12 @@ def slope(difference: Tensor) -> Tensor:
     return torch.sigmoid(difference) * torch.sigmoid(-difference)
 
 
+def shares(distance: Tensor) -> Tensor:
+    """Return s'(d) divided by its sum over the rows, which exists where every s' underflows."""
+    far = distance.abs()
+    return torch.softmax(-far - 2 * torch.log1p(torch.exp(-far)), dim=0)
+
+
 def error(ours: Tensor, exact: Tensor) -> float:
     """Return the relative error in the norm."""
     return float((ours.double() - exact).norm() / exact.norm())
@@ -64,6 +70,9 @@ def pauc_of_all_pairs(
     if surrogate == "pairwise":
         of_points = slope(difference).sum(dim=0) * weights / tau / above.numel()
         gradient[(~positive).nonzero()[within, 0]] = of_points
+    else:
+        carried = (slope(difference) * weights).sum(dim=0) / tau / above.numel()
+        gradient[~positive] = shares((below[:, None] - points) / tau) @ carried
     return (torch.sigmoid(difference) @ weights).mean(), gradient
 
 
@@ -182,6 +191,7 @@ def test_interpolated_recall_far_from_zero(
         threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation)
         rows = positive[:, c]
         exact[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+        exact[:, c] -= exact[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
     leaf = scores.to(dtype).requires_grad_()
     options = {"quantile_interpolation": interpolation, "reduction": "sum", "multi_hot": num_classes > 1}
     targets = positive.long() if num_classes > 1 else positive[:, 0].long()
@@ -194,6 +204,7 @@ def test_interpolated_recall_far_from_zero(
             threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation).float().double()
             rows = positive[:, c]
             rounded[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+            rounded[:, c] -= rounded[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
         assert error(rounded, exact) > 1e-3
 
 
