@@ -124,7 +124,7 @@ def _run_binary(job: Job) -> Figures:
 
 
 def _run_classes(job: Job) -> Figures:
-    """Return macro AP and balanced accuracy of the argmax on test rows after the last step."""
+    """Return the figures of ``evaluate_classes`` on test rows after the last step."""
     rows = _rows(job.set, job.seed, job.smallest)
     share = shares(rows.train.targets, one_logit=False)
     figures: Figures = {}
@@ -139,12 +139,20 @@ def _run_classes(job: Job) -> Figures:
 
 
 def evaluate_classes(logits: Tensor, targets: Tensor) -> Figures:
-    """Return the mean over the classes of the AP of each against the rest, and the balanced accuracy of the argmax."""
+    """Return the macro AP of the logits and of the softmax probabilities, and the balanced accuracy of the argmax.
+
+    Macro AP is the mean over the classes of the AP of each against the rest. A loss through a softmax leaves a constant
+    per row undetermined, so its logits are not comparable between rows, and its probabilities are. A ranking loss
+    leaves a constant per class undetermined, so its probabilities are not.
+    """
     if not bool(logits.isfinite().all()):
-        return {"macro_ap": 0.0, "balanced_accuracy": 0.0}
-    each = [average_precision_score(targets.numpy() == label, logits[:, label].numpy()) for label in targets.unique()]
+        return {"macro_ap_logits": 0.0, "macro_ap_softmax": 0.0, "balanced_accuracy": 0.0}
+    figures = {}
+    for name, scores in (("macro_ap_logits", logits), ("macro_ap_softmax", logits.double().softmax(dim=1))):
+        each = [average_precision_score(targets == label, scores[:, label]) for label in targets.unique()]
+        figures[name] = float(np.mean(each))
     accuracy = balanced_accuracy_score(targets.numpy(), logits.argmax(dim=1).numpy())
-    return {"macro_ap": float(np.mean(each)), "balanced_accuracy": float(accuracy)}
+    return figures | {"balanced_accuracy": float(accuracy)}
 
 
 def compute(job: Job) -> Figures:

@@ -218,12 +218,16 @@ def test_several_classes_are_evaluated_one_against_the_rest(scripts):
     logits, targets = torch.randn(60, 3, generator=generator), torch.arange(60) % 7 % 3
     found = runs.evaluate_classes(logits, targets)
     each = [average_precision_score(targets == label, logits[:, label]) for label in range(3)]
-    assert found["macro_ap"] == pytest.approx(np.mean(each))
+    assert found["macro_ap_logits"] == pytest.approx(np.mean(each))
     hits = logits.argmax(dim=1) == targets
-    assert found["balanced_accuracy"] == pytest.approx(
-        np.mean([hits[targets == label].double().mean() for label in range(3)])
-    )
-    # A constant per column changes the argmax and no ranking.
-    shifted = runs.evaluate_classes(logits + torch.tensor([5.0, 0.0, 0.0]), targets)
-    assert shifted["macro_ap"] == pytest.approx(found["macro_ap"])
-    assert shifted["balanced_accuracy"] == pytest.approx(1 / 3, abs=0.1)
+    accuracy = np.mean([hits[targets == label].double().mean() for label in range(3)])
+    assert found["balanced_accuracy"] == pytest.approx(accuracy)
+    # A constant per class changes no ranking of the logits, and one per row no probability.
+    by_class = runs.evaluate_classes(logits + torch.tensor([5.0, 0.0, 0.0]), targets)
+    assert by_class["macro_ap_logits"] == pytest.approx(found["macro_ap_logits"])
+    assert by_class["balanced_accuracy"] == pytest.approx(1 / 3, abs=0.1)
+    assert by_class["macro_ap_softmax"] != pytest.approx(found["macro_ap_softmax"], abs=1e-3)
+    by_row = runs.evaluate_classes(logits + torch.randn(60, 1, generator=generator), targets)
+    assert by_row["macro_ap_softmax"] == pytest.approx(found["macro_ap_softmax"])
+    assert by_row["balanced_accuracy"] == found["balanced_accuracy"]
+    assert by_row["macro_ap_logits"] != pytest.approx(found["macro_ap_logits"], abs=1e-3)
