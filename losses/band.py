@@ -24,9 +24,9 @@ class Band(NamedTuple):
 
     alpha: float = 0.0
     beta: float = 0.005
-    surrogate: Surrogate = "trapezoid"
+    surrogate: Surrogate = "dro"
     n_knots: int = 2
-    tau_scale: TauScale = "iqr"
+    tau_scale: TauScale | None = None
     pos_numerator: PosNumerator = "pool"
     budget_basis: BudgetBasis = "fpr"
     quantile_interpolation: str = "higher"
@@ -45,8 +45,9 @@ def check_band(band: Band) -> Band:
     check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise", "dro"))
     check_positive("dro_lambda", band.dro_lambda)
     if band.surrogate == "dro" and band.alpha != 0:
-        raise ValueError(expected("alpha", "0 with surrogate='dro', whose band begins at a rate of 0", band.alpha))
-    check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
+        raise ValueError(expected("alpha", "0 with surrogate='dro'", band.alpha, "For a band use surrogate='pairwise'."))
+    if band.tau_scale is not None:
+        check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
     check_choice("pos_numerator", band.pos_numerator, ("pool", "live"))
     check_choice("budget_basis", band.budget_basis, ("fpr", "population"))
     check_choice("quantile_interpolation", band.quantile_interpolation, INTERPOLATIONS)
@@ -74,14 +75,20 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
         steps = band.n_knots - 1
         inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
         fractions += [band.alpha, *inner, band.beta]
-    if band.tau_scale == "iqr":
+    is_absolute = band.surrogate == "dro" and band.tau_scale is None
+    has_quartiles = not is_absolute and band.tau_scale != "band"
+    if has_quartiles:
         fractions += [0.25, 0.75]
     has_reference = reference.any(dim=1)
     levels = upper_levels(pool.scores, reference, fractions, band.quantile_interpolation).where(has_reference)
-    ends = (len(fractions) - 2, len(fractions) - 1) if band.tau_scale == "iqr" else (0, 1)
+    ends = (len(fractions) - 2, len(fractions) - 1) if has_quartiles else (0, 1)
     scale = levels.take(ends[0]).minus(levels.take(ends[1]))[:, 0]
+    if is_absolute:
+        scale = torch.ones_like(scale)
     # A NaN scale counts as usable: the loss is then NaN instead of being left out.
     usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
-    tau = torch.where(usable, scale * temperature, torch.ones_like(scale)).to(pool.scores.dtype)
+    if band.surrogate != "dro":
+        scale = scale * temperature
+    tau = torch.where(usable, scale, torch.ones_like(scale)).to(pool.scores.dtype)
     knots = levels.take(slice(2, 2 + (band.n_knots if band.surrogate == "trapezoid" else 0)))
     return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference, reference)

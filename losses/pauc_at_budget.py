@@ -61,7 +61,7 @@ class LossWithClassesAndStats(NamedTuple):
 class _Options(SharedOptions, total=False):
     surrogate: Surrogate
     n_knots: int
-    tau_scale: TauScale
+    tau_scale: TauScale | None
     budget_basis: BudgetBasis
     temperature: float
     quantile_interpolation: str
@@ -76,9 +76,9 @@ def pauc_at_budget(
     targets: Tensor,
     alpha: float = 0.0,
     beta: float = 0.005,
-    surrogate: Surrogate = "trapezoid",
+    surrogate: Surrogate = "dro",
     n_knots: int = 2,
-    tau_scale: TauScale = "iqr",
+    tau_scale: TauScale | None = None,
     budget_basis: BudgetBasis = "fpr",
     temperature: float = 0.1,
     reduction: Reduction = "mean",
@@ -118,9 +118,9 @@ def pauc_at_budget(
     targets: Tensor,
     alpha: float = 0.0,
     beta: float = 0.005,
-    surrogate: Surrogate = "trapezoid",
+    surrogate: Surrogate = "dro",
     n_knots: int = 2,
-    tau_scale: TauScale = "iqr",
+    tau_scale: TauScale | None = None,
     budget_basis: BudgetBasis = "fpr",
     temperature: float = 0.1,
     reduction: Reduction = "mean",
@@ -245,8 +245,7 @@ class _Outcome(NamedTuple):
 def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     """Return one minus the smooth partial area of each class of ``pool``, and its diagnostics."""
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
-    # The scale of "dro" is not multiplied by the temperature.
-    edges = band_thresholds(pool, iid, band, 1.0 if band.surrogate == "dro" else temperature)
+    edges = band_thresholds(pool, iid, band, temperature)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if band.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
@@ -425,9 +424,9 @@ class PAUCAtBudgetLoss(RankingLoss):
         num_classes: int,
         alpha: float = 0.0,
         beta: float = 0.005,
-        surrogate: Surrogate = "trapezoid",
+        surrogate: Surrogate = "dro",
         n_knots: int = 2,
-        tau_scale: TauScale = "iqr",
+        tau_scale: TauScale | None = None,
         pos_numerator: PosNumerator = "pool",
         budget_basis: BudgetBasis = "fpr",
         queue_size: int = 1024,
