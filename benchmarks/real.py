@@ -12,8 +12,7 @@ checkpoints that has the best AP on validation rows. Recall and partial AUC are 
 best in them.
 
 ``defaults``: nothing is tuned. Learning rates 0.001, 0.003 and 0.01, 400 and 1,600 steps of the same training, five
-splits. The controls, SmoothAP at a temperature of 0.1, and the trapezoid and pairwise surrogates of the partial AUC
-train for 400 steps alone, to save time.
+splits. The methods in SHORT of real_methods.py train for 400 steps alone, to save time.
 
 ``tuned``: every method draws the same number of configurations. Each runs once on split 0, and the one with the best
 AP on validation rows runs on the other splits. 800 steps.
