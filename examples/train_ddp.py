@@ -1,4 +1,4 @@
-"""Train on digits with a long tail under DDP: cross-entropy against the same with one line more. Prove the gradients.
+"""Train a classifier of a rare letter under DDP: cross-entropy, and the same with a line more. Prove the gradients.
 
 Two processes:  torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 One process:    python examples/train_ddp.py --seeds 1 --steps 20
@@ -17,79 +17,89 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from demo_data import NUM_CLASSES, Rows, UnevenShards, make_long_tail, own_share, world_size
+from demo_data import Rows, UnevenShards, make_rows, own_share, world_size
 from demo_proof import print_proof, prove
 from demo_report import STYLES, Figures, Progress, Run, count, exact_figures, plot, print_table, print_verdict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAveragePrecision
+from torchmetrics.classification import BinaryAveragePrecision
 
 from fullrank import (
+    HardNegativeCrossEntropyLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
+    SigmoidFocalLoss,
     SmoothAPLoss,
-    SoftmaxFocalLoss,
     all_gather_no_grad,
 )
+from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 HIGHEST_DIFFERENCE = 1e-12  # relative, of a float64 gradient: the promise of the package
-METRIC_TOLERANCE = 1e-6  # between torchmetrics over the ranks and scikit-learn, up to the rounding of float32
+METRIC_TOLERANCE = 1e-6  # between our metrics and scikit-learn: both are exact up to the rounding of their dtype
+PROOF_ROWS = 1_000
 
 
 class WeightedPlusRanking(nn.Module):
-    """Weighted cross-entropy plus Smooth-AP. The second term is the line that the recipe adds.
+    """Weighted cross-entropy plus Smooth-AP. The second term is the line that the recipe adds."""
 
-    Cross-entropy keeps the columns of the logits comparable, which the argmax needs. Smooth-AP ranks each class against
-    the rest, with the same weight for a rare class as for a frequent one.
-    """
-
-    def __init__(self, class_weights: Tensor) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()
-        self.weighted = weighted_cross_entropy(class_weights)
-        self.ranking = SmoothAPLoss(num_classes=len(class_weights), queue_size=0)
+        self.weighted = weighted_cross_entropy(share)
+        self.ranking = SmoothAPLoss(num_classes=1, queue_size=0)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.weighted(logits, targets) + self.ranking(logits, targets)
 
 
-def weighted_cross_entropy(class_weights: Tensor) -> nn.Module:
-    """Return ``torch.nn.CrossEntropyLoss(weight=class_weights)`` whose mean is over the rows of all ranks."""
-    return SoftmaxFocalLoss(alpha=class_weights, gamma=0, reduction="mean_weighted")
+class PerRow(nn.Module):
+    """Calls a sigmoid loss, whose targets have the shape of the logits, (N, 1)."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(logits, targets.unsqueeze(1))
 
 
-def build_loss(name: str, sizes: Tensor) -> nn.Module:
-    """Return the loss called ``name``, with its defaults, for classes with ``sizes`` training rows."""
-    class_weights = sizes.sum() / (len(sizes) * sizes)  # inverse to the share of the class
+def weighted_cross_entropy(share: float) -> nn.Module:
+    """Return cross-entropy in which the positives, a ``share`` of the rows, weigh as much as the negatives."""
+    return PerRow(SigmoidFocalLoss(alpha=1 - share, gamma=0, reduction="mean_weighted"))
+
+
+def build_loss(name: str, share: float) -> nn.Module:
+    """Return the loss called ``name``, with its defaults, for a ``share`` of positives in the training rows."""
     if name == "cross_entropy":
-        return SoftmaxFocalLoss(gamma=0)
+        return PerRow(SigmoidFocalLoss(alpha=-1, gamma=0))
     if name == "weighted":
-        return weighted_cross_entropy(class_weights)
+        return weighted_cross_entropy(share)
     if name == "smooth_ap":
-        return SmoothAPLoss(num_classes=len(sizes), queue_size=0)
+        return SmoothAPLoss(num_classes=1, queue_size=0)
     if name == "sum":
-        return WeightedPlusRanking(class_weights)
+        return WeightedPlusRanking(share)
     raise ValueError(f"name: expected one of {list(STYLES)}, got {name!r}")
 
 
-def proof_losses(sizes: Tensor, queue_size: int) -> dict[str, nn.Module]:
+def proof_losses(share: float, queue_size: int) -> dict[str, nn.Module]:
     """Return the losses of the proof by label: every kind of loss, the ranking losses with a queue."""
-    queue = {"num_classes": len(sizes), "queue_size": queue_size}
+    queue = {"num_classes": 1, "queue_size": queue_size}
     return {
-        "cross-entropy": build_loss("cross_entropy", sizes),
-        "weighted cross-entropy": build_loss("weighted", sizes),
-        "weighted CE + SmoothAP": build_loss("sum", sizes),
-        "focal": SoftmaxFocalLoss(),
+        "cross-entropy": build_loss("cross_entropy", share),
+        "weighted cross-entropy": build_loss("weighted", share),
+        "weighted CE + SmoothAP": build_loss("sum", share),
+        "focal": PerRow(SigmoidFocalLoss()),
         "SmoothAP, queue": SmoothAPLoss(**queue),
-        "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=0.1, **queue),
-        "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=0.1, **queue),
+        "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=share, **queue),
+        "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=share, **queue),
+        "hard-negative CE, queue": HardNegativeCrossEntropyLoss(share=0.05, **queue),
     }
 
 
 def build_model(seed: int) -> nn.Module:
-    """Return a multilayer perceptron with one logit for each class."""
+    """Return a multilayer perceptron with one logit."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
 
 
 def wrap(model: nn.Module) -> nn.Module:
@@ -97,59 +107,82 @@ def wrap(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
-def train(model: nn.Module, loss: nn.Module, rows: Rows, options: argparse.Namespace, seed: int) -> None:
-    """Train ``model`` on this rank's part of every batch."""
-    shards = UnevenShards(len(rows.targets), options.batch_size * world_size(), options.steps, seed)
+def train(
+    model: nn.Module, loss: nn.Module, train_rows: Rows, test_shard: Rows, options: argparse.Namespace, seed: int
+) -> list[tuple[int, float]]:
+    """Train ``model`` and return pairs of (step, average precision on the test rows of all ranks)."""
+    shards = UnevenShards(len(train_rows.targets), options.batch_size * world_size(), options.steps, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    every = max(options.steps // 10, 1)
+    curve: list[tuple[int, float]] = []
     # batch_size=None: the sampler yields the indices of a whole batch, so there is nothing to collate.
-    for pixels, targets in DataLoader(TensorDataset(*rows), sampler=shards, batch_size=None):
+    for step, (features, targets) in enumerate(DataLoader(TensorDataset(*train_rows), sampler=shards, batch_size=None)):
         optimizer.zero_grad()
-        loss(model(pixels), targets).backward()
+        loss(model(features), targets).backward()
         optimizer.step()
-
-
-def figures_of_ranks(logits: Tensor, targets: Tensor) -> Figures:
-    """Return the metrics over the rows of all ranks; each rank updates them with its own rows."""
-    metrics = MulticlassAveragePrecision(NUM_CLASSES, average="macro"), MulticlassAccuracy(NUM_CLASSES, average="macro")
-    for metric in metrics:
-        # Values outside [0, 1] would get a softmax, which changes the order of the rows within a class.
-        metric.update(0.5 + logits.double().atan() / torch.pi, targets)
-    return Figures(*(float(metric.compute()) for metric in metrics))
+        if (step + 1) % every == 0:
+            curve.append((step + 1, average_precision(score(model, test_shard.features), test_shard.targets)))
+    return curve
 
 
 @torch.no_grad()
+def score(model: nn.Module, features: Tensor) -> Tensor:
+    """Return the logits (N, 1)."""
+    return model(features)
+
+
+def average_precision(logits: Tensor, targets: Tensor) -> float:
+    """Return the average precision over the rows of all ranks."""
+    metric = BinaryAveragePrecision()
+    # torchmetrics applies a sigmoid to scores outside [0, 1], in float32, where large logits become ties.
+    metric.update(logits[:, 0].double().sigmoid(), targets)
+    return float(metric.compute())
+
+
+def our_figures(logits: Tensor, targets: Tensor, share: float) -> Figures:
+    """Return the metrics over the rows of all ranks; each rank updates them with its own rows."""
+    recall, pauc = RecallAtQuantile(1, share), PAUCAtBudget(1, 0.0, share)
+    recall.update(logits, targets)
+    pauc.update(logits, targets)
+    return Figures(average_precision(logits, targets), float(recall.compute()), float(pauc.compute()))
+
+
 def run(name: str, seed: int, options: argparse.Namespace) -> Run:
     """Train with one loss and one seed, and evaluate. The seed draws the rows, the model and the batches."""
-    train_rows, test_rows = make_long_tail(options.smallest, seed)
+    train_rows, test_rows = make_rows(options.letter, seed)
+    share = float(train_rows.targets.double().mean())
+    test_shard = test_rows.take(own_share(len(test_rows.targets)))
     model = wrap(build_model(seed))
-    with torch.enable_grad():
-        train(model, build_loss(name, train_rows.sizes), train_rows, options, seed)
-    shard = test_rows.take(own_share(len(test_rows.targets)))
-    logits = model(shard.pixels)
-    scores = all_gather_no_grad(logits) if dist.is_initialized() else logits
-    class_ap, exact = exact_figures(scores.double().numpy(), test_rows.targets.numpy())
-    return Run(train_rows.sizes.numpy(), class_ap, figures_of_ranks(logits, shard.targets), exact)
+    curve = train(model, build_loss(name, share), train_rows, test_shard, options, seed)
+    logits = score(model, test_shard.features)
+    everyone = all_gather_no_grad(logits) if dist.is_initialized() else logits
+    ours = our_figures(logits, test_shard.targets, options.budget)
+    scores, targets = everyone[:, 0].double().numpy(), test_rows.targets.numpy()
+    return Run(scores, targets, curve, ours, exact_figures(scores, targets, options.budget, options.budget))
 
 
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
-        description="Train on scikit-learn's digits with a long tail of class sizes, with and without a ranking loss.",
+        description="Train to find one letter among all, with and without a ranking loss. Compare gradients, metrics.",
         epilog="With two processes: torchrun --standalone --nproc-per-node 2 examples/train_ddp.py [options]. "
         "With one: python examples/train_ddp.py --seeds 1 --steps 20, in about 10 seconds.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--losses", nargs="+", choices=list(STYLES), default=list(STYLES), help="which to compare")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
-    parser.add_argument("--batch-size", type=int, default=64, help="rows per rank and step, on average over the ranks")
-    parser.add_argument("--lr", type=float, default=1e-2, help="learning rate of Adam, for all losses")
-    parser.add_argument("--smallest", type=float, default=0.03, help="size of the rarest class, of the most frequent")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run")
+    parser.add_argument("--batch-size", type=int, default=256, help="rows per rank and step, on average over the ranks")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of Adam, for all losses")
+    parser.add_argument("--letter", default="H", metavar="A..Z", help="the positive letter")
+    parser.add_argument(
+        "--budget", type=float, default=0.05, help="share of rows, and false-positive rate, evaluated at"
+    )
     parser.add_argument("--queue-size", type=int, default=512, help="rows of the memory queues in the proof")
     parser.add_argument("--output", type=Path, default=Path("outputs/demo.png"), help="where the figure goes")
     options = parser.parse_args()
-    if not 0.03 <= options.smallest <= 1:
-        parser.error(f"--smallest: expected a share between 0.03 and 1, got {options.smallest}")
+    if not 0 < options.budget < 1:
+        parser.error(f"--budget: expected a share between 0 and 1, got {options.budget}")
     # With two rows per rank, every rank gets at least one.
     for name, least in (("seeds", 1), ("steps", 1), ("batch_size", 2), ("queue_size", 0)):
         if getattr(options, name) < least:
@@ -159,14 +192,15 @@ def parse_options() -> argparse.Namespace:
 
 def prove_all(options: argparse.Namespace, is_first: bool) -> bool:
     """Print the proof; return whether the gradients are as promised."""
-    rows, test_rows = make_long_tail(options.smallest, seed=0)
-    losses = proof_losses(rows.sizes, options.queue_size)
-    proofs = prove(losses, (build_model(0), build_model(1)), wrap, rows, own_share(len(rows.targets)))
+    rows, test_rows = make_rows(options.letter, seed=0)
+    share = float(rows.targets.double().mean())
+    batch = rows.take(slice(PROOF_ROWS))
+    losses = proof_losses(share, options.queue_size)
+    proofs = prove(losses, (build_model(0), build_model(1)), wrap, batch, own_share(PROOF_ROWS))
     if is_first:
-        sizes = rows.sizes.sort(descending=True).values.tolist()
-        print(f"Digits: {sum(sizes)} rows to train, {sizes} of the ten classes; {len(test_rows.targets)} rows to test")
-        shards = [own_share(len(rows.targets), rank) for rank in range(world_size())]
-        print_proof(proofs, [part.stop - part.start for part in shards], options.queue_size, HIGHEST_DIFFERENCE)
+        print(f"Letter {options.letter} against the rest: {rows} to train, {test_rows} to test")
+        sizes = [own_share(PROOF_ROWS, rank) for rank in range(world_size())]
+        print_proof(proofs, [part.stop - part.start for part in sizes], options.queue_size, HIGHEST_DIFFERENCE)
     return all(proof.fullrank <= HIGHEST_DIFFERENCE for proof in proofs.values())
 
 
@@ -180,9 +214,9 @@ def train_all(options: argparse.Namespace, is_first: bool) -> bool:
         progress.start(STYLES[name].label)
         runs[name] = [progress.watch(run(name, seed, options)) for seed in range(options.seeds)]
     if is_first:
-        print_table(runs, METRIC_TOLERANCE)
+        print_table(runs, options.budget, options.budget, METRIC_TOLERANCE)
         print_verdict(runs)
-        plot(runs, options.output)
+        plot(runs, options.output, f"Letter {options.letter} against the rest")
         print(f"\nFigure: {options.output}")
     return all(one.largest_difference() <= METRIC_TOLERANCE for many in runs.values() for one in many)
 

@@ -45,7 +45,9 @@ def check_band(band: Band) -> Band:
     check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise", "dro"))
     check_positive("dro_lambda", band.dro_lambda)
     if band.surrogate == "dro" and band.alpha != 0:
-        raise ValueError(expected("alpha", "0 with surrogate='dro'", band.alpha, "For a band use surrogate='pairwise'."))
+        raise ValueError(
+            expected("alpha", "0 with surrogate='dro'", band.alpha, "For a band use surrogate='pairwise'.")
+        )
     if band.tau_scale is not None:
         check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
     check_choice("pos_numerator", band.pos_numerator, ("pool", "live"))

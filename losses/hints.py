@@ -14,6 +14,7 @@ from .pool import PerClass, Pool
 
 _EMPTY_CALLS = 20  # calls in a row without a valid class
 _FEW_ROWS = 16  # with fewer rows the range of the scores says little about what they are
+_WIDE = 0.5  # scores in [0, 1] with less range may be those of a network before its training
 _FEW_POSITIVES = 20  # with fewer, all of them may happen to have no gradient
 _NO_GRADIENT = 1e-6  # of the largest gradient of the class
 _MANY = 0.99  # share of the live positives
@@ -67,9 +68,9 @@ class Hints:
             self._give("few rows", setting.few_rows)
         if "no valid class" not in self._given:
             self._read(per_class.valid.any()[None], self._count_empty_calls)
-        if self._calls == 1 and live.logits.shape[0] >= _FEW_ROWS:
+        doubled = self._calls & (self._calls - 1) == 0  # calls 1, 2, 4, 8, ...: these hints take a pass over the rows
+        if doubled and live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._given:
             self._read(torch.stack(live.logits.detach().aminmax()), self._look_at_range)
-        doubled = self._calls & (self._calls - 1) == 0  # calls 1, 2, 4, 8, ...: the gradient takes a pass to look at
         has_gradient = pool.scores.requires_grad and pool.scores.numel() > 0
         if doubled and setting.temperature is not None and has_gradient and "gradient" not in self._given:
             self._watch_positives(pool, per_class, setting.temperature)
@@ -94,7 +95,7 @@ class Hints:
 
     def _look_at_range(self, ends: list[float]) -> None:
         low, high = ends
-        if 0 <= low < high <= 1:
+        if low >= 0 and high <= 1 and high - low > _WIDE:
             self._give(
                 "probabilities",
                 f"all scores lie between 0 and 1 ({low:.3g} to {high:.3g}). If they are probabilities, pass the logits "

@@ -51,7 +51,11 @@ MISUSES = {
         {},
         "1/quantile = 250",
     ),
-    "small band": (lambda **o: PAUCAtBudgetLoss(1, beta=0.004, queue_size=0, **o), {}, "1/beta = 250"),
+    "small band": (
+        lambda **o: PAUCAtBudgetLoss(1, beta=0.004, surrogate="pairwise", queue_size=0, **o),
+        {},
+        "1/beta = 250",
+    ),
     "lost positives": (lambda **o: SmoothAPLoss(1, temperature=1e-6, **o), {}, "temperature=1e-06"),
     "probabilities": (
         lambda **o: SmoothAPLoss(1, temperature=0.1, **o),
@@ -102,6 +106,10 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
 )
 def test_right_use_does_not_warn(loss, steps):
     assert texts_of(loss, 40, **steps) == []
+
+
+def test_a_network_before_its_training_may_score_between_0_and_1():
+    assert texts_of(SmoothAPLoss(1), 1, make_scores=lambda step: 0.3 + 0.05 * draw(step)) == []
 
 
 def test_nineteen_calls_without_a_positive_do_not_warn():
