@@ -82,7 +82,7 @@ def proof_losses(sizes: Tensor, queue_size: int) -> dict[str, nn.Module]:
         "focal": SoftmaxFocalLoss(),
         "SmoothAP, queue": SmoothAPLoss(**queue),
         "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=0.1, **queue),
-        "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=0.1, **queue),
+        "PAUCAtBudget, queue": PAUCAtBudgetLoss(**queue),
     }
 
 
