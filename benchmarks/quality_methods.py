@@ -137,5 +137,6 @@ def _build_ranking(name: str, config: Config, budget: float) -> nn.Module:
     if name == "SmoothAP":
         return SmoothAPLoss(1, **shared)
     if name == "RecallAtQuantile":
-        return RecallAtQuantileLoss(1, quantile=budget, **shared)
-    return PAUCAtBudgetLoss(1, beta=budget, surrogate=config["surrogate"], **shared)
+        return RecallAtQuantileLoss(1, quantile=budget, threshold_gradient=False, **shared)
+    surrogate = config["surrogate"]
+    return PAUCAtBudgetLoss(1, beta=budget, surrogate=surrogate, threshold_gradient=False, **shared)

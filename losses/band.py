@@ -69,7 +69,7 @@ class Thresholds(NamedTuple):
 
 
 def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> Thresholds:
-    """Return the band edges, the knots and the temperature of each class, all detached."""
+    """Return the band edges, the knots and the temperature, or the scale of "dro", of each class, all detached."""
     reference = iid if band.budget_basis == "population" else iid & ~pool.positive
     fractions: list[float] = [band.alpha, band.beta]
     if band.surrogate == "trapezoid":
@@ -77,7 +77,7 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
         steps = band.n_knots - 1
         inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
         fractions += [band.alpha, *inner, band.beta]
-    is_absolute = band.surrogate == "dro" and band.tau_scale is None
+    is_absolute = band.surrogate == "dro" and band.tau_scale is None  # the scores are logits as they are
     has_quartiles = not is_absolute and band.tau_scale != "band"
     if has_quartiles:
         fractions += [0.25, 0.75]

@@ -1,4 +1,4 @@
-"""Smooth partial area under the ROC curve, over a band of false-positive rates."""
+"""Smooth partial area under the ROC curve, at low false-positive rates or over a band of them."""
 
 from __future__ import annotations
 
@@ -135,53 +135,58 @@ def pauc_at_budget(
     dro_lambda: float = 1.0,
     threshold_gradient: bool = True,
 ) -> Tensor | LossWithClasses:
-    r"""Compute one minus the smooth area under the ROC curve between two false-positive rates, over their distance.
+    r"""Compute a loss for the area under the ROC curve at low false-positive rates, by one of three surrogates.
 
-    The band edges are score quantiles of the reference rows R: the iid negatives, or all iid rows.
-
-    .. math::
-        t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
-        \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
-
-    Two surrogates average over the positives how likely reference points :math:`t_k` are to exceed them. The weights
-    :math:`c_k` of the points sum to one:
-
-    .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
-
-    ``"trapezoid"``: the points are the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid
-    rule. Each passes its gradient to the reference rows, as a quantile of the smoothed scores does. ``"pairwise"``: the
-    points are the negatives inside the band, both ends included, with equal weights, and have the gradient themselves;
-    the band edges have none, whatever ``threshold_gradient`` is.
-
-    .. math:: \frac{\partial t_k}{\partial x_j} =
-              \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
-
-    The gradient of all rows adds up to 0: positives rise, and the reference rows near the points fall. The temperature
-    is detached.
-
-    ``"dro"`` (SOPA-s) averages over the positives a soft maximum of logistic losses over the iid negatives N, with the
-    scale :math:`s` in place of :math:`\tau`:
+    ``"dro"`` (SOPA-s), the default, averages over the positives P a soft maximum over the iid negatives N of the
+    logistic loss of each pair:
 
     .. math::
         L = \frac{1}{|P|} \sum_{i \in P} \lambda \log \frac{1}{|N|} \sum_{j \in N}
             \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
 
-    :math:`\lambda` is a soft budget: the smaller it is, the more the hardest negatives count. ``beta``, ``n_knots`` and
-    ``temperature`` have no effect on the value, except that ``tau_scale="band"`` makes the scale depend on ``beta``.
-    Gradient reaches the negatives too. The value may exceed 1.
+    The hardest negatives of each positive count most. :math:`\lambda` is a soft budget: the smaller it is, the more
+    they count. There is no hard band: ``beta``, ``n_knots`` and ``temperature`` have no effect on the value, except
+    that ``tau_scale="band"`` makes the scale depend on ``beta``. With ``tau_scale=None`` :math:`s = 1`, and the scores
+    are logits as in cross-entropy. The gradient raises positives and lowers negatives. The value may exceed 1.
 
-    With ``alpha=0`` and ``beta`` the budget, positives are compared with every false alarm that the budget allows.
+    ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
+    the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
+    positives are compared with every false alarm that the budget allows. The band edges are score quantiles of the
+    reference rows R: the iid negatives, or all iid rows.
+
+    .. math::
+        t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
+        \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
+
+    Both average over the positives how likely reference points :math:`t_k` are to exceed them. The weights :math:`c_k`
+    of the points sum to one:
+
+    .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
+
+    ``"pairwise"``: the points are the negatives inside the band, both ends included, with equal weights, and have the
+    gradient themselves; the band edges have none, whatever ``threshold_gradient`` is. ``"trapezoid"``: the points are
+    the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid rule. Each passes its gradient
+    to the reference rows, as a quantile of the smoothed scores does.
+
+    .. math:: \frac{\partial t_k}{\partial x_j} =
+              \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
+
+    With every surrogate the gradient of all rows adds up to 0: positives rise, and negatives or reference rows fall.
+    Scale and temperature are detached.
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"trapezoid"`` over knots, ``"pairwise"`` with the negatives in the band, or ``"dro"`` with all iid
-            negatives, which requires ``alpha=0``.
+        surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
+            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
-        tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
+        tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
+            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
+            as logits, and ``"iqr"`` for the other surrogates.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+            ``"dro"`` does not use it.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
@@ -201,15 +206,17 @@ def pauc_at_budget(
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
-        A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
+        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
         most 1e-12 or infinite, under ``"pairwise"`` without a negative in the band, and under ``"dro"`` without an iid
-        negative: left out of the mean and the sum, NaN under ``"none"``. The scale ``"band"`` is infinite as soon as
-        one edge is, as with ``alpha=0`` and a negative of +inf; the scale ``"iqr"`` only where a quarter of the
-        reference is. An infinite knot carries no gradient.
+        negative: left out of the mean and the sum, NaN under ``"none"``. ``"dro"`` without a scale is valid where all
+        scores are equal. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a negative of
+        +inf; the scale ``"iqr"`` only where a quarter of the reference is. An infinite knot carries no gradient.
 
     Example:
         >>> import torch
         >>> scores = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
+        >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]))
+        tensor(0.9832)
         >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]), beta=0.5, surrogate="pairwise")
         tensor(0.5000)
 
@@ -243,7 +250,7 @@ class _Outcome(NamedTuple):
 
 
 def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
-    """Return one minus the smooth partial area of each class of ``pool``, and its diagnostics."""
+    """Return the loss of each class of ``pool``, and its diagnostics."""
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
     edges = band_thresholds(pool, iid, band, temperature)
     live = pool.positive if pool.live is None else pool.positive & pool.live
@@ -332,34 +339,40 @@ def _variance(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class PAUCAtBudgetLoss(RankingLoss):
-    """One minus the smooth partial AUC over a band, over the rows of all ranks and of a memory queue.
+    """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the queue.
-    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a band from 0 are the top negative. Give
-    the pool many more rows than that, and watch ``band_neg_count``.
+    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
+    queue. The default, ``surrogate="dro"``, is a soft maximum of the logistic losses of each positive against all iid
+    negatives. ``dro_lambda`` takes the place of the budget: ``beta`` only sets the diagnostics, and ``n_knots`` and
+    ``temperature`` have no effect. The scores are logits as in cross-entropy, unless ``tau_scale`` gives a scale; of
+    the scales, ``"band"`` depends on ``beta``.
 
-    The gradient raises positives, and lowers live reference rows: with ``surrogate="trapezoid"`` those near the knots,
-    with ``"pairwise"`` the negatives in the band. A queue changes the knots of the trapezoid, not the balance: they
-    carry the slope of the live positives, and the gradient of the live rows adds up to 0. With
-    ``threshold_gradient=False``, which ``"pairwise"`` ignores, the trapezoid lowers no row. If that is the only loss,
-    all scores can rise together: combine it with a pointwise loss, such as
+    For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
+    negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more rows than that,
+    and watch ``band_neg_count``.
+
+    The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
+    most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
+    knots of the trapezoid, not the balance: they carry the slope of the live positives, and the gradient of the live
+    rows adds up to 0. With ``threshold_gradient=False``, which only the trapezoid uses, it lowers no row. If that is
+    the only loss, all scores can rise together: combine it with a pointwise loss, such as
     ``LossWarmupWrapper(..., final_main_weight=0.5)``.
-
-    With ``surrogate="dro"``, ``dro_lambda`` takes the place of the budget: ``beta``, ``n_knots`` and ``temperature``
-    have no effect on the value, except that ``tau_scale="band"`` makes the scale depend on ``beta``.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"trapezoid"`` over knots, ``"pairwise"`` with the negatives in the band, or ``"dro"`` with all iid
-            negatives, which requires ``alpha=0``.
+        surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
+            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
-        tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
+        tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
+            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
+            as logits, and ``"iqr"`` for the other surrogates.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+            ``"dro"`` does not use it.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
@@ -393,11 +406,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
 
     Degenerate:
-        A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
+        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
         most 1e-12 or infinite (a warning, once), under ``"pairwise"`` without a negative in the band, and under
-        ``"dro"`` without an iid negative: left out of the mean and the sum. With no valid class the loss is 0 with zero
-        gradients. An infinite knot carries no gradient. Under ``"trapezoid"`` no row of a class has a gradient in a
-        step without a live reference row of finite score, because nothing would fall while the positives rise.
+        ``"dro"`` without an iid negative: left out of the mean and the sum. ``"dro"`` without a scale is valid where
+        all scores are equal. With no valid class the loss is 0 with zero gradients. An infinite knot carries no
+        gradient. Under ``"trapezoid"`` no row of a class has a gradient in a step without a live reference row of
+        finite score, because nothing would fall while the positives rise.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -405,9 +419,12 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Example:
         >>> import torch
+        >>> scores, targets = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]]), torch.tensor([0, 1, 1, 0, 0])
+        >>> loss = PAUCAtBudgetLoss(num_classes=1, queue_size=0)
+        >>> loss(scores, targets)
+        tensor(0.9832)
         >>> loss = PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise", queue_size=0)
-        >>> scores = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
-        >>> loss(scores, torch.tensor([0, 1, 1, 0, 0]))
+        >>> loss(scores, targets)
         tensor(0.5000)
 
     Reference:
@@ -555,11 +572,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
         per_class, stats, flat = _per_class(pool, self.band, self.temperature)
         if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
+            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
             self._warn_once(
                 "flat",
                 f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "
-                f"hardly differ: the scale by tau_scale={self.tau_scale!r} is at most {SMALLEST_SCALE}. "
-                "Enlarge queue_size, widen the band, or try the other tau_scale.",
+                f"hardly differ: the scale by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. "
+                f"Enlarge queue_size, widen the band, or try {other}.",
             )
         result = loss_of(per_class, pool, self.reduction, return_per_class)
         self._finish(logits, pool, live, per_class)
@@ -579,6 +597,9 @@ class PAUCAtBudgetLoss(RankingLoss):
             f"a band up to beta={self.beta:g} holds less than one of the {rows} rows of the pool. Make the pool "
             f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
         )
+
+    def _width_of_step(self) -> float | None:
+        return None if self.surrogate == "dro" else self.temperature
 
     def _own_arguments(self) -> tuple[str, ...]:
         return Band._fields

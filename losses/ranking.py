@@ -289,13 +289,17 @@ class RankingLoss(DistributedLoss):
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             is_full = len(self.queue) == self.queue_size
             setting = Setting(
-                self.temperature if self.has_temperature else None,
+                self._width_of_step(),
                 self._few_rows(pool.scores.shape[1]) if is_full else None,
                 self.queue_keep == "negatives" and self._schedule is None,
             )
             self._hints.observe(setting, logits, live, pool, per_class)
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
             self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
+
+    def _width_of_step(self) -> float | None:
+        """Return the temperature if it is a number that decides which positives have a gradient."""
+        return self.temperature if self.has_temperature else None
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

@@ -45,7 +45,8 @@ class LossWarmupWrapper(nn.Module):
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
         temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``, both or
             neither. None, the default, leaves the temperature alone. In units of the scores, where a hundredth to a
-            tenth of their spread is usual; for ``PAUCAtBudgetLoss`` multiples of its scale, where 0.25 to 0.1 is usual.
+            tenth of their spread is usual; for a band of ``PAUCAtBudgetLoss`` multiples of its scale, where 0.25 to 0.1
+            is usual.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
         warmup_steps: length of the warm-up in steps instead of epochs.

@@ -61,8 +61,9 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
     surrogate = case.loss.removeprefix("pauc_")
-    if surrogate.startswith("dro"):
-        pooled["dro_lambda"] = float(surrogate.removeprefix("dro") or 1)
+    if surrogate.startswith("dro"):  # "dro", "dro0.3" with another lambda, "dro0.3_iqr" with a scale
+        tilt, _, scale = surrogate.removeprefix("dro").partition("_")
+        pooled |= {"dro_lambda": float(tilt or 1), "tau_scale": scale or None}
         return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.5, surrogate="dro", **pooled)
     return fullrank.PAUCAtBudgetLoss(
         case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled

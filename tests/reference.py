@@ -378,9 +378,9 @@ class Band(NamedTuple):
 
     alpha: float = 0.0
     beta: float = 0.005
-    surrogate: str = "trapezoid"
+    surrogate: str = "dro"
     n_knots: int = 2
-    tau_scale: str = "iqr"
+    tau_scale: str | None = None
     pos_numerator: str = "pool"
     budget_basis: str = "fpr"
     temperature: float = 0.1
@@ -398,7 +398,7 @@ def pauc_at_budget(
     queue_keep: str = "all",
     **band: float | str,
 ) -> Result:
-    """1 - the mean over positives of their mean chance to exceed the thresholds, or the negatives, of the band."""
+    """The mean over positives of a soft maximum over negatives, or of their mean chance not to exceed the band."""
     settings = Band(**band)
     return _pooled(live, past, lambda problem: _pauc(problem, settings), reduction, ignore_index, queue_keep)
 
@@ -415,7 +415,9 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         return upper_quantile(reference, q, band.quantile_interpolation)
 
     t_alpha, t_beta = level(band.alpha), level(band.beta)
-    scale = level(0.25) - level(0.75) if band.tau_scale == "iqr" else t_alpha - t_beta
+    by_default = 1.0 if band.surrogate == "dro" else level(0.25) - level(0.75)
+    scales = {None: by_default, "iqr": level(0.25) - level(0.75), "band": t_alpha - t_beta}
+    scale = scales[band.tau_scale]
     tau = scale if band.surrogate == "dro" else band.temperature * scale
     rivals = [j for j in negatives if j.iid]
     in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]

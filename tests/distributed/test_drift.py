@@ -18,7 +18,7 @@ from workers import WorkerPool, class_of, get_pool
 import fullrank
 from fullrank.losses.ranking import RankingLoss
 
-POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
+POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro")
 
 
 class Drift(NamedTuple):
@@ -174,7 +174,7 @@ def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, 
     outcomes = []
     for odd_rank in range(dist.get_world_size()):
         arguments: dict[str, Any] = {} if "Focal" in loss_name else {"num_classes": 2}
-        arguments |= {"beta": 0.5} if loss_name == "PAUCAtBudgetLoss" else {}
+        arguments |= {"beta": 0.5, "surrogate": "trapezoid"} if loss_name == "PAUCAtBudgetLoss" else {}
         if rank == odd_rank:
             arguments[argument] = OWN_VALUES.get((loss_name, argument), OTHER_VALUES[argument])
         loss = kind(**arguments)

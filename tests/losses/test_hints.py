@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fullrank import LossWarmupWrapper, PAUCAtBudgetLoss, RecallAtQuantileLoss, SigmoidFocalLoss, SmoothAPLoss
+from fullrank.losses import RankingLoss
 
 ROWS = 200
 
@@ -95,14 +96,24 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
         (SmoothAPLoss(1, temperature=0.1, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
         (RecallAtQuantileLoss(1, quantile=0.05, temperature=0.1, queue_size=0), {}),
         (RecallAtQuantileLoss(1, quantile=0.004, temperature=0.1), {}),  # the queue is large enough
-        (PAUCAtBudgetLoss(1, beta=0.05, queue_size=0), {}),
+        (PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), {}),
+        (PAUCAtBudgetLoss(1, beta=0.004, queue_size=0), {}),  # the soft maximum has no band
         (
             SmoothAPLoss(2, temperature=0.1, multi_hot=True),
             {"make_scores": lambda s: draw(s, 2), "targets": draw(9, 2) > 1},
         ),
         (SmoothAPLoss(1, temperature=0.1, queue_keep="negatives"), {"targets": every(50), "add": cross_entropy}),
     ],
-    ids=["queue", "wide scores", "recall", "recall with a queue", "pauc", "two labels", "negatives and cross-entropy"],
+    ids=[
+        "queue",
+        "wide scores",
+        "recall",
+        "recall with a queue",
+        "pauc",
+        "pauc dro",
+        "two labels",
+        "negatives and cross-entropy",
+    ],
 )
 def test_right_use_does_not_warn(loss, steps):
     assert texts_of(loss, 40, **steps) == []
@@ -124,6 +135,19 @@ def test_positives_that_are_ranked_well_need_no_gradient():
     loss = SmoothAPLoss(1, temperature=1e-4)
     scores = draw(0).detach() + 100.0 * every(5)[:, None]
     assert texts_of(loss, 10, make_scores=lambda step: scores.clone().requires_grad_()) == []
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_surrogate_without_a_temperature_does_not_blame_it(monkeypatch, is_control):
+    """One positive of many is below all negatives, and has all the gradient."""
+    targets = 1 - every(5)
+    scores = 100.0 * targets[:, None]
+    scores[1] = -1000.0
+    if is_control:
+        monkeypatch.setattr(PAUCAtBudgetLoss, "_width_of_step", RankingLoss._width_of_step)
+    loss = PAUCAtBudgetLoss(1, queue_size=0)
+    texts = texts_of(loss, 10, make_scores=lambda step: scores.clone().requires_grad_(), targets=targets)
+    assert ["temperature=0.1 is too small" in text for text in texts] == [True] * is_control
 
 
 def test_a_schedule_with_a_pointwise_loss_is_an_anchor():

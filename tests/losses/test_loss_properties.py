@@ -229,7 +229,7 @@ def test_all_scores_equal():
     targets = (torch.arange(9) < 3).long()
     assert_close(losses.smooth_ap(logits, targets).item(), 1 - (1 + 2 / 2) / (1 + 8 / 2), rtol=1e-6, atol=0)
     assert losses.recall_at_quantile(logits, targets).item() == 0.5
-    module = losses.PAUCAtBudgetLoss(1, queue_size=0)
+    module = losses.PAUCAtBudgetLoss(1, surrogate="trapezoid", queue_size=0)
     with pytest.warns(UserWarning, match="hardly differ: the scale by tau_scale=.* is at most 1e-12") as caught:
         result = module(logits, targets, return_per_class=True)
     assert caught[0].filename == __file__
@@ -237,6 +237,24 @@ def test_all_scores_equal():
     assert module(logits, targets).item() == 0.0  # warned once: a second warning would be an error
     for loss in (losses.smooth_ap(logits, targets), result.loss):
         assert bool(torch.autograd.grad(loss, logits)[0].isfinite().all())
+    scaled = losses.PAUCAtBudgetLoss(1, surrogate="dro", tau_scale="iqr", queue_size=0)
+    with pytest.warns(UserWarning, match="tau_scale='iqr' is at most 1e-12"):
+        assert not bool(scaled(logits, targets, return_per_class=True).valid.any())
+
+
+def test_equal_scores_are_valid_where_no_scale_divides_them():
+    """Each pair has the logistic loss of 0, and pulls its rows apart by half."""
+    logits = torch.full((9, 2), 2.5, requires_grad=True)
+    targets = (torch.arange(9)[:, None] < torch.tensor([3, 0])).long()
+    module = losses.PAUCAtBudgetLoss(2, queue_size=0, multi_hot=True)
+    result = module(logits, targets, return_per_class=True, return_diagnostics=True)  # a warning would be an error
+    assert result.valid.tolist() == [True, False]  # the second has no positive
+    assert_close(result.loss.item(), math.log(2), rtol=1e-6, atol=0)
+    assert result.stats["tau_eff"][0] == 1.0
+    (gradient,) = torch.autograd.grad(result.loss, logits)
+    expected = torch.zeros(9, 2)
+    expected[:3, 0], expected[3:, 0] = -0.5 / 3, 0.5 / 6
+    assert_close(gradient, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("label", "score"), [(0, -math.inf), (1, math.inf)], ids=["negative_last", "positive_first"])

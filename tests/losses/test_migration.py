@@ -21,6 +21,8 @@ RANKING = ["SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss"]
 CHANGED = {
     ("SmoothAPLoss", "temperature"): None,
     ("RecallAtQuantileLoss", "temperature"): None,
+    ("PAUCAtBudgetLoss", "surrogate"): "dro",
+    ("PAUCAtBudgetLoss", "tau_scale"): None,
     ("LossWarmupWrapper", "temp_start"): None,
     ("LossWarmupWrapper", "temp_end"): None,
 }

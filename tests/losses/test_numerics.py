@@ -143,11 +143,11 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
         assert gradient.isfinite().all()
         assert bool(gradient[:, 1].any())
         assert bool(gradient[:, 0].any()) == valid[0]
-    module = PAUCAtBudgetLoss(2, beta=0.3, tau_scale="band", multi_hot=True, queue_size=0)
+    module = PAUCAtBudgetLoss(2, beta=0.3, surrogate=surrogate, tau_scale="band", multi_hot=True, queue_size=0)
     with pytest.warns(UserWarning, match="class 0 is left out"):
         assert module(scores, positive.long()).isfinite()
     scores[row, 0] = math.nan
-    assert pauc_at_budget(scores, positive.long(), tau_scale="band", beta=0.3, multi_hot=True).isnan()
+    assert pauc_at_budget(scores, positive.long(), tau_scale="band", **(options | {"return_per_class": False})).isnan()
 
 
 @DTYPES
@@ -275,6 +275,7 @@ HUGE = 3e38
         "smooth_ap",
         "recall",
         "pauc",
+        "pauc dro",
     ],
 )
 def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtype) -> None:
@@ -293,7 +294,8 @@ def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtyp
         "softmax positive": lambda x, w: softmax_focal(x, classes, reduction="mean_positive", sample_weight=w),
         "smooth_ap": lambda x, w: smooth_ap(x, classes, 0.5, sample_weight=w),
         "recall": lambda x, w: recall_at_quantile(x, classes, 0.3, 0.5, sample_weight=w),
-        "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, sample_weight=w),
+        "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, surrogate="trapezoid", sample_weight=w),
+        "pauc dro": lambda x, w: pauc_at_budget(x, classes, sample_weight=w),
     }
     outcomes = []
     for given in (torch.full((64,), weight, dtype=dtype), None):

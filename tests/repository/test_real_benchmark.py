@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-import fullrank
-
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -25,8 +23,6 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def scripts():
     """A function that imports a script of the folder by its name."""
-    if not hasattr(fullrank, "HardNegativeCrossEntropyLoss"):
-        pytest.skip("needs HardNegativeCrossEntropyLoss")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield importlib.import_module
