@@ -285,6 +285,11 @@ def forwards_since(module: DistributedDataParallel) -> int:
     return 0 if type(flag) is int else 1 + bool(flag)
 
 
+def last_forward_was_local(module: DistributedDataParallel) -> bool:
+    """Return True if the last forward of DDP ran inside no_sync, or without gradients."""
+    return module.require_forward_param_sync is False
+
+
 def leave_as_reduced(module: DistributedDataParallel) -> None:
     """Say that the last backward has reduced, as DDP does, and that no forward has followed it."""
     module.require_forward_param_sync = _AS_LEFT  # type: ignore[assignment]
