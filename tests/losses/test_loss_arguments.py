@@ -631,7 +631,7 @@ def test_bad_arguments_of_the_wrapper_raise(argument, options, error):
 
 
 def test_repr_shows_the_settings():
-    assert "alpha=0.1" in repr(PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2))
+    assert "alpha=0.1" in repr(PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"))
     assert "quantile=0.3" in repr(RecallAtQuantileLoss(2, quantile=0.3))
     assert "gamma=1.5" in repr(SigmoidFocalLoss(gamma=1.5))
     assert "warmup_steps=3" in repr(_wrapper(warmup_steps=3))
