@@ -20,11 +20,12 @@ PROVED = {
     "SmoothAP, queue",
     "RecallAtQuantile, queue",
     "PAUCAtBudget, queue",
+    "hard-negative CE, queue",
 }
 # label, fullrank, detached gather, no gather
 PROOF_LINE = re.compile(r"^  (\S.*?\S) +(\d\.\de[+-]\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 # metric, loss, difference, width of the interval
-VERDICT_LINE = re.compile(r"^  (macro AP|balanced accuracy) +(\S.*?\S) +([+-]\d\.\d+) \+- (\d\.\d+) ", re.MULTILINE)
+VERDICT_LINE = re.compile(r"^  (AP|recall|pAUC) +(\S.*?\S) +([+-]\d\.\d+) \+- (\d\.\d+) ", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_the_metrics_agree_with_scikit_learn(demo):
 def test_every_other_loss_is_compared_with_cross_entropy(demo, demo_script):
     found = {(metric, label) for metric, label, _, _ in VERDICT_LINE.findall(demo[0].stdout)}
     others = [style.label for name, style in demo_script.STYLES.items() if name != "cross_entropy"]
-    assert found == {(metric, label) for metric in ("macro AP", "balanced accuracy") for label in others}
+    assert found == {(metric, label) for metric in ("AP", "recall", "pAUC") for label in others}
 
 
 def test_the_output_is_free_of_clutter(demo):
@@ -79,15 +80,15 @@ def test_the_figure_is_a_png(demo):
     assert demo[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.parametrize("smallest", [0.03, 0.2])
-def test_the_classes_have_a_long_tail(demo_script, smallest):
-    train, test = demo_script.make_long_tail(smallest, 0)
-    assert torch.equal(train.sizes, torch.bincount(train.targets, minlength=10))
-    assert float(train.sizes.min() / train.sizes.max()) == pytest.approx(smallest, abs=0.02)
-    assert int(train.sizes.min()) >= 1
-    assert int(test.sizes.min()) >= 10  # the rarest class has enough rows for its average precision
-    other = demo_script.make_long_tail(smallest, 1)[0]
-    assert other.sizes.tolist() != train.sizes.tolist()  # another seed makes other digits rare
+def test_train_and_test_rows_are_those_of_the_set(demo_script):
+    train, test = demo_script.make_rows("H", 0)
+    assert len(train.targets) + len(test.targets) == 20_000
+    assert int(train.targets.sum() + test.targets.sum()) == 734
+    assert float(train.features.mean(dim=0).abs().max()) < 1e-5  # standardized by the training rows
+    other = demo_script.make_rows("H", 1)[0]
+    assert not torch.equal(other.targets, train.targets)  # another seed draws other rows
+    with pytest.raises(SystemExit, match="expected a letter from A to Z"):
+        demo_script.make_rows("?", 0)
 
 
 def test_the_recipe_is_the_sum_of_its_two_losses(demo_script):
@@ -108,7 +109,7 @@ def test_help_names_every_option(demo_script, monkeypatch, capsys):
         demo_script.main()
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for option in ("losses", "seeds", "steps", "batch-size", "lr", "smallest", "queue-size", "output"):
+    for option in ("losses", "seeds", "steps", "batch-size", "lr", "letter", "budget", "queue-size", "output"):
         assert f"--{option}" in text
     for name in demo_script.STYLES:
         assert name in text
@@ -116,7 +117,7 @@ def test_help_names_every_option(demo_script, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--smallest", 0.02), ("--smallest", 1.5), ("--seeds", 0), ("--batch-size", 1), ("--queue-size", -1)],
+    [("--budget", 0), ("--budget", 1.5), ("--seeds", 0), ("--batch-size", 1), ("--queue-size", -1)],
 )
 def test_a_bad_option_is_named(demo_script, monkeypatch, capsys, option, value):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), f"{option}={value}"])
