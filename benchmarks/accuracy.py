@@ -10,8 +10,8 @@ double is no wider than double, the float64 columns stay empty. The full run tak
 accuracy.json, a quick one seconds, and only where ``--out`` says. Needs the ``bench`` extra.
 
 With ``--many-bins`` it runs one case instead: 2e7 rows that fill more than 2^24 fine bins, more than float32 has whole
-numbers, with tails and outliers outside of the window. The reference is then the same method in float64. It takes two
-minutes and 14 GiB, and writes nothing.
+numbers, with tails and outliers outside of the window. The reference is then the same method in float64. It takes a few
+minutes and 6 GiB, and writes nothing.
 """
 
 from __future__ import annotations
