@@ -92,13 +92,14 @@ def test_train_and_test_rows_are_those_of_the_set(demo_script):
 
 
 def test_the_recipe_is_the_sum_of_its_two_losses(demo_script):
-    """What the docstring says to copy: weighted cross-entropy of torch, plus Smooth-AP."""
+    """What the docstring says to copy: weighted cross-entropy, divided by the sum of the weights, plus Smooth-AP."""
     generator = torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(40, 3, generator=generator), torch.arange(40) % 3
-    weights = torch.tensor([0.2, 1.0, 5.0])
-    weighted = torch.nn.CrossEntropyLoss(weight=weights)(logits, targets)
-    ranking = demo_script.SmoothAPLoss(num_classes=3, queue_size=0)(logits, targets)
-    recipe = demo_script.WeightedPlusRanking(weights)(logits, targets)
+    logits, targets = torch.randn(40, 1, generator=generator), (torch.arange(40) % 10 == 0).long()
+    weights = torch.where(targets == 1, 0.9, 0.1)
+    each = torch.nn.functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float(), reduction="none")
+    weighted = (each * weights).sum() / weights.sum()
+    ranking = demo_script.SmoothAPLoss(num_classes=1, queue_size=0)(logits, targets)
+    recipe = demo_script.WeightedPlusRanking(0.1)(logits, targets)
     torch.testing.assert_close(recipe, weighted + ranking, rtol=1e-6, atol=0)
     assert abs(float(recipe - weighted)) > 1e-3
 
