@@ -30,7 +30,7 @@ _MOST_CLASSES = MOST_SCORES // LEAST_ROWS
 
 
 def spread_of(scores: Tensor, member: Tensor | None) -> float:
-    """Return the spread of the members' scores, a finite number > 0. Waits for the device once.
+    """Return the spread of the members' scores, a finite number > 0; waits for the device.
 
     Infinite and undefined scores are left out. If no class has an interquartile range, because most scores are tied,
     the standard deviations of the classes take its place, without the 1 % most extreme scores at each end. If these

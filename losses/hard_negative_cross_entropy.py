@@ -212,6 +212,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     """
 
     has_temperature = False
+    depends_on_order_alone = False
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from .batch import Batch
 from .pool import PerClass, Pool
 
 _EMPTY_CALLS = 20  # calls in a row without a valid class
+_SMALL_POOLS = 3  # in a row: the last batch of an epoch may be small
 _FEW_ROWS = 16  # with fewer rows the range of the scores says little about what they are
 _WIDE = 0.5  # scores in [0, 1] with less range may be those of a network before its training
 _FEW_POSITIVES = 20  # with fewer, all of them may happen to have no gradient
@@ -24,7 +25,7 @@ _MANY_PUSHES = 2  # measurements in a row
 
 
 class Setting(NamedTuple):
-    """What a loss says about itself; a hint that does not apply to it has None."""
+    """What decides which hints apply to a loss; None where one does not."""
 
     temperature: float | None  # None where it is automatic, or where the loss has none
     few_rows: str | None  # what is wrong with a pool as small as this one will stay, and the fix
@@ -40,8 +41,8 @@ class Hints:
     def __init__(self, loss: str) -> None:
         self._loss = loss
         self._given: set[str] = set()
-        self._calls = self._empty_calls = self._positives = self._lost = self._pushes = 0
-        self._copies: list[tuple[torch.Event, Tensor, Callable[[list[float]], None]]] = []
+        self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = self._pushes = 0
+        self._copies: list[tuple[torch.Event | None, Tensor, Callable[[list[float]], None]]] = []
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
@@ -50,7 +51,7 @@ class Hints:
         """Look at one call.
 
         Args:
-            setting: what the loss says about itself.
+            setting: what decides which hints apply.
             logits: (N, C) of this rank; in backward they get the gradient of all losses together.
             live: the live rows of all ranks.
             pool: the rows that the loss was computed over.
@@ -64,7 +65,8 @@ class Hints:
                 "logits of shape (N, 2) are ranked as two classes, so that the frequent class counts as much as the "
                 "rare one. If the problem is binary, use num_classes=1 and one logit: logits[:, 1:] - logits[:, :1].",
             )
-        if setting.few_rows is not None:
+        self._small_pools = 0 if setting.few_rows is None else self._small_pools + 1
+        if setting.few_rows is not None and self._small_pools == _SMALL_POOLS:
             self._give("few rows", setting.few_rows)
         if "no valid class" not in self._given:
             self._read(per_class.valid.any()[None], self._count_empty_calls)
@@ -88,9 +90,10 @@ class Hints:
         if self._empty_calls == _EMPTY_CALLS:
             self._give(
                 "no valid class",
-                f"no class had both a positive and a negative in {_EMPTY_CALLS} calls in a row, so the loss was 0. "
-                "Draw batches with positives in them (a sampler such as torch.utils.data.WeightedRandomSampler), use "
-                "larger batches, or set queue_size so that past rows stay in the pool.",
+                f"no class was valid in {_EMPTY_CALLS} calls in a row, so the loss was 0. Usually no class had both a "
+                "positive and a negative: draw batches with positives in them (a sampler such as "
+                "torch.utils.data.WeightedRandomSampler), use larger batches, or set queue_size so that past rows stay "
+                "in the pool.",
             )
 
     def _look_at_range(self, ends: list[float]) -> None:
@@ -105,13 +108,20 @@ class Hints:
     def _watch_positives(self, pool: Pool, per_class: PerClass, temperature: float) -> None:
         """Count in backward how many live positives get a gradient."""
         positive = pool.positive if pool.live is None else pool.positive & pool.live
-        open_to_gain = (per_class.valid & (per_class.values.detach() > _SMALL_LOSS))[:, None]
+        if pool.weight is not None:
+            positive = positive & (pool.weight > 0)
+        open_to_gain = per_class.valid & (per_class.values.detach() > _SMALL_LOSS)  # [C]
+        incoming: list[Tensor] = []  # gradient of the values: a loss that is multiplied by 0 gives none to anyone
+        if per_class.values.requires_grad:
+            per_class.values.register_hook(lambda gradient: incoming.append(gradient.detach()))
 
         def look(gradient: Tensor) -> None:
             size = gradient.detach().abs()
-            counted = positive & open_to_gain
+            is_used = incoming[-1] != 0 if incoming else torch.ones_like(open_to_gain)
+            counted = positive & (open_to_gain & is_used)[:, None]
             lost = counted & (size <= _NO_GRADIENT * size.amax(dim=1, keepdim=True))
-            self._read(torch.stack([lost.sum(), counted.sum()]), lambda sums: self._count_lost(sums, temperature))
+            sums = torch.stack([lost.sum(), counted.sum()])
+            self._read(sums, lambda counts: self._count_lost(counts, temperature), later=True)
 
         pool.scores.register_hook(look)
 
@@ -127,7 +137,7 @@ class Hints:
 
     def _watch_push(self, gradient: Tensor) -> None:
         sums = torch.stack([gradient.detach().double().sum(), gradient.detach().double().abs().sum()])
-        self._read(sums, self._count_push)
+        self._read(sums, self._count_push, later=True)
 
     def _count_push(self, sums: list[float]) -> None:
         push = -sums[0] / sums[1] if sums[1] > 0 else 0.0
@@ -135,15 +145,21 @@ class Hints:
         if self._pushes == _MANY_PUSHES:
             self._give(
                 "alone",
-                f"with queue_keep='negatives', {push:.0%} of the gradient raises all scores together: they "
-                "are compared with constants that nothing lowers. Add a pointwise loss such as cross-entropy, or use "
-                "queue_keep='all'.",
+                f"with queue_keep='negatives', {push:.0%} of the gradient raises all scores together: they are "
+                "compared with constants that nothing lowers. If no pointwise loss such as cross-entropy is trained "
+                "next to it, add one, or use queue_keep='all'.",
             )
 
-    def _read(self, values: Tensor, then: Callable[[list[float]], None]) -> None:
-        """Call ``then`` with the numbers in ``values``: now on the CPU, elsewhere in a later call."""
+    def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
+        """Call ``then`` with the numbers in ``values``: now on the CPU, elsewhere, or with ``later``, in a later call.
+
+        A warning that is an error must not be raised in a backward, where other ranks communicate.
+        """
         if values.device.type == "cpu":
-            then(values.tolist())
+            if later:
+                self._copies.append((None, values, then))
+            else:
+                then(values.tolist())
             return
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != values.device.type:
@@ -155,7 +171,7 @@ class Hints:
         self._copies.append((copied, host, then))
 
     def _read_copies(self) -> None:
-        while self._copies and self._copies[0][0].query():
+        while self._copies and ((event := self._copies[0][0]) is None or event.query()):
             _, host, then = self._copies.pop(0)
             then(host.tolist())
 

@@ -171,7 +171,8 @@ def pauc_at_budget(
     .. math:: \frac{\partial t_k}{\partial x_j} =
               \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
 
-    With every surrogate the gradient of all rows adds up to 0: positives rise, and negatives or reference rows fall.
+    With every surrogate the gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and
+    negatives or reference rows fall.
     Scale and temperature are detached.
 
     Args:
@@ -446,7 +447,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         tau_scale: TauScale | None = None,
         pos_numerator: PosNumerator = "pool",
         budget_basis: BudgetBasis = "fpr",
-        queue_size: int = 1024,
+        queue_size: int = 0,
         temperature: float = 0.1,
         reduction: Reduction = "mean",
         ignore_index: int = -100,

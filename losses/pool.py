@@ -134,7 +134,7 @@ def check_temperature(temperature: float | None, automatic: bool) -> float | Non
     if temperature is not None:
         return check_positive("temperature", temperature)
     if not automatic:
-        fix = "Here it is a multiple of the scale of the scores already, so it has no automatic form: use 0.1."
+        fix = "This loss has no automatic form (spread_multiple): partial AUC multiplies by a scale already, use 0.1."
         raise TypeError(expected("temperature", "a number", temperature, fix))
     return None
 

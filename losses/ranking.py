@@ -67,13 +67,14 @@ class RankingLoss(DistributedLoss):
     """
 
     has_temperature: ClassVar[bool] = True
+    depends_on_order_alone: ClassVar[bool] = True  # False for a loss that also holds the level of the scores
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
 
     def __init__(
         self,
         num_classes: int,
-        queue_size: int = 1024,
+        queue_size: int = 0,
         temperature: float | None = None,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
@@ -285,17 +286,17 @@ class RankingLoss(DistributedLoss):
         )
 
     def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass) -> None:
-        """Warn of a likely misuse, and enqueue the live rows."""
+        """Enqueue the live rows, and warn of a likely misuse."""
+        is_full = len(self.queue) == self.queue_size
+        if self._enqueues and live.indexes is None and not live.logits.is_meta:
+            self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
-            is_full = len(self.queue) == self.queue_size
             setting = Setting(
                 self._width_of_step(),
                 self._few_rows(pool.scores.shape[1]) if is_full else None,
-                self.queue_keep == "negatives" and self._schedule is None,
+                self.depends_on_order_alone and self.queue_keep == "negatives" and self._schedule is None,
             )
             self._hints.observe(setting, logits, live, pool, per_class)
-        if self._enqueues and live.indexes is None and not live.logits.is_meta:
-            self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
 
     def _width_of_step(self) -> float | None:
         """Return the temperature if it is a number that decides which positives have a gradient."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature, measured on ten real data sets
+SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
 
 
 class _Options(SharedOptions, total=False):
@@ -281,7 +281,7 @@ class RecallAtQuantileLoss(RankingLoss):
         self,
         num_classes: int,
         quantile: float = 0.005,
-        queue_size: int = 1024,
+        queue_size: int = 0,
         temperature: float | None = None,
         reduction: Reduction = "mean",
         ignore_index: int = -100,

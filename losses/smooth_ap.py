@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature, measured on ten real data sets
+SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
 
 class _Options(SharedOptions, total=False):

@@ -132,11 +132,17 @@ class LossWarmupWrapper(nn.Module):
                 f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
                 "needs a property `temperature` that reads and sets that of the loss."
             )
+        elif temperatures and getattr(main_loss, "surrogate", None) == "dro":
+            warn(
+                "temp_start and temp_end have no effect: surrogate='dro' has no temperature. Leave them out, or use "
+                "surrogate='pairwise'."
+            )
         if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):
             warn(f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.")
         if check_gather_distributed(gather_distributed) is not None:
             self.gather_distributed = gather_distributed
-        if not (temperatures or warmup_epochs or blend_epochs or warmup_steps is not None or final_main_weight < 1):
+        has_length = warmup_epochs or blend_epochs or warmup_steps or blend_steps
+        if not (has_length or temperatures or reset_queue_each_epoch or final_main_weight < 1):
             fix = "Pass warmup_steps=1000 and call on_train_batch_start(global_step), or use main_loss alone."
             raise ValueError(expected("warmup_epochs", "a length of the warm-up or the blend", warmup_epochs, fix))
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from fullrank import LossWarmupWrapper, PAUCAtBudgetLoss, RecallAtQuantileLoss, SigmoidFocalLoss, SmoothAPLoss
+from fullrank import (
+    HardNegativeCrossEntropyLoss,
+    LossWarmupWrapper,
+    PAUCAtBudgetLoss,
+    RecallAtQuantileLoss,
+    SigmoidFocalLoss,
+    SmoothAPLoss,
+)
 from fullrank.losses import RankingLoss
 
 ROWS = 200
@@ -69,7 +76,7 @@ MISUSES = {
         "num_classes=1",
     ),
     "negatives alone": (
-        lambda **o: SmoothAPLoss(1, temperature=0.1, queue_keep="negatives", **o),
+        lambda **o: SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives", **o),
         {"targets": every(50)},
         "cross-entropy",
     ),
@@ -95,14 +102,17 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
         (SmoothAPLoss(1, temperature=0.1), {}),
         (SmoothAPLoss(1, temperature=0.1, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
         (RecallAtQuantileLoss(1, quantile=0.05, temperature=0.1, queue_size=0), {}),
-        (RecallAtQuantileLoss(1, quantile=0.004, temperature=0.1), {}),  # the queue is large enough
+        (RecallAtQuantileLoss(1, quantile=0.004, temperature=0.1, queue_size=1024), {}),  # the queue is large enough
         (PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), {}),
         (PAUCAtBudgetLoss(1, beta=0.004, queue_size=0), {}),  # the soft maximum has no band
         (
             SmoothAPLoss(2, temperature=0.1, multi_hot=True),
             {"make_scores": lambda s: draw(s, 2), "targets": draw(9, 2) > 1},
         ),
-        (SmoothAPLoss(1, temperature=0.1, queue_keep="negatives"), {"targets": every(50), "add": cross_entropy}),
+        (
+            SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives"),
+            {"targets": every(50), "add": cross_entropy},
+        ),
     ],
     ids=[
         "queue",
@@ -121,6 +131,28 @@ def test_right_use_does_not_warn(loss, steps):
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
     assert texts_of(SmoothAPLoss(1), 1, make_scores=lambda step: 0.3 + 0.05 * draw(step)) == []
+
+
+def test_a_small_last_batch_does_not_warn():
+    loss = RecallAtQuantileLoss(1, quantile=0.02, temperature=1.0, queue_size=0)
+    for rows in (ROWS, ROWS, 24) * 3:
+        assert (
+            texts_of(loss, 1, make_scores=lambda step, rows=rows: draw(step, rows=rows), targets=every(5, rows)) == []
+        )
+
+
+def test_a_loss_of_weight_0_has_no_gradient_to_give():
+    loss = SmoothAPLoss(1, temperature=0.1)
+    scores = draw(0)
+    for _ in range(5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (0.0 * loss(scores, every(5))).backward()
+
+
+def test_a_pointwise_loss_needs_no_other():
+    loss = HardNegativeCrossEntropyLoss(1, queue_size=1024, queue_keep="negatives")
+    assert texts_of(loss, 40, make_scores=lambda step: draw(step) - 3, targets=every(50)) == []
 
 
 def test_nineteen_calls_without_a_positive_do_not_warn():
@@ -155,7 +187,7 @@ def test_a_schedule_with_a_pointwise_loss_is_an_anchor():
         def forward(self, inputs, targets):
             return super().forward(inputs, targets.float()[:, None])
 
-    main = SmoothAPLoss(1, temperature=0.1, queue_keep="negatives")
+    main = SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives")
     loss = LossWarmupWrapper(Focal(), main, warmup_steps=1, final_main_weight=0.9, temp_start=0.1, temp_end=0.1)
 
     def make_scores(step):
@@ -168,7 +200,7 @@ def test_a_schedule_with_a_pointwise_loss_is_an_anchor():
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
 def test_a_copy_of_a_loss_does_not_warn_again(again):
     loss = RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0)
-    assert len(texts_of(loss, 1)) == 1
+    assert len(texts_of(loss, 3)) == 1
     assert texts_of(again(loss), 5) == []
 
 

@@ -19,6 +19,7 @@ RANKING = ["SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss"]
 
 # Defaults that differ on purpose; docs/migrating.md names them.
 CHANGED = {
+    **{(name, "queue_size"): 0 for name in ("SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss")},
     ("SmoothAPLoss", "temperature"): None,
     ("RecallAtQuantileLoss", "temperature"): None,
     ("PAUCAtBudgetLoss", "surrogate"): "dro",
