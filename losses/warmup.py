@@ -141,7 +141,7 @@ class LossWarmupWrapper(nn.Module):
             warn(f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.")
         if check_gather_distributed(gather_distributed) is not None:
             self.gather_distributed = gather_distributed
-        has_length = warmup_epochs or blend_epochs or warmup_steps or blend_steps
+        has_length = warmup_epochs or blend_epochs or warmup_steps is not None
         if not (has_length or temperatures or reset_queue_each_epoch or final_main_weight < 1):
             fix = "Pass warmup_steps=1000 and call on_train_batch_start(global_step), or use main_loss alone."
             raise ValueError(expected("warmup_epochs", "a length of the warm-up or the blend", warmup_epochs, fix))

@@ -452,8 +452,16 @@ def test_the_decay_counts_from_warmup_steps_whichever_step_is_seen_first():
 def test_a_wrapper_with_nothing_to_do_raises():
     with _raises(ValueError, "warmup_epochs", "main_loss alone"):
         _wrapper()
-    for options in ({"warmup_steps": 0}, {"final_main_weight": 0.5}, {"temp_start": 0.3, "temp_end": 0.1}):
+    something = {"warmup_steps": 0}, {"final_main_weight": 0.5}, {"temp_start": 0.3, "temp_end": 0.1}
+    for options in (*something, {"reset_queue_each_epoch": True}):
         _wrapper(**options)
+
+
+def test_temperatures_for_a_loss_without_one_warn():
+    temperatures = {"temp_start": 0.3, "temp_end": 0.1}
+    with pytest.warns(UserWarning, match="surrogate='dro' has no temperature"):
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), PAUCAtBudgetLoss(3), **temperatures)
+    LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), PAUCAtBudgetLoss(3, surrogate="pairwise"), **temperatures)
 
 
 def test_queue_is_reset_at_the_switch_and_each_epoch_on_request():
