@@ -46,7 +46,7 @@ class WeightedPlusRanking(nn.Module):
     def __init__(self, share: float) -> None:
         super().__init__()
         self.weighted = weighted_cross_entropy(share)
-        self.ranking = SmoothAPLoss(num_classes=1, queue_size=0)
+        self.ranking = SmoothAPLoss(num_classes=1)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.weighted(logits, targets) + self.ranking(logits, targets)
@@ -75,7 +75,7 @@ def build_loss(name: str, share: float) -> nn.Module:
     if name == "weighted":
         return weighted_cross_entropy(share)
     if name == "smooth_ap":
-        return SmoothAPLoss(num_classes=1, queue_size=0)
+        return SmoothAPLoss(num_classes=1)
     if name == "sum":
         return WeightedPlusRanking(share)
     raise ValueError(f"name: expected one of {list(STYLES)}, got {name!r}")
