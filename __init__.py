@@ -16,6 +16,7 @@ from .gradients import (
     total_grad_norm,
 )
 from .losses import (
+    HardNegativeCrossEntropyLoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
@@ -39,6 +40,7 @@ def __getattr__(name: str) -> ModuleType:
 
 __all__ = [
     "DeferredMean",
+    "HardNegativeCrossEntropyLoss",
     "LossWarmupWrapper",
     "MemoryQueue",
     "PAUCAtBudgetLoss",

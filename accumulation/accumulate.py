@@ -41,15 +41,17 @@ from torch.autograd.graph import Node
 
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
+from ..distributed.torch_private import not_compiled
 from ..errors import RankValueError, Words, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
-from ..gradients.wrappers import discard_gradients_
+from ..gradients.wrappers import discard_gradients_, unseen_forward
 from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
 from .window import Window, open_window
 
 B = TypeVar("B")
 
 
+@not_compiled
 def accumulate(
     model: nn.Module,
     micro_batches: Sequence[B],
@@ -165,11 +167,14 @@ class Step:
         self._num_calls = self._num_backward = 0  # in this micro-batch
         self._losses: list[Tensor] = []  # sums of the losses, one per micro-batch; read when the window closes
         self._items: list[Tensor | float] = []
+        self._used: Sequence[bool] = ()  # see Window.switch
+        self._is_prepared = True  # False while code around the loop must still prepare the reduction of DDP
         self._mistake: Exception | None = None
         self._is_closed = self._has_ended = False
         self._switched = ExitStack()  # restores the wrappers' switches
         self._total = 0.0  # sum of the losses over all ranks
 
+    @not_compiled
     def backward(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> None:
         """Back-propagate this micro-batch's share of the window's loss; once per micro-batch.
 
@@ -181,8 +186,9 @@ class Step:
 
         Raises:
             TypeError: when ``loss`` is not a floating-point tensor, or ``num_items`` not a number.
-            ValueError: when ``loss`` is not a scalar or has no graph; for negative ``num_items``, or ones that do not
-                add up to the count that ``accumulate`` made.
+            ValueError: when ``loss`` is not a scalar or has no graph, or is not from the forward of the DDP module, so
+                that DDP would not reduce; for negative ``num_items``, or ones that do not add up to the count that
+                ``accumulate`` made.
             RuntimeError: for a micro-batch with two calls, or with none.
 
         Distributed:
@@ -193,6 +199,7 @@ class Step:
         """
         self.scale(loss, num_items=num_items).backward()
 
+    @not_compiled
     def scale(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> Tensor:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
 
@@ -208,7 +215,7 @@ class Step:
         try:
             share = self._share(loss, num_items)
         except Exception as mistake:
-            can_run = self._num_calls == 1 and _has_graph(loss)
+            can_run = self._num_calls == 1 and _has_graph(loss) and (self._is_last or self._is_prepared)
             self._note(mistake, keeps_step=self._num_calls > 1 or can_run)
             # Zeros, through the graph if there is one: the others run a backward now, and may communicate in it.
             share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
@@ -246,7 +253,7 @@ class Step:
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
-                window.wrappers.switch(window.sync, self._is_last)
+                self._used = window.switch(index)
                 yield self, micro_batch
                 if self._index < 0:
                     return  # the step has raised, and the caller has continued the loop
@@ -259,6 +266,9 @@ class Step:
                     self._note(mistake, keeps_step=self._num_backward > 0)
                     if self._is_last:
                         self._close()  # this rank left out the last backward, and the header with it
+            if not (self._is_prepared or all(window.wrappers.forwards_seen)):
+                discard_gradients_(window.model)
+                raise unseen_forward("loss")
             self._has_ended = True
         window.wrappers.leave_as_reduced()
         note_count(window.model, self._terms.number)
@@ -273,6 +283,10 @@ class Step:
             fix = "Add the losses of a micro-batch, then call it once."
             raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
         check_summed_loss(f"loss {where}", loss)
+        wrappers, sync = self._window.wrappers, self._window.sync
+        if self._is_last or sync == "each" or wrappers.fsdp:
+            self._is_prepared = False  # until the check has passed
+            self._is_prepared = wrappers.check_forwards(f"loss {where}", loss, self._used, others_prepare=True)
         # Half precision would round m / N, and its sums end at 65504.
         total = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss).reshape(())
         if num_items is not None:
@@ -311,7 +325,8 @@ class Step:
             if self._mistake is not None:
                 raise self._mistake
             items = [check_amount("num_items", number) for number in as_numbers(self._items)]
-            return Offer(None, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
+            facts = {"forwards of DDP": window.wrappers.same_forwards}
+            return Offer(None, facts, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
 
         try:
             closed = agree_on("accumulate (end of the window)", window.ranks, bring)

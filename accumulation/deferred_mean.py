@@ -79,8 +79,9 @@ class DeferredMean:
         Counts in float64, exact up to 2**53. Gradients grow as large as their sums before the division: they need the
         range of float32 or bfloat16. With float16 gradients use :func:`accumulate`.
     Distributed:
-        Each :meth:`backward` is one header of 64 bytes and one reduction by the wrapper; every rank makes the same
-        calls. Without a process group, or with one rank, nothing is exchanged.
+        Each :meth:`backward` is one header of 64 bytes, one reduction by the wrapper, and DDP's broadcast of buffers,
+        which the next forward then leaves out; every rank makes the same calls. Without a process group, or with one
+        rank, nothing is exchanged.
 
     Example:
         >>> import torch
@@ -98,6 +99,7 @@ class DeferredMean:
         self._model, self._group, self._given_multiplier = model, group, multiplier
         self._is_replaced = False  # by a newer object for the same parameters
         self._read_wrappers()
+        self._sync.watch_first_forwards()
         self._ranks = find_ranks(model, group)
         self._trainable = _trainable(model)
         older = [one for one in _ALIVE if self._trainable & (one._trainable | _trainable(one._model))]
@@ -122,7 +124,8 @@ class DeferredMean:
 
         Raises:
             TypeError: when ``loss_sum`` is not a floating-point tensor, or ``n`` not a number.
-            ValueError: when ``loss_sum`` is not a scalar or has no graph, or ``n`` is negative or not finite.
+            ValueError: when ``loss_sum`` is not a scalar or has no graph, or ``n`` is negative or not finite; when
+                ``loss_sum`` is not from a forward of the DDP module since the last call, so that DDP would not reduce.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0; when a newer object has taken over the model.
 
@@ -139,12 +142,17 @@ class DeferredMean:
                 fix = "Keep one object for each model, and use it in every step."
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
             check_summed_loss("loss_sum", loss_sum)
+            self._sync.check_forwards("loss_sum", loss_sum)
             if not self._sync.reduces_always:
                 fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            facts = {"calls before": sums.num_calls, "multiplier": self._multiplier}
+            facts = {
+                "calls before": sums.num_calls,
+                "multiplier": self._multiplier,
+                "forwards of DDP": self._sync.same_forwards,
+            }
             return Offer(None, facts, totals=(number, loss, self._count_nonzero() if is_first else 0))
 
         with self._forgetting_forwards():
@@ -153,6 +161,8 @@ class DeferredMean:
         loss_sum.backward()
         # Now, and not in the next forward: a rank that makes no forward must not leave the others waiting there.
         self._sync.rebuild_buckets()
+        self._sync.broadcast_buffers()
+        self._sync.watch_forwards()
         num_terms, loss = (math.fsum(column) for column in list(zip(*totals))[:2])
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         self._loss_kind = loss_sum.device, torch.promote_types(loss_sum.dtype, torch.float32)
@@ -262,6 +272,7 @@ class DeferredMean:
             yield
         except Exception:
             self._sync.forget_forwards()
+            self._sync.watch_forwards()  # a loss whose forward is forgotten would not be reduced
             raise
 
     def _count_nonzero(self) -> Tensor | int:

@@ -34,6 +34,7 @@ from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
+from ..gradients.parameters import leaves_of
 from ..gradients.wrappers import discard_gradients_
 from .replay_state import RngState, accelerators_in_use, buffers_kept, restore_rng, save_rng
 from .window import Window, open_window
@@ -91,7 +92,8 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window; a loss without a graph to the scores or with one to other leaves; a loss whose
+        ValueError: for an empty window; a loss without a graph to the scores or with one to other leaves; scores that
+            are not from the forward of the DDP module, so that DDP would not reduce; a loss whose
             ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a job of
             several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
             backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``).
@@ -208,7 +210,7 @@ def _evaluate(window: Window, loss: Callable[[Tensor, list[Any]], Tensor], leaf:
             raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
         if value.numel() != 1:
             raise ValueError(expected("loss", "a scalar", value, "Reduce it."))
-        leaves = list(_leaves(value)) if value.requires_grad else []
+        leaves = list(leaves_of(value)) if value.requires_grad else []
         for other in leaves:
             if other is not leaf:
                 found = Words(f"a loss of {_describe_leaf(other, window.model)} too")
@@ -220,19 +222,6 @@ def _evaluate(window: Window, loss: Callable[[Tensor, list[Any]], Tensor], leaf:
         return Offer(value)
 
     return agree_on(CALL, window.ranks, bring).value
-
-
-def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of the graph of ``value``."""
-    seen, pending = set(), [torch.autograd.graph.get_gradient_edge(value).node]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable  # type: ignore[attr-defined]
-        pending += [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def _describe_leaf(leaf: Tensor, model: nn.Module) -> str:
@@ -265,10 +254,12 @@ def _replay(
         firsts, grads = scored.leaf.detach().split(scored.num_rows), slope.split(scored.num_rows)
         for index, (batch, state, first, grad) in enumerate(zip(window.micro_batches, scored.states, firsts, grads)):
             is_last = index == len(firsts) - 1
-            window.wrappers.switch(window.sync, is_last)
+            used = window.switch(index)
             restore_rng(state)
             scores = forward(batch)
             _check_replayed(scores, first)
+            if is_last or window.sync == "each":
+                window.wrappers.check_forwards("scores", scores, used)
             if check_replay:
                 differences.append(largest_difference(first, scores.detach()))
             if not is_last:
@@ -277,10 +268,11 @@ def _replay(
         return scores, grad  # of the last micro-batch, whose backward reduces and follows the header
 
     def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
+        facts = {"forwards of DDP": window.wrappers.same_forwards}
         if not check_replay:
-            return Offer(last)
+            return Offer(last, facts)
         top = largest_score(scored.leaf.detach())
-        return Offer(last, totals=(torch.stack(differences).amax(), top * tolerance(scored.leaf.dtype), top))
+        return Offer(last, facts, totals=(torch.stack(differences).amax(), top * tolerance(scored.leaf.dtype), top))
 
     state = save_rng(devices)
     try:

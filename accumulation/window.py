@@ -6,7 +6,7 @@ each rank has, whether a rank has failed its checks, and what must be equal on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -73,6 +73,19 @@ class Window(NamedTuple):
     def is_lockstep(self) -> bool:
         """Whether a micro-batch before the last communicates: a rank that leaves one out leaves the others waiting."""
         return self.wrappers.is_lockstep or (self.sync == "each" and bool(self.wrappers.ddp or self.wrappers.fsdp))
+
+    def switch(self, index: int) -> Sequence[bool]:
+        """Set whether the backward of micro-batch ``index`` reduces; call it before the forward.
+
+        Returns:
+            Of each DDP module, whether this backward has to reduce gradients of earlier micro-batches too.
+        """
+        is_last = index == len(self.micro_batches) - 1
+        self.wrappers.switch(self.sync, is_last)
+        used = self.wrappers.forwards_seen if index and is_last and self.sync != "each" else ()
+        if index == 0 or is_last or self.sync == "each":
+            self.wrappers.watch_forwards()
+        return used
 
     def check_equal_numbers(self) -> None:
         """Raise RankValueError when the ranks have different numbers of micro-batches; on all of them."""

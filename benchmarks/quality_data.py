@@ -8,7 +8,7 @@ model cannot see the cue: no linear score separates positives from decoys. At th
 rows, there is room for all positives and for few decoys. The densities are known, so the best possible ranking, that of
 the likelihood ratio, is known too. Fourteen features are noise.
 
-``digits``: scikit-learn's digits, the 8 against the rest, with 3 % positives, as in examples/demo_data.py. Two halves
+``digits``: scikit-learn's digits, the 8 against the rest, with 3 % positives. Two halves
 of 836 rows. The operating point is the top 5 %, and a false-positive rate of 5 %, since 0.5 % would be four rows.
 """
 

@@ -131,11 +131,13 @@ def build(method: str, config: Config, budget: float, steps: int) -> nn.Module:
 
 
 def _build_ranking(name: str, config: Config, budget: float) -> nn.Module:
-    shared: dict[str, Any] = {"queue_size": 0} | {
+    # Without checks: the search tries what the losses warn about.
+    shared: dict[str, Any] = {"queue_size": 0, "validate_args": False} | {
         key: config[key] for key in ("temperature", "queue_size", "queue_keep") if key in config
     }
     if name == "SmoothAP":
         return SmoothAPLoss(1, **shared)
     if name == "RecallAtQuantile":
-        return RecallAtQuantileLoss(1, quantile=budget, **shared)
-    return PAUCAtBudgetLoss(1, beta=budget, surrogate=config["surrogate"], **shared)
+        return RecallAtQuantileLoss(1, quantile=budget, threshold_gradient=False, **shared)
+    surrogate = config["surrogate"]
+    return PAUCAtBudgetLoss(1, beta=budget, surrogate=surrogate, threshold_gradient=False, **shared)

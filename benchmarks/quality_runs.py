@@ -55,12 +55,12 @@ class Cache:
         return self.known[text]
 
 
-def make_model(features: int, seed: int) -> nn.Module:
-    """Return a multilayer perceptron with one logit."""
+def make_model(features: int, seed: int, outputs: int = 1) -> nn.Module:
+    """Return a multilayer perceptron with ``outputs`` logits."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         hidden = [nn.Linear(features, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-        return nn.Sequential(*hidden, nn.Linear(WIDTH, 1))
+        return nn.Sequential(*hidden, nn.Linear(WIDTH, outputs))
 
 
 def train(rows: Rows, loss: nn.Module, lr: float, setting: Setting, seed: int) -> nn.Module:
@@ -117,18 +117,18 @@ def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
 
 
 class Interval(NamedTuple):
-    """A mean and half the width of its 95 % interval, by Student's t; NaN for a single value."""
+    """A mean and half the width of its interval, of 95 % by default, by Student's t; NaN for a single value."""
 
     mean: float
     width: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Interval:
-        """Return the mean of ``values`` and its interval."""
+    def of(cls, values: list[float], level: float = 0.05) -> Interval:
+        """Return the mean of ``values`` and its interval, which misses the true mean with probability ``level``."""
         if len(values) < 2:
             return cls(mean(values), math.nan)
         error = stdev(values) / math.sqrt(len(values))
-        return cls(mean(values), float(student_t.ppf(0.975, len(values) - 1)) * error)
+        return cls(mean(values), float(student_t.ppf(1 - level / 2, len(values) - 1)) * error)
 
     @property
     def sign(self) -> str:

@@ -285,9 +285,34 @@ def forwards_since(module: DistributedDataParallel) -> int:
     return 0 if type(flag) is int else 1 + bool(flag)
 
 
+def last_forward_was_local(module: DistributedDataParallel) -> bool:
+    """Return True if the last forward of DDP ran inside no_sync, or without gradients."""
+    return module.require_forward_param_sync is False
+
+
 def leave_as_reduced(module: DistributedDataParallel) -> None:
     """Say that the last backward has reduced, as DDP does, and that no forward has followed it."""
     module.require_forward_param_sync = _AS_LEFT  # type: ignore[assignment]
+
+
+def watch_forward(module: DistributedDataParallel) -> None:
+    """Let :func:`has_run_forward` return False until the next forward of DDP; what that forward does is unchanged."""
+    module.require_forward_param_sync = int(module.require_forward_param_sync)  # type: ignore[assignment]
+
+
+def has_run_forward(module: DistributedDataParallel) -> bool:
+    """Return True if DDP has run a forward since :func:`watch_forward`, or needs none to reduce its gradients."""
+    return _active_reducer(module) is None or type(module.require_forward_param_sync) is not int
+
+
+def has_never_run(module: DistributedDataParallel) -> bool:
+    """Return True if DDP has not run its first forward yet; a compiled forward does not count."""
+    return not module._lazy_init_ran
+
+
+def is_in_forward(module: DistributedDataParallel) -> bool:
+    """Return True inside a forward of DDP, such as the ``training_step`` that Lightning runs there."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is module
 
 
 def rebuild_ddp_buckets(module: DistributedDataParallel) -> None:

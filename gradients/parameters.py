@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -113,3 +113,16 @@ def held_gradient(entry: Entry) -> Tensor | None:
     # Under no_grad, to_local() of a DTensor returns its own memory. Partial summands stay: scaling is linear.
     local = grad.to_local() if is_dtensor(grad) else grad
     return sparse_values(local) if local.is_sparse else local
+
+
+def leaves_of(value: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of the graph of ``value``."""
+    seen, pending = set(), [torch.autograd.graph.get_gradient_edge(value).node]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        pending += [parent for parent, _ in node.next_functions if parent is not None]

@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
+from ..distributed.header import State
 from ..distributed.torch_private import (
     FsdpGroup,
     awaits_first_reduction,
@@ -33,12 +34,22 @@ from ..distributed.torch_private import (
     fsdp_groups,
     fsdp_modules,
     has_fsdp1,
+    has_never_run,
+    has_run_forward,
+    is_in_forward,
     leave_as_reduced,
     rebuild_ddp_buckets,
+    watch_forward,
 )
 from ..errors import Words, check_choice, check_count, expected
+from .parameters import leaves_of
 
 SYNCS = ("last", "each", "shard")
+
+_SAME_FORWARDS = (
+    "Call the forward of the DDP module on every rank, also on one without terms, and let its loss be a sum of the "
+    "output: model(batch).sum() * 0."
+)
 
 
 class GradientSync(NamedTuple):
@@ -221,6 +232,13 @@ class GradientSync(NamedTuple):
         for module in self.ddp:
             rebuild_ddp_buckets(module)
 
+    def broadcast_buffers(self) -> None:
+        """Let DDP broadcast its buffers now, and not in its next forward; collective, after a backward of all ranks."""
+        for module in self.ddp:
+            module.require_forward_param_sync = True
+            broadcast_ddp_buffers(module)
+        self.hold_broadcasts()
+
     @contextmanager
     def no_broadcasts(self) -> Iterator[None]:
         """Let no forward of DDP inside broadcast its buffers, so that a rank may leave out a forward or fail in it."""
@@ -243,6 +261,59 @@ class GradientSync(NamedTuple):
         for module in self.ddp:
             module.require_forward_param_sync = False
 
+    def watch_forwards(self) -> None:
+        """Let :attr:`forwards_seen` start again."""
+        for module in self.ddp:
+            watch_forward(module)
+
+    def watch_first_forwards(self) -> None:
+        """Let :attr:`forwards_seen` start at the modules that have never run."""
+        for module in self.ddp:
+            if has_never_run(module):
+                watch_forward(module)
+
+    @property
+    def forwards_seen(self) -> tuple[bool, ...]:
+        """Of each DDP module, whether it has run a forward since :meth:`watch_forwards`."""
+        return tuple(map(has_run_forward, self.ddp))
+
+    @property
+    def same_forwards(self) -> State:
+        """What the ranks compare before a backward that reduces: a rank without a forward would not reduce."""
+        return State(Words("some" if any(self.forwards_seen) else "none"), _SAME_FORWARDS)
+
+    def check_forwards(
+        self, name: str, loss: Tensor, used: Sequence[bool] = (), *, others_prepare: bool = False
+    ) -> bool:
+        """Raise ValueError when the backward of ``loss`` would leave out the reduction of a wrapper.
+
+        DDP reduces in the next backward after a forward of its own. After a forward of ``ddp.module`` it does not, and
+        nothing would show that the gradients are those of this rank alone.
+
+        Args:
+            name: of ``loss``, for the message.
+            loss: what is back-propagated.
+            used: of each DDP module, whether it holds gradients of earlier micro-batches that this backward reduces.
+            others_prepare: whether the code that runs the forward may still prepare the reduction before the backward,
+                as ``manual_backward`` of Lightning does in a ``training_step``.
+
+        Returns:
+            False if the reduction of a module must still be prepared.
+        """
+        if (self.ddp or self.fsdp) and loss.grad_fn is None:
+            fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
+            raise ValueError(expected(name, "a tensor that the model has computed", Words("a leaf"), fix))
+        is_prepared, leaves = True, None
+        for index, (module, has_run) in enumerate(zip(self.ddp, self.forwards_seen)):
+            if has_run:
+                continue
+            leaves = set(map(id, leaves_of(loss))) if leaves is None else leaves
+            if any(used[index : index + 1]) or any(id(p) in leaves for p in module.module.parameters()):
+                if not (others_prepare and is_in_forward(module)):
+                    raise unseen_forward(name)
+                is_prepared = False
+        return is_prepared
+
     def leave_as_reduced(self) -> None:
         """Note that the last backward has reduced on every rank; a later forward of DDP shows in the next window."""
         for module in self.ddp:
@@ -264,6 +335,13 @@ class GradientSync(NamedTuple):
         """
         for module in self.fsdp_modules:
             module.reshard()
+
+
+def unseen_forward(name: str) -> ValueError:
+    """Return the error for gradients that DDP does not reduce, because its forward did not run."""
+    fix = "DDP reduces only after a forward of its own: call model(batch), not model.module(batch) or another method."
+    what, found = "a tensor from the forward of the DDP module", Words("one from the module inside it")
+    return ValueError(expected(name, what, found, fix))
 
 
 def shorten(names: list[str]) -> str:

@@ -30,6 +30,11 @@ class Levels(NamedTuple):
             return self.base
         return torch.where(self.offset == 0, self.base, (self.base.double() + self.offset).to(self.base.dtype))
 
+    @property
+    def movable(self) -> Tensor:
+        """(C, L): the offsets, or the scores where every quantile is a score."""
+        return self.base if self.offset is None else self.offset
+
     def take(self, index: int | slice) -> Levels:
         """Return some of the levels, (C, l); one for an int."""
         part = slice(index, index + 1) if isinstance(index, int) else index

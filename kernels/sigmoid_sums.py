@@ -115,7 +115,7 @@ def _sums(
         of_each = _split(parts, temperatures, queries, keys, weights)
         return torch.cat([_sums(q, k, w, temperature, method, t) for t, q, k, w in of_each])
     sums = queries.new_empty(*queries.shape, weights.shape[-1])
-    for c, q in _chunks_of_pairs(queries, keys):
+    for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
         sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], divisor)) @ weights[c]
     return sums
@@ -148,7 +148,7 @@ def _gradients(
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
     grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
-    for c, q in _chunks_of_pairs(queries, keys):
+    for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
         sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], divisor))
         slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
@@ -225,7 +225,7 @@ def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:
     return max(1, costs_of(tensor.device).pairs_at_once // max(1, pairs_per_item))
 
 
-def _chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
+def chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield slices of classes and of queries whose pairs with all keys make one chunk."""
     (num_classes, num_queries), num_keys = queries.shape, keys.shape[1]
     classes = chunk_size(queries, num_queries * num_keys)

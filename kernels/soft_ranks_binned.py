@@ -87,13 +87,16 @@ def _sum_by_bins(pool: Pool, bins: Bins, order: Order, gradient: Tensor | None) 
     index, u = (index.view(-1) + class_of * size)[None], u.view(1, -1)  # [1, P], in one table of all classes
 
     def of_positives(weight: Tensor | None) -> Tensor:
-        moments = torch.zeros_like(everyone)
+        moments = scores.new_zeros(order.p, num_classes, size, dtype=torch.float64)
         add_moments(moments.view(order.p, 1, -1), index, u, weight)
         return moments
 
+    # With many bins a table is as large as the rows: none is kept for longer than it is needed.
     positives = of_positives(None)
-    moments = torch.stack([everyone - positives, positives], dim=2)[..., :-1]  # [p, C, 2, B F]
+    moments = torch.stack([everyone.sub_(positives), positives], dim=2)[..., :-1]  # [p, C, 2, B F]
+    del everyone, positives
     r_n, r_p, slope_n, slope_p = _fields(moments.unflatten(-1, layout), matrices, kernel, ids)
+    del moments
     weights = fine_weights(of_positives(share[None])[..., :-1].unflatten(-1, layout), matrices)  # [C, B, F p]
     loss = (weights * (r_n / (r_n + r_p))).sum(dim=(1, 2))
     if gradient is None:
@@ -101,17 +104,28 @@ def _sum_by_bins(pool: Pool, bins: Bins, order: Order, gradient: Tensor | None) 
 
     # g_N, -g_P and f' at the fine nodes, then as polynomials of the fine bins.
     square = (r_n + r_p) ** 2
-    sources = torch.stack([weights * r_p, weights * r_n]) / square
-    pulled = at_fine_nodes(interact(coarse_weights(sources, matrices), kernel.slope, kernel.reach, ids), matrices)
-    tables = torch.stack([pulled[0], -pulled[1], (slope_n * r_p - r_n * slope_p) / square])  # [3, C, B, F p]
-    polynomials = coefficients(tables, matrices, scores.dtype).view(order.p, 3, num_classes, -1)
+    sources = torch.stack([weights * r_p, weights * r_n]).div_(square)
+    del weights
+    sources = coarse_weights(sources, matrices)
+    pulled = at_fine_nodes(interact(sources, kernel.slope, kernel.reach, ids), matrices)
+    own_slope = slope_n.mul_(r_p).sub_(slope_p.mul_(r_n)).div_(square)
+    del r_n, r_p, slope_n, slope_p, square
+    tables = torch.stack([pulled[0], -pulled[1], own_slope])  # [3, C, B, F p]
+    del pulled, own_slope
+    polynomials = coefficients(tables, matrices, torch.float64).view(order.p, 3, num_classes, -1)
+    del tables
     polynomials = F.pad(polynomials, (0, 1))  # [p, 3, C, B F + 1]: 0 for the rows that take no part
 
     # Every row is treated as a negative first, then the positives are overwritten.
+    pull = polynomials[:, 0].to(scores.dtype)
     for c, m in chunks(scores):
-        gradient[c, m] = evaluate(polynomials[:, 0, c], *_locate_rows(pool, bins, c, m))
-    pushed, own = (evaluate(polynomials[:, table].reshape(order.p, 1, -1), index, u).view(-1) for table in (1, 2))
-    gradient[class_of, row_of] = pushed + own * share.to(own.dtype)
+        gradient[c, m] = evaluate(pull[:, c], *_locate_rows(pool, bins, c, m))
+    # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
+    # either, so it is taken before the values are rounded to the dtype of the scores.
+    for _, some in chunks(share[None]):
+        at = index[:, some], u[:, some].double()
+        pushed, own = (evaluate(polynomials[:, table].reshape(order.p, 1, -1), *at).view(-1) for table in (1, 2))
+        gradient[class_of[some], row_of[some]] = (pushed + own * share[some]).to(gradient.dtype)
     return loss
 
 
@@ -123,9 +137,9 @@ def _fields(moments: Tensor, matrices: Constants, kernel: Kernel, ids: Tensor | 
     sources, q = sources_of(moments, matrices), matrices.nodes.numel()  # [C, 2, B, q]
     near = interact(sources, torch.cat([kernel.sigmoid, kernel.slope], dim=2), kernel.reach, ids)  # [C, 2, B, 2q]
     far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, ids)  # [C, 2, B]
-    values = at_fine_nodes(near[..., :q], matrices) + far[..., None]
+    values = at_fine_nodes(near[..., :q], matrices).add_(far[..., None])
     slopes = at_fine_nodes(near[..., q:], matrices).neg_()
-    return values[:, 0], values[:, 1] + 0.5, slopes[:, 0], slopes[:, 1]
+    return values[:, 0], values[:, 1].add_(0.5), slopes[:, 0], slopes[:, 1]
 
 
 def _locate_rows(pool: Pool, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from ..kernels.sigmoid_sums import sigmoid_sums
 from .causal_lm import causal_lm_loss
 from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
+from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
 from .pauc_at_budget import LossWithClassesAndStats, LossWithStats, PAUCAtBudgetLoss, pauc_at_budget
 from .pool import LossWithClasses, PerClass, Pool
 from .ranking import RankingLoss
@@ -17,6 +18,7 @@ from .warmup import LossWarmupWrapper
 __all__ = [
     "DistributedLoss",
     "FocalLoss",
+    "HardNegativeCrossEntropyLoss",
     "LossWarmupWrapper",
     "LossWithClasses",
     "LossWithClassesAndStats",
@@ -31,6 +33,7 @@ __all__ = [
     "SmoothAPLoss",
     "SoftmaxFocalLoss",
     "causal_lm_loss",
+    "hard_negative_cross_entropy",
     "pauc_at_budget",
     "recall_at_quantile",
     "retrieval_smooth_ap",

@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_choice, check_number, expected
+from ..errors import check_choice, check_number, check_positive, expected
 from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from .pool import Pool
 
-Surrogate = Literal["trapezoid", "pairwise"]
+Surrogate = Literal["trapezoid", "pairwise", "dro"]
 TauScale = Literal["iqr", "band"]
 PosNumerator = Literal["pool", "live"]
 BudgetBasis = Literal["fpr", "population"]
@@ -24,12 +24,14 @@ class Band(NamedTuple):
 
     alpha: float = 0.0
     beta: float = 0.005
-    surrogate: Surrogate = "trapezoid"
+    surrogate: Surrogate = "dro"
     n_knots: int = 2
-    tau_scale: TauScale = "iqr"
+    tau_scale: TauScale | None = None
     pos_numerator: PosNumerator = "pool"
     budget_basis: BudgetBasis = "fpr"
     quantile_interpolation: str = "higher"
+    dro_lambda: float = 1.0
+    threshold_gradient: bool = True
 
 
 def check_band(band: Band) -> Band:
@@ -40,8 +42,14 @@ def check_band(band: Band) -> Band:
         raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", (band.alpha, band.beta)))
     if isinstance(band.n_knots, bool) or not isinstance(band.n_knots, int) or band.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", band.n_knots))
-    check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise"))
-    check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
+    check_choice("surrogate", band.surrogate, ("trapezoid", "pairwise", "dro"))
+    check_positive("dro_lambda", band.dro_lambda)
+    if band.surrogate == "dro" and band.alpha != 0:
+        raise ValueError(
+            expected("alpha", "0 with surrogate='dro'", band.alpha, "For a band use surrogate='pairwise'.")
+        )
+    if band.tau_scale is not None:
+        check_choice("tau_scale", band.tau_scale, ("iqr", "band"))
     check_choice("pos_numerator", band.pos_numerator, ("pool", "live"))
     check_choice("budget_basis", band.budget_basis, ("fpr", "population"))
     check_choice("quantile_interpolation", band.quantile_interpolation, INTERPOLATIONS)
@@ -49,7 +57,7 @@ def check_band(band: Band) -> Band:
 
 
 class Thresholds(NamedTuple):
-    """The scores at the band edges and at the knots, and the temperature, all detached."""
+    """The scores at the band edges and at the knots, and the temperature, all detached, and what they come from."""
 
     alpha: Levels  # [C, 1] the upper edge of the band
     beta: Levels  # [C, 1] the lower edge
@@ -57,10 +65,11 @@ class Thresholds(NamedTuple):
     tau: Tensor  # [C], 1 where the scale gives no temperature
     resolved: Tensor  # [C] bool: the class has reference rows, and their scale gives a temperature
     has_reference: Tensor  # [C] bool: the class has reference rows
+    reference: Tensor  # [C, M] bool: the rows of which the thresholds are quantiles
 
 
 def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> Thresholds:
-    """Return the band edges, the knots and the temperature of each class, all detached."""
+    """Return the band edges, the knots and the temperature, or the scale of "dro", of each class, all detached."""
     reference = iid if band.budget_basis == "population" else iid & ~pool.positive
     fractions: list[float] = [band.alpha, band.beta]
     if band.surrogate == "trapezoid":
@@ -68,14 +77,20 @@ def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> 
         steps = band.n_knots - 1
         inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
         fractions += [band.alpha, *inner, band.beta]
-    if band.tau_scale == "iqr":
+    is_absolute = band.surrogate == "dro" and band.tau_scale is None  # the scores are logits as they are
+    has_quartiles = not is_absolute and band.tau_scale != "band"
+    if has_quartiles:
         fractions += [0.25, 0.75]
     has_reference = reference.any(dim=1)
     levels = upper_levels(pool.scores, reference, fractions, band.quantile_interpolation).where(has_reference)
-    ends = (len(fractions) - 2, len(fractions) - 1) if band.tau_scale == "iqr" else (0, 1)
+    ends = (len(fractions) - 2, len(fractions) - 1) if has_quartiles else (0, 1)
     scale = levels.take(ends[0]).minus(levels.take(ends[1]))[:, 0]
+    if is_absolute:
+        scale = torch.ones_like(scale)
     # A NaN scale counts as usable: the loss is then NaN instead of being left out.
     usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
-    tau = torch.where(usable, scale * temperature, torch.ones_like(scale)).to(pool.scores.dtype)
+    if band.surrogate != "dro":
+        scale = scale * temperature
+    tau = torch.where(usable, scale, torch.ones_like(scale)).to(pool.scores.dtype)
     knots = levels.take(slice(2, 2 + (band.n_knots if band.surrogate == "trapezoid" else 0)))
-    return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference)
+    return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference, reference)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -18,7 +20,7 @@ from ..errors import expected
 
 # What to do when ranks differ in state that several losses have.
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
-SAME_TEMPERATURE = "Set the same temperature, or advance the same schedule, on every rank."
+SAME_TEMPERATURE = "Set the same temperature, a number or None, or advance the same schedule, on every rank."
 _SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
@@ -94,3 +96,13 @@ class DistributedLoss(nn.Module):
             "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
             "schedule": State(self._schedule, _SAME_SCHEDULE),
         }
+
+
+def saved_temperature(temperature: float | None) -> float:
+    """Return what a saved state holds for ``temperature``: -1 for None, because it holds numbers alone."""
+    return -1.0 if temperature is None else float(temperature)
+
+
+def loaded_temperature(saved: Any) -> float | None:
+    """Return the temperature of a saved state."""
+    return None if float(saved) < 0 else float(saved)

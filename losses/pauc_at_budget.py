@@ -1,4 +1,4 @@
-"""Smooth partial area under the ROC curve, over a band of false-positive rates."""
+"""Smooth partial area under the ROC curve, at low false-positive rates or over a band of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..distributed.group import Group
 from ..distributed.torch_private import not_compiled
+from ..kernels.entropic_risk import entropic_risk
 from ..kernels.quantiles import Levels
 from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..queues.memory_queue import Keep
@@ -35,6 +36,7 @@ from .pool import (
     spread_nan,
 )
 from .ranking import RankingLoss
+from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,11 +61,13 @@ class LossWithClassesAndStats(NamedTuple):
 class _Options(SharedOptions, total=False):
     surrogate: Surrogate
     n_knots: int
-    tau_scale: TauScale
+    tau_scale: TauScale | None
     budget_basis: BudgetBasis
     temperature: float
     quantile_interpolation: str
     iid_mask: Tensor | None
+    dro_lambda: float
+    threshold_gradient: bool
 
 
 @overload
@@ -72,9 +76,9 @@ def pauc_at_budget(
     targets: Tensor,
     alpha: float = 0.0,
     beta: float = 0.005,
-    surrogate: Surrogate = "trapezoid",
+    surrogate: Surrogate = "dro",
     n_knots: int = 2,
-    tau_scale: TauScale = "iqr",
+    tau_scale: TauScale | None = None,
     budget_basis: BudgetBasis = "fpr",
     temperature: float = 0.1,
     reduction: Reduction = "mean",
@@ -86,6 +90,8 @@ def pauc_at_budget(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    dro_lambda: float = 1.0,
+    threshold_gradient: bool = True,
 ) -> Tensor: ...
 @overload
 def pauc_at_budget(
@@ -112,9 +118,9 @@ def pauc_at_budget(
     targets: Tensor,
     alpha: float = 0.0,
     beta: float = 0.005,
-    surrogate: Surrogate = "trapezoid",
+    surrogate: Surrogate = "dro",
     n_knots: int = 2,
-    tau_scale: TauScale = "iqr",
+    tau_scale: TauScale | None = None,
     budget_basis: BudgetBasis = "fpr",
     temperature: float = 0.1,
     reduction: Reduction = "mean",
@@ -126,35 +132,62 @@ def pauc_at_budget(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    dro_lambda: float = 1.0,
+    threshold_gradient: bool = True,
 ) -> Tensor | LossWithClasses:
-    r"""Compute one minus the smooth area under the ROC curve between two false-positive rates, over their distance.
+    r"""Compute a loss for the area under the ROC curve at low false-positive rates, by one of three surrogates.
 
-    The band edges are score quantiles of the reference rows R, detached: the iid negatives, or all iid rows.
+    ``"dro"`` (SOPA-s), the default, averages over the positives P a soft maximum over the iid negatives N of the
+    logistic loss of each pair:
+
+    .. math::
+        L = \frac{1}{|P|} \sum_{i \in P} \lambda \log \frac{1}{|N|} \sum_{j \in N}
+            \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
+
+    The hardest negatives of each positive count most. :math:`\lambda` is a soft budget: the smaller it is, the more
+    they count. There is no hard band: ``beta``, ``n_knots`` and ``temperature`` have no effect on the value, except
+    that ``tau_scale="band"`` makes the scale depend on ``beta``. With ``tau_scale=None`` :math:`s = 1`, and the scores
+    are logits as in cross-entropy. The gradient raises positives and lowers negatives. The value may exceed 1.
+
+    ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
+    the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
+    positives are compared with every false alarm that the budget allows. The band edges are score quantiles of the
+    reference rows R: the iid negatives, or all iid rows.
 
     .. math::
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
         \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
 
-    Both surrogates average over the positives how likely reference points :math:`t_k` are to exceed them. The weights
-    :math:`c_k` of the points sum to one:
+    Both average over the positives how likely reference points :math:`t_k` are to exceed them. The weights :math:`c_k`
+    of the points sum to one:
 
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
-    ``"trapezoid"``: the points are the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid
-    rule. Gradient reaches positives only. ``"pairwise"``: the points are the negatives inside the band, both ends
-    included, with equal weights. Gradient reaches them too.
+    ``"pairwise"``: the points are the negatives inside the band, both ends included, with equal weights, and have the
+    gradient themselves; the band edges have none, whatever ``threshold_gradient`` is. ``"trapezoid"``: the points are
+    the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid rule. Each passes its gradient
+    to the reference rows, as a quantile of the smoothed scores does.
 
-    With ``alpha=0`` and ``beta`` the budget, positives are compared with every false alarm that the budget allows.
+    .. math:: \frac{\partial t_k}{\partial x_j} =
+              \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
+
+    With every surrogate the gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and
+    negatives or reference rows fall.
+    Scale and temperature are detached.
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
+        surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
+            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
-        tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
+        tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
+            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
+            as logits, and ``"iqr"`` for the other surrogates.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+            ``"dro"`` does not use it.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
@@ -165,26 +198,37 @@ def pauc_at_budget(
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
+            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
-        A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
-        most 1e-12 or infinite, and under ``"pairwise"`` without a negative in the band: left out of the mean and the
-        sum, NaN under ``"none"``. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a
-        negative of +inf; the scale ``"iqr"`` only where a quarter of the reference is.
+        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
+        most 1e-12 or infinite, under ``"pairwise"`` without a negative in the band, and under ``"dro"`` without an iid
+        negative: left out of the mean and the sum, NaN under ``"none"``. ``"dro"`` without a scale is valid where all
+        scores are equal. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a negative of
+        +inf; the scale ``"iqr"`` only where a quarter of the reference is. An infinite knot carries no gradient.
 
     Example:
         >>> import torch
         >>> scores = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
+        >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]))
+        tensor(0.9832)
         >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]), beta=0.5, surrogate="pairwise")
         tensor(0.5000)
 
     Reference:
-        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., ICML 2022.
+        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
+        When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
+        Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS 2012; Eban et al., AISTATS 2017; Mackey,
+        Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
-    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", budget_basis, quantile_interpolation)
+    budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
+    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget)
     check_band(band)
     pool = local_pool(
         logits,
@@ -207,7 +251,7 @@ class _Outcome(NamedTuple):
 
 
 def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
-    """Return one minus the smooth partial area of each class of ``pool``, and its diagnostics."""
+    """Return the loss of each class of ``pool``, and its diagnostics."""
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
     edges = band_thresholds(pool, iid, band, temperature)
     live = pool.positive if pool.live is None else pool.positive & pool.live
@@ -223,21 +267,32 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
         weights[:, 0] /= 2
         weights[:, -1] /= 2
     else:
-        valid = valid & in_band.any(dim=1)
+        rivals = iid & pool.negative if band.surrogate == "dro" else in_band
+        valid = valid & rivals.any(dim=1)
         mask, queries, shares = _compact(numerator, pool.scores, share)
         shares = shares * mask
-        inside, points = _compact(in_band, pool.scores)  # [C, K]
+        inside, points = _compact(rivals, pool.scores)  # [C, K]
         weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
     # Entries that do not count are at the lower edge of the band, where they neither widen the range nor give NaN.
     filling = torch.where(edges.beta.base.isfinite() & valid[:, None], edges.beta.base, 0.0)
     queries = torch.where(mask & valid[:, None], queries, filling)
     if band.surrogate == "trapezoid":
-        missed = _sums_at_levels(queries, edges.knots.where(valid), weights, edges.tau)
+        knots = edges.knots.where(valid)
+        points, drawing = knots.movable.to(queries.dtype), None
+        if band.threshold_gradient:
+            points, drawing = threshold_with_gradient(knots, pool, edges.reference, numerator, edges.tau)
+        missed = hold_others(_sums_at_levels(queries, knots, points, weights, edges.tau), drawing)
     else:
         points = torch.where(inside & valid[:, None], points, filling)
-        missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], edges.tau)[:, :, 0]  # [C, P]
+        if band.surrogate == "dro":
+            missed = entropic_risk(queries, points, inside | ~valid[:, None], edges.tau, band.dro_lambda)  # [C, P]
+            # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
+            missed = torch.where(shares > 0, missed, 0.0)
+        else:
+            sums = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], edges.tau)
+            missed = sums[:, :, 0]  # [C, P]
     per_class = PerClass(spread_nan((missed * shares).sum(dim=1), pool), valid)
-    variance = _variance(missed.detach(), mask)
+    variance = _variance(missed.detach(), mask).to(pool.scores.dtype)
     t_alpha, t_beta = edges.alpha.value[:, 0], edges.beta.value[:, 0]
     floats = {"t_alpha": t_alpha, "t_beta": t_beta, "tau_eff": edges.tau, "pauc_var": variance}
     counts = {"band_neg_count": (in_band & iid).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
@@ -246,13 +301,16 @@ def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
     return _Outcome(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
 
 
-def _sums_at_levels(queries: Tensor, knots: Levels, weights: Tensor, tau: Tensor) -> Tensor:
-    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K)."""
+def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
+    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K).
+
+    ``points`` (C, K) are ``knots.movable``, in the dtype of the queries and perhaps with a gradient.
+    """
     if knots.offset is None:
-        return sigmoid_sums_of_classes(queries, knots.base, weights[:, :, None], tau)[:, :, 0]
+        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau)[:, :, 0]
     # Each knot is a class of its own, on a line with its base in 0.
     distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
-    offsets, tau = knots.offset.to(queries.dtype).view(-1, 1), tau.repeat_interleave(weights.shape[1])
+    offsets, tau = points.reshape(-1, 1), tau.repeat_interleave(weights.shape[1])
     sums = sigmoid_sums_of_classes(distances, offsets, weights.reshape(-1, 1, 1), tau)
     return sums.view(*weights.shape, -1).sum(dim=1)
 
@@ -282,27 +340,40 @@ def _variance(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class PAUCAtBudgetLoss(RankingLoss):
-    """One minus the smooth partial AUC over a band, over the rows of all ranks and of a memory queue.
+    """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the queue.
-    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a band from 0 are the top negative. Give
-    the pool many more rows than that, and watch ``band_neg_count``.
+    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
+    queue. The default, ``surrogate="dro"``, is a soft maximum of the logistic losses of each positive against all iid
+    negatives. ``dro_lambda`` takes the place of the budget: ``beta`` only sets the diagnostics, and ``n_knots`` and
+    ``temperature`` have no effect. The scores are logits as in cross-entropy, unless ``tau_scale`` gives a scale; of
+    the scales, ``"band"`` depends on ``beta``.
 
-    With ``surrogate="trapezoid"`` the gradient raises positives and lowers no negative. If this is the only loss, all
-    scores can rise together. Combine it with a pointwise loss, such as
-    ``LossWarmupWrapper(..., final_main_weight=0.5)``, or use ``"pairwise"``, which lowers the negatives in the band.
+    For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
+    negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more rows than that,
+    and watch ``band_neg_count``.
+
+    The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
+    most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
+    knots of the trapezoid, not the balance: they carry the slope of the live positives, and the gradient of the live
+    rows adds up to 0. With ``threshold_gradient=False``, which only the trapezoid uses, it lowers no row. If that is
+    the only loss, all scores can rise together: combine it with a pointwise loss, such as
+    ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"trapezoid"`` over knots, or ``"pairwise"`` with the negatives in the band.
+        surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
+            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
         n_knots: number of knots >= 2, for ``"trapezoid"``.
-        tau_scale: scale of the temperature: ``"iqr"`` of the reference scores, or the width of the ``"band"``.
+        tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
+            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
+            as logits, and ``"iqr"`` for the other surrogates.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+            ``"dro"`` does not use it.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
@@ -322,6 +393,10 @@ class PAUCAtBudgetLoss(RankingLoss):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+        dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
+            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -332,9 +407,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
 
     Degenerate:
-        A class is invalid without a positive of positive weight, a negative or a reference row, when the scale is at
-        most 1e-12 or infinite (a warning, once), and under ``"pairwise"`` without a negative in the band: left out of
-        the mean and the sum. With no valid class the loss is 0 with zero gradients.
+        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
+        most 1e-12 or infinite (a warning, once), under ``"pairwise"`` without a negative in the band, and under
+        ``"dro"`` without an iid negative: left out of the mean and the sum. ``"dro"`` without a scale is valid where
+        all scores are equal. With no valid class the loss is 0 with zero gradients. An infinite knot carries no
+        gradient. Under ``"trapezoid"`` no row of a class has a gradient in a step without a live reference row of
+        finite score, because nothing would fall while the positives rise.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -342,26 +420,34 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Example:
         >>> import torch
+        >>> scores, targets = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]]), torch.tensor([0, 1, 1, 0, 0])
+        >>> loss = PAUCAtBudgetLoss(num_classes=1, queue_size=0)
+        >>> loss(scores, targets)
+        tensor(0.9832)
         >>> loss = PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise", queue_size=0)
-        >>> scores = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
-        >>> loss(scores, torch.tensor([0, 1, 1, 0, 0]))
+        >>> loss(scores, targets)
         tensor(0.5000)
 
     Reference:
-        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., ICML 2022.
+        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
+        When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
+        Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS 2012; Eban et al., AISTATS 2017; Mackey,
+        Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
+
+    temperature: float  # never None: it is a multiple of the scale already
 
     def __init__(
         self,
         num_classes: int,
         alpha: float = 0.0,
         beta: float = 0.005,
-        surrogate: Surrogate = "trapezoid",
+        surrogate: Surrogate = "dro",
         n_knots: int = 2,
-        tau_scale: TauScale = "iqr",
+        tau_scale: TauScale | None = None,
         pos_numerator: PosNumerator = "pool",
         budget_basis: BudgetBasis = "fpr",
-        queue_size: int = 1024,
+        queue_size: int = 0,
         temperature: float = 0.1,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
@@ -376,6 +462,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
+        dro_lambda: float = 1.0,
+        threshold_gradient: bool = True,
     ) -> None:
         super().__init__(
             num_classes,
@@ -396,6 +484,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
         self.quantile_interpolation = quantile_interpolation
+        self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
         check_band(self.band)
 
     @property
@@ -474,9 +563,9 @@ class PAUCAtBudgetLoss(RankingLoss):
         Args:
             logits, targets, iid_mask, return_per_class, sample_weight: see :meth:`RankingLoss.forward`.
             return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
-                ``t_beta``; the temperature ``tau_eff``; ``band_neg_count``, the iid negatives inside the band;
-                ``pauc_var``, the variance over positives of their share of the area; ``grad_pos_count``, the positives
-                of all ranks that carry gradient.
+                ``t_beta``; the temperature ``tau_eff``, which is the scale with ``"dro"``; ``band_neg_count``, the iid
+                negatives inside the band; ``pauc_var``, the variance over positives of their share of the area, of
+                their loss with ``"dro"``; ``grad_pos_count``, the positives of all ranks that carry gradient.
 
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
@@ -484,14 +573,15 @@ class PAUCAtBudgetLoss(RankingLoss):
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
         per_class, stats, flat = _per_class(pool, self.band, self.temperature)
         if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
+            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
             self._warn_once(
                 "flat",
                 f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "
-                f"hardly differ: the scale by tau_scale={self.tau_scale!r} is at most {SMALLEST_SCALE}. "
-                "Enlarge queue_size, widen the band, or try the other tau_scale.",
+                f"hardly differ: the scale by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. "
+                f"Enlarge queue_size, widen the band, or try {other}.",
             )
         result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._enqueue(live)
+        self._finish(logits, pool, live, per_class)
         if not return_diagnostics:
             return result
         if isinstance(result, LossWithClasses):
@@ -500,6 +590,17 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
+
+    def _few_rows(self, rows: int) -> str | None:
+        if rows * self.beta >= 1 or self.surrogate == "dro":  # which has no band
+            return None
+        return (
+            f"a band up to beta={self.beta:g} holds less than one of the {rows} rows of the pool. Make the pool "
+            f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
+        )
+
+    def _width_of_step(self) -> float | None:
+        return None if self.surrogate == "dro" else self.temperature
 
     def _own_arguments(self) -> tuple[str, ...]:
         return Band._fields

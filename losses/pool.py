@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..errors import check_choice, check_int, check_positive
-from .batch import Batch, TargetRule, check_batch, compute_dtype, may_hold, weight_unit
+from ..errors import check_choice, check_int, check_positive, expected
+from ..kernels.spread import spread_of, standardized
+from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -58,7 +59,7 @@ class LossWithClasses(NamedTuple):
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options of all three pure functions; type checkers read it in the overloads with ``return_per_class``."""
+    """The options that the pure functions share; type checkers read it in the overloads with ``return_per_class``."""
 
     reduction: Reduction
     ignore_index: int
@@ -103,7 +104,7 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
 def local_pool(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | None,
     reduction: str,
     ignore_index: int,
     *,
@@ -112,9 +113,13 @@ def local_pool(
     indexes: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    automatic: bool = False,
 ) -> Pool:
-    """Check the arguments that the pure functions share, and return the pool of the given rows."""
-    check_positive("temperature", temperature)
+    """Check the arguments that the pure functions share, and return the pool of the given rows.
+
+    The temperature may be None with ``automatic``.
+    """
+    check_temperature(temperature, automatic)
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
     has_columns = isinstance(logits, Tensor) and logits.ndim == 2
@@ -122,6 +127,28 @@ def local_pool(
     given = (logits, targets, iid_mask, sample_weight)
     batch = check_batch(*given, rule, indexes=indexes, validate_args=validate_args)
     return one_vs_rest(batch, rule)
+
+
+def check_temperature(temperature: float | None, automatic: bool) -> float | None:
+    """Return ``temperature`` unchanged, or raise when it is no finite number > 0, and not None with ``automatic``."""
+    if temperature is not None:
+        return check_positive("temperature", temperature)
+    if not automatic:
+        fix = "This loss has no automatic form (spread_multiple): partial AUC multiplies by a scale already, use 0.1."
+        raise TypeError(expected("temperature", "a number", temperature, fix))
+    return None
+
+
+def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tuple[Pool, float]:
+    """Return the pool and the temperature to compute a loss with; None is ``multiple`` times the spread of the scores.
+
+    Where no value may be read, the scores of the returned pool are multiples of the spread instead.
+    """
+    if temperature is not None:
+        return pool, temperature
+    if not has_values(pool.scores):
+        return pool._replace(scores=standardized(pool.scores, pool.member)), multiple
+    return pool, multiple * spread_of(pool.scores, pool.member)
 
 
 def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:

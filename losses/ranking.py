@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,11 +12,22 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import Checksum, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_count, check_int, check_positive, expected, warn
+from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
 from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
-from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
-from .pool import REDUCTIONS, LossWithClasses, PerClass, Pool, Reduction, loss_of, one_vs_rest
+from .distributed_loss import SAME_TEMPERATURE, DistributedLoss, loaded_temperature, saved_temperature
+from .hints import Hints, Setting
+from .pool import (
+    REDUCTIONS,
+    LossWithClasses,
+    PerClass,
+    Pool,
+    Reduction,
+    at_temperature,
+    check_temperature,
+    loss_of,
+    one_vs_rest,
+)
 from .sampling import draw_rows
 
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
@@ -28,10 +39,14 @@ class RankingLoss(DistributedLoss):
     The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
     gradient. The live rows enter the queue after the loss is computed, in training mode only.
 
+    A subclass without a temperature sets ``has_temperature = False``: it has no attribute ``temperature``, ignores the
+    argument, and saves and compares none.
+
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: > 0, width of the sigmoid that replaces the step. May be assigned between steps.
+        temperature: > 0, width of the sigmoid that replaces the step; None for ``spread_multiple`` times the spread of
+            the scores of the pool. May be assigned between steps.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
@@ -51,11 +66,16 @@ class RankingLoss(DistributedLoss):
             equal arguments, names let ranks that call them in different orders raise.
     """
 
+    has_temperature: ClassVar[bool] = True
+    depends_on_order_alone: ClassVar[bool] = True  # False for a loss that also holds the level of the scores
+    # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
+    spread_multiple: ClassVar[float | None] = None
+
     def __init__(
         self,
         num_classes: int,
-        queue_size: int = 1024,
-        temperature: float = 0.01,
+        queue_size: int = 0,
+        temperature: float | None = None,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         update_queue_in_eval: bool = False,
@@ -74,13 +94,16 @@ class RankingLoss(DistributedLoss):
         self.queue_size = check_count("queue_size", queue_size, 0)
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
-        self.temperature = check_positive("temperature", temperature)
+        if self.has_temperature:
+            self.temperature = check_temperature(temperature, self.spread_multiple is not None)
+        self._last_temperature: float | None = None
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
         self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
+        self._hints = Hints(type(self).__name__)
         self.register_load_state_dict_pre_hook(check_saved_queues)
 
     @overload
@@ -139,7 +162,7 @@ class RankingLoss(DistributedLoss):
             TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
             RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
-        return self._loss(*self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
+        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
@@ -148,10 +171,25 @@ class RankingLoss(DistributedLoss):
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
 
-    def _loss(self, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
+    @property
+    def current_temperature(self) -> float | None:
+        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
+        temperature: float | None = getattr(self, "temperature", None)
+        return self._last_temperature if temperature is None else temperature
+
+    def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
+        """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
+        assert self.spread_multiple is not None
+        scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
+        if has_values(pool.scores):
+            self._last_temperature = temperature
+        return scaled, temperature
+
+    def _loss(self, logits: Tensor, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
         """Return the loss over ``pool``, and enqueue the live rows."""
-        result = loss_of(self.compute_per_class(pool), pool, self.reduction, return_per_class)
-        self._enqueue(live)
+        per_class = self.compute_per_class(pool)
+        result = loss_of(per_class, pool, self.reduction, return_per_class)
+        self._finish(logits, pool, live, per_class)
         return result
 
     def _pool(
@@ -167,7 +205,8 @@ class RankingLoss(DistributedLoss):
         refuse_in_backward(call)
 
         def check() -> Batch:
-            check_positive("temperature", self.temperature)
+            if self.has_temperature:
+                check_temperature(self.temperature, self.spread_multiple is not None)
             if indexes is not None and self.max_pool_size is not None:
                 fix = "A draw would take rows out of their queries."
                 raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
@@ -180,7 +219,7 @@ class RankingLoss(DistributedLoss):
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
             facts = {
                 **self._shared_facts(),
-                "temperature": State(self.temperature, SAME_TEMPERATURE),
+                **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
                 "enqueues rows": State(self._enqueues, _SAME_MODE),
                 "queue": State(self.queue.position, SAME_QUEUE),
                 "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
@@ -246,9 +285,22 @@ class RankingLoss(DistributedLoss):
             weight,
         )
 
-    def _enqueue(self, live: Batch) -> None:
+    def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass) -> None:
+        """Enqueue the live rows, and warn of a likely misuse."""
+        is_full = len(self.queue) == self.queue_size
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
             self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
+        if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
+            setting = Setting(
+                self._width_of_step(),
+                self._few_rows(pool.scores.shape[1]) if is_full else None,
+                self.depends_on_order_alone and self.queue_keep == "negatives" and self._schedule is None,
+            )
+            self._hints.observe(setting, logits, live, pool, per_class)
+
+    def _width_of_step(self) -> float | None:
+        """Return the temperature if it is a number that decides which positives have a gradient."""
+        return self.temperature if self.has_temperature else None
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
@@ -261,11 +313,20 @@ class RankingLoss(DistributedLoss):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training besides the queue: the temperature and the number of draws."""
-        return {"temperature": float(self.temperature), "num_draws": self._num_draws}
+        state: dict[str, Any] = {"num_draws": self._num_draws}
+        if self.has_temperature:
+            state["temperature"] = saved_temperature(self.temperature)
+        return state
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self.temperature, self._num_draws = float(state["temperature"]), int(state["num_draws"])
+        self._num_draws = int(state["num_draws"])
+        if self.has_temperature:
+            self.temperature = loaded_temperature(state["temperature"])
+
+    def _few_rows(self, rows: int) -> str | None:
+        """Return what is wrong with a pool of ``rows`` rows and how to fix it, or None."""
+        return None
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""

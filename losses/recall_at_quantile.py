@@ -19,20 +19,26 @@ from .pool import (
     Pool,
     Reduction,
     SharedOptions,
+    at_temperature,
     local_pool,
     loss_of,
     positive_shares,
     spread_nan,
 )
 from .ranking import RankingLoss
+from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
+
+
 class _Options(SharedOptions, total=False):
-    temperature: float
+    temperature: float | None
     quantile_interpolation: str
+    threshold_gradient: bool
 
 
 @overload
@@ -40,7 +46,7 @@ def recall_at_quantile(
     logits: Tensor,
     targets: Tensor,
     quantile: float = 0.005,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     quantile_interpolation: str = "higher",
@@ -49,6 +55,7 @@ def recall_at_quantile(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    threshold_gradient: bool = True,
 ) -> Tensor: ...
 @overload
 def recall_at_quantile(
@@ -67,7 +74,7 @@ def recall_at_quantile(
     logits: Tensor,
     targets: Tensor,
     quantile: float = 0.005,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     quantile_interpolation: str = "higher",
@@ -76,21 +83,28 @@ def recall_at_quantile(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
+    threshold_gradient: bool = True,
 ) -> Tensor | LossWithClasses:
     r"""Compute one minus the smooth share of positives above the (1 - q) quantile of all scores.
 
     .. math:: L = 1 - \frac{1}{|P|} \sum_{i \in P} \sigma\!\left(\frac{x_i - \theta}{\tau}\right), \quad
-              \theta = Q_{1-q}(x) \text{ detached}
+              \theta = Q_{1-q}(x)
 
     With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold. Only
     positives within a few tau of the threshold have gradient.
+
+    The threshold passes its gradient to all rows, as the quantile of the smoothed scores does. Positives rise, the rows
+    near the threshold fall, and the gradient of all rows adds up to 0:
+
+    .. math:: \frac{\partial \theta}{\partial x_j} =
+              \frac{\sigma'((x_j - \theta) / \tau)}{\sum_k \sigma'((x_k - \theta) / \tau)}
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
         quantile: q in (0, 1), the share of rows that can be reviewed.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
-            their spread.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
+            automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
@@ -100,6 +114,8 @@ def recall_at_quantile(
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -107,12 +123,28 @@ def recall_at_quantile(
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
         ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer than 1 / q rows the threshold is
-        the top score, and often no positive is near enough to it to have a gradient.
+        the top score, and often no positive is near enough to it to have a gradient. An infinite threshold carries no
+        gradient.
+
+    Numerics:
+        Half precision is computed in float32. The shares of the threshold's gradient add up to 1 even where every
+        :math:`\sigma'` underflows. A second derivative raises RuntimeError.
+
+    Automatic temperature:
+        The spread is the interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores,
+        and a constant for the gradient. The sample is spread over the rows in a fixed way. If most scores of every
+        class are tied, the standard deviation without the 1 % of scores at each end replaces the range, and 1 replaces
+        it if all are tied. Infinite scores and ignored rows are left out.
 
     Example:
         >>> import torch
         >>> recall_at_quantile(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]), quantile=0.5)
         tensor(0.5000)
+
+    Reference:
+        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores; Eban et al.,
+        Scalable Learning of Non-Decomposable Objectives, AISTATS 2017, Mackey, Luo and Eban, Constrained Classification
+        and Ranking via Quantiles, 2018, and Macha, Adam and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
     """
     check_quantile(quantile)
     check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
@@ -125,8 +157,10 @@ def recall_at_quantile(
         sample_weight=sample_weight,
         multi_hot=multi_hot,
         validate_args=validate_args,
+        automatic=True,
     )
-    per_class = _per_class(pool, quantile, temperature, quantile_interpolation)
+    scaled, width = at_temperature(pool, temperature, SPREAD_MULTIPLE)
+    per_class = _per_class(scaled, quantile, width, quantile_interpolation, threshold_gradient)
     return loss_of(per_class, pool, reduction, return_per_class)
 
 
@@ -138,20 +172,29 @@ def check_quantile(quantile: float) -> float:
     return quantile
 
 
-def _per_class(pool: Pool, quantile: float, temperature: float, interpolation: str) -> PerClass:
+def _per_class(
+    pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool
+) -> PerClass:
     """Return one minus the smooth recall at the quantile, of each class of ``pool``."""
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
     # Positives alone. They are few, and an infinite negative at an infinite threshold gives NaN, even times 0.
+    rows: Tensor | None = None
     if pool.scores.shape[0] == 1 and has_values(pool.scores):
         rows = pool.positive[0].nonzero()[:, 0]
         scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
     else:
         scores = pool.scores.masked_fill(~pool.positive, 0.0)
-    point = threshold.base
+    point, drawing = threshold.movable.to(pool.scores.dtype), None
+    if threshold_gradient:
+        taus = threshold.base.new_full(threshold.base.shape[:1], temperature)
+        point, drawing = threshold_with_gradient(threshold, pool, pool.member, pool.positive, taus)
+        if rows is not None and drawing is not None:
+            drawing = drawing.index_select(1, rows)
     if threshold.offset is not None:
-        scores, point = scores - threshold.base, threshold.offset.to(scores.dtype)
+        scores = scores - threshold.base
     below = sigmoid_sums(scores, point, torch.ones_like(point)[:, :, None], temperature)[:, :, 0]
+    below = hold_others(below, drawing)
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
 
@@ -162,12 +205,16 @@ class RecallAtQuantileLoss(RankingLoss):
     queue. With fewer than ``1 / quantile`` rows, 200 by default, the threshold is the top score and often no row has
     gradient. Give the pool many more rows than that.
 
-    The threshold is detached, so the gradient raises positives and lowers no negative. If this is the only loss, all
-    scores can rise together. Combine it with a pointwise loss, such as
+    The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
+    threshold, not the balance: the threshold carries the slope of the live positives, and the gradient of the live rows
+    adds up to 0. With ``threshold_gradient=False`` the gradient raises positives and lowers no negative. If that is the
+    only loss, all scores can rise together: combine it with a pointwise loss, such as
     ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
-    The default temperature of 0.01 suits scores of unit scale. With logits that spread over 10 it gives gradient to few
-    rows: use 0.1 to 1. It may be assigned between steps.
+    By default the temperature is 0.3 times the spread of the pool's scores: their interquartile range over 1.349,
+    averaged over the classes, from a sample of about 4,096 scores. So the loss does not depend on the scale of the
+    scores. The spread is a constant for the gradient. A number is an absolute width instead, and may be assigned
+    between steps, as may None. ``current_temperature`` is the temperature of the last call.
 
     With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold.
 
@@ -175,8 +222,8 @@ class RecallAtQuantileLoss(RankingLoss):
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         quantile: q in (0, 1), the share of rows that can be reviewed.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
-            their spread.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
+            automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
@@ -196,6 +243,8 @@ class RecallAtQuantileLoss(RankingLoss):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
+            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -207,7 +256,8 @@ class RecallAtQuantileLoss(RankingLoss):
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
-        the loss is 0 with zero gradients.
+        the loss is 0 with zero gradients. An infinite threshold carries no gradient. In a class without a live row of
+        finite score, no row has a gradient.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
@@ -220,15 +270,19 @@ class RecallAtQuantileLoss(RankingLoss):
         tensor(0.5000)
 
     Reference:
-        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores.
+        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores; Eban et al.,
+        Scalable Learning of Non-Decomposable Objectives, AISTATS 2017, Mackey, Luo and Eban, Constrained Classification
+        and Ranking via Quantiles, 2018, and Macha, Adam and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
     """
+
+    spread_multiple = SPREAD_MULTIPLE
 
     def __init__(
         self,
         num_classes: int,
         quantile: float = 0.005,
-        queue_size: int = 1024,
-        temperature: float = 0.01,
+        queue_size: int = 0,
+        temperature: float | None = None,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         update_queue_in_eval: bool = False,
@@ -242,6 +296,7 @@ class RecallAtQuantileLoss(RankingLoss):
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
+        threshold_gradient: bool = True,
     ) -> None:
         super().__init__(
             num_classes,
@@ -259,12 +314,22 @@ class RecallAtQuantileLoss(RankingLoss):
             validate_args=validate_args,
             name=name,
         )
-        self.quantile = check_quantile(quantile)
+        self.quantile, self.threshold_gradient = check_quantile(quantile), threshold_gradient
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth recall of each class."""
-        return _per_class(pool, self.quantile, self.temperature, self.quantile_interpolation)
+        scaled, temperature = self._at_temperature(pool)
+        return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
+
+    def _few_rows(self, rows: int) -> str | None:
+        if rows * self.quantile >= 1:
+            return None
+        return (
+            f"the threshold of quantile={self.quantile:g} is the top score of a pool of {rows} rows, so that hardly "
+            f"any positive gets a gradient. Make the pool several times 1/quantile = {1 / self.quantile:.0f} rows, by "
+            "larger batches or queue_size, or raise quantile."
+        )
 
     def _own_arguments(self) -> tuple[str, ...]:
-        return "quantile", "quantile_interpolation"
+        return "quantile", "quantile_interpolation", "threshold_gradient"

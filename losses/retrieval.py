@@ -17,20 +17,23 @@ from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_int, check_positive, check_tensor, expected
+from ..errors import check_choice, check_int, check_tensor, expected
 from ..kernels.costs import costs_of
 from ..kernels.registration import check_not_batched, register
 from ..kernels.soft_ranks import smooth_ap_sums
+from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from .batch import check_device, compute_dtype, has_values, is_integer
-from .distributed_loss import SAME_TEMPERATURE, DistributedLoss
-from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
+from .distributed_loss import SAME_TEMPERATURE, DistributedLoss, loaded_temperature, saved_temperature
+from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
+
+SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
 
 
 def retrieval_smooth_ap(
     embeddings: Tensor,
     labels: Tensor,
     *,
-    temperature: float = 0.01,
+    temperature: float | None = 0.01,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
@@ -49,7 +52,8 @@ def retrieval_smooth_ap(
         embeddings: (N, D) of any scale; the loss normalises them.
         labels: (N,) integers or bools, in any order and number: classes may differ in size, and a row may be the only
             one of its label.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
+            times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
         ignore_index: rows with this label take no part: they are not queries, and no query ranks them.
 
@@ -75,10 +79,10 @@ def retrieval_smooth_ap(
     Reference:
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020, eq. 6.
     """
-    check_positive("temperature", temperature)
+    check_temperature(temperature, automatic=True)
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
-    return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index)
+    return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index)[0]
 
 
 class RetrievalSmoothAPLoss(DistributedLoss):
@@ -86,10 +90,11 @@ class RetrievalSmoothAPLoss(DistributedLoss):
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
     gradient and normalised, and each of them ranks all others by cosine similarity. The temperature may be assigned
-    between steps.
+    between steps, a number or None. ``current_temperature`` is the temperature of the last call.
 
     Args:
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
+            times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
         ignore_index: rows with this label take no part: they are not queries, and no query ranks them.
         gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
@@ -130,7 +135,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
 
     def __init__(
         self,
-        temperature: float = 0.01,
+        temperature: float | None = 0.01,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         gather_distributed: bool | None = None,
@@ -141,7 +146,8 @@ class RetrievalSmoothAPLoss(DistributedLoss):
         name: str | None = None,
     ) -> None:
         super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
-        self.temperature = check_positive("temperature", temperature)
+        self.temperature = check_temperature(temperature, automatic=True)
+        self._last_temperature: float | None = None
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
 
@@ -161,7 +167,7 @@ class RetrievalSmoothAPLoss(DistributedLoss):
         refuse_in_backward(call)
 
         def check() -> tuple[Tensor, Tensor]:
-            check_positive("temperature", self.temperature)
+            check_temperature(self.temperature, automatic=True)
             return _check_rows(embeddings, labels)
 
         def prepare() -> Rows:
@@ -174,18 +180,27 @@ class RetrievalSmoothAPLoss(DistributedLoss):
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
             all_embeddings, all_labels = gathered.tensors
-        return _loss(all_embeddings, all_labels, self.temperature, self.reduction, self.ignore_index)
+        rows = all_embeddings, all_labels
+        loss, used = _loss(*rows, self.temperature, self.reduction, self.ignore_index)
+        if has_values(loss):
+            self._last_temperature = used
+        return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
+    @property
+    def current_temperature(self) -> float | None:
+        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
+        return self._last_temperature if self.temperature is None else self.temperature
+
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training: the temperature."""
-        return {"temperature": float(self.temperature)}
+        return {"temperature": saved_temperature(self.temperature)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self.temperature = float(state["temperature"])
+        self.temperature = loaded_temperature(state["temperature"])
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""
@@ -213,18 +228,35 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @not_compiled
-def _loss(embeddings: Tensor, labels: Tensor, temperature: float, reduction: str, ignore_index: int) -> Tensor:
-    """Return the loss of rows that have been checked."""
+def _loss(
+    embeddings: Tensor, labels: Tensor, temperature: float | None, reduction: str, ignore_index: int
+) -> tuple[Tensor, float]:
+    """Return the loss of rows that have been checked, and the temperature."""
     rows = torch.arange(labels.shape[0], device=labels.device)
     kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
     unit = _directions(embeddings.index_select(0, kept))
     with_grad = unit.requires_grad and torch.is_grad_enabled()
+    if temperature is None:
+        temperature = SPREAD_MULTIPLE * (_spread(unit.detach()) if has_values(unit) else 1.0)
     values, valid, _ = _queries(unit, labels.index_select(0, kept), temperature, with_grad)
     per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
-        return loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
-    return loss
+        loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
+    return loss, temperature
+
+
+def _spread(unit: Tensor) -> float:
+    """Return the spread of the similarities of different rows (M, D), from an even sample of the ordered pairs."""
+    count = unit.shape[0]
+    pairs = count * (count - 1)
+    if pairs == 0:
+        return 1.0
+    chosen = evenly_spaced(min(pairs, MOST_SCORES), pairs, unit.device)
+    query, other = chosen // (count - 1), chosen % (count - 1)
+    other = other + (other >= query)  # a query does not rank itself
+    similarities = (unit.index_select(0, query) * unit.index_select(0, other)).sum(dim=1)
+    return spread_of(similarities[None], None)
 
 
 def _directions(embeddings: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from ..errors import check_choice, check_number, check_tensor, expected
 from .batch import check_weight, compute_dtype, has_values, weight_unit
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, power, reduce_elements, squeeze_advice
 
-REDUCTIONS = ("mean", "sum", "none")
+SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
+REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
 
 
 def sigmoid_focal(
@@ -22,7 +23,7 @@ def sigmoid_focal(
     targets: Tensor,
     alpha: float = 0.25,
     gamma: float = 2.0,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: SigmoidReduction = "mean",
     *,
     sample_weight: Tensor | None = None,
     validate_args: bool = True,
@@ -37,7 +38,9 @@ def sigmoid_focal(
         targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``.
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
-        reduction: ``"mean"`` over elements, ``"sum"``, or ``"none"`` for the shape of ``inputs``.
+        reduction: ``"mean"`` over elements, ``"mean_weighted"``: the sum over elements divided by the sum of their
+            weights, :math:`\alpha_t` times ``sample_weight``, with :math:`\alpha_t = \alpha y + (1 - \alpha)(1 - y)`,
+            or 1 for ``alpha=-1``; ``"sum"``, or ``"none"`` for the shape of ``inputs``.
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their sum.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -45,7 +48,11 @@ def sigmoid_focal(
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
-    Degenerate: no elements give 0 with zero gradients.
+    Under ``"mean"`` the effective learning rate changes with the share of positives that happens to be in the batch,
+    because the weights of positives and negatives differ. ``"mean_weighted"`` divides by the sum of the weights, as
+    weighted binary cross-entropy should.
+
+    Degenerate: no elements give 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
 
     Example:
@@ -92,15 +99,19 @@ def _elements(
     focus_of_hard = focus(torch.where(is_hard, hard, torch.full_like(x, -math.log(2))), gamma)
     focus_of_soft = power(torch.where(is_hard, torch.full_like(x, 0.5), missed), gamma)
     values = torch.where(is_hard, focus_of_hard, focus_of_soft) * cross_entropy
+    counted = None  # [N, *] the share of each element in the divisor; None for all 1
     if alpha >= 0:
-        values = values * (alpha * y + (1 - alpha) * (1 - y))
+        alpha_t = alpha * y + (1 - alpha) * (1 - y)
+        values = values * alpha_t
+        counted = alpha_t.detach() if reduction == "mean_weighted" else None
     if sample_weight is None:
-        mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device)
-        return Elements(values, mass * (reduction == "mean"))
+        mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device) if counted is None else counted.sum()
+        return Elements(values, mass * reduction.startswith("mean"))
     weight = check_weight(_expand(sample_weight, inputs), x.dtype, validate_args)
     unit = weight_unit(weight)
     weight = weight / unit
-    return Elements(values * weight, weight.sum() * (reduction == "mean"), unit)
+    mass = (weight if counted is None else weight * counted).sum()
+    return Elements(values * weight, mass * reduction.startswith("mean"), unit)
 
 
 def _expand(sample_weight: Tensor, inputs: Tensor) -> Tensor:
@@ -133,7 +144,9 @@ class SigmoidFocalLoss(FocalLoss):
     Args:
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
-        reduction: ``"mean"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
+        reduction: ``"mean"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
+            ``"mean_weighted"`` divides by the sum of the weights: the effective learning rate then does not change with
+            the share of positives that happens to be in the batch.
         gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
             True requires a process group. May be changed between steps: False while rank 0 validates alone.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
@@ -152,7 +165,7 @@ class SigmoidFocalLoss(FocalLoss):
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
         RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
 
-    Degenerate: no element on any rank gives 0 with zero gradients.
+    Degenerate: no element on any rank gives 0 with zero gradients, and so do weights that are all 0.
     Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
 
     Example:
@@ -167,7 +180,7 @@ class SigmoidFocalLoss(FocalLoss):
         self,
         alpha: float = 0.25,
         gamma: float = 2.0,
-        reduction: Literal["mean", "sum", "none"] = "mean",
+        reduction: SigmoidReduction = "mean",
         gather_distributed: bool | None = None,
         *,
         group: Group = None,

@@ -10,12 +10,15 @@ from torch import Tensor
 from ..distributed.torch_private import not_compiled
 from ..errors import expected
 from ..kernels.soft_ranks import smooth_ap_sums
-from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, local_pool, loss_of
+from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, at_temperature, local_pool, loss_of
 from .queries import group_rows
 from .ranking import RankingLoss
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
 
 class _Options(SharedOptions, total=False):
@@ -26,7 +29,7 @@ class _Options(SharedOptions, total=False):
 def smooth_ap(
     logits: Tensor,
     targets: Tensor,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     return_per_class: Literal[False] = False,
@@ -40,19 +43,24 @@ def smooth_ap(
 def smooth_ap(
     logits: Tensor,
     targets: Tensor,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     *,
     return_per_class: Literal[True],
     **options: Unpack[_Options],
 ) -> LossWithClasses: ...
 @overload
 def smooth_ap(
-    logits: Tensor, targets: Tensor, temperature: float = 0.01, *, return_per_class: bool, **options: Unpack[_Options]
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | None = None,
+    *,
+    return_per_class: bool,
+    **options: Unpack[_Options],
 ) -> Tensor | LossWithClasses: ...
 def smooth_ap(
     logits: Tensor,
     targets: Tensor,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     return_per_class: bool = False,
@@ -75,8 +83,8 @@ def smooth_ap(
     Args:
         logits: (N, C) raw scores; C = 1 is binary.
         targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
-            their spread.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
+            automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
@@ -94,6 +102,12 @@ def smooth_ap(
         A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
         sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients.
 
+    Automatic temperature:
+        The spread is the interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores,
+        and a constant for the gradient. The sample is spread over the rows in a fixed way. If most scores of every
+        class are tied, the standard deviation without the 1 % of scores at each end replaces the range, and 1 replaces
+        it if all are tied. Infinite scores and ignored rows are left out.
+
     Numerics:
         Half precision is computed in float32. The smaller the temperature, the closer the loss is to the exact metric,
         and the fewer rows have gradient. O(N C) memory and time; for small N the time is O(positives x N). Queries are
@@ -103,7 +117,7 @@ def smooth_ap(
         >>> import torch
         >>> logits, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0], [1.0]]), torch.tensor([1, 0, 1, 1, 0])
         >>> smooth_ap(logits[:3], targets[:3])
-        tensor(0.1667)
+        tensor(0.1671)
         >>> smooth_ap(logits, targets, reduction="none", indexes=torch.tensor([4, 4, 4, 7, 7]))
         tensor([0.1667, 0.5000])
 
@@ -120,8 +134,10 @@ def smooth_ap(
         indexes=indexes,
         multi_hot=multi_hot,
         validate_args=validate_args,
+        automatic=True,
     )
-    return loss_of(_per_class(pool, temperature), pool, reduction, return_per_class)
+    per_class = _per_class(*at_temperature(pool, temperature, SPREAD_MULTIPLE))
+    return loss_of(per_class, pool, reduction, return_per_class)
 
 
 def _per_class(pool: Pool, temperature: float) -> PerClass:
@@ -158,14 +174,16 @@ class SmoothAPLoss(RankingLoss):
     With ``indexes`` there is one loss for each query instead. Rows with the same index are one query, on whichever rank
     they are. Such a call neither reads nor fills the queue, since rows of earlier steps belong to other queries.
 
-    The default temperature of 0.01 suits scores of unit scale. With logits that spread over 10 it gives gradient to few
-    rows: use 0.1 to 1. It may be assigned between steps.
+    By default the temperature is 0.1 times the spread of the pool's scores: their interquartile range over 1.349,
+    averaged over the classes, from a sample of about 4,096 scores. So the loss does not depend on the scale of the
+    scores. The spread is a constant for the gradient. A number is an absolute width instead, and may be assigned
+    between steps, as may None. ``current_temperature`` is the temperature of the last call.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores: a hundredth to a tenth of
-            their spread.
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
+            automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
@@ -204,11 +222,13 @@ class SmoothAPLoss(RankingLoss):
         >>> import torch
         >>> loss = SmoothAPLoss(num_classes=1, queue_size=0)
         >>> loss(torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([1, 0, 1]))
-        tensor(0.1667)
+        tensor(0.1671)
 
     Reference:
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
     """
+
+    spread_multiple = SPREAD_MULTIPLE
 
     @overload
     def forward(
@@ -262,11 +282,11 @@ class SmoothAPLoss(RankingLoss):
                 and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks:
                 (queries,) in the order of their sorted indexes. The queue is neither read nor filled.
         """
-        return self._loss(*self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
+        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth average precision of each class, or of each query."""
-        return _per_class(pool, self.temperature)
+        return _per_class(*self._at_temperature(pool))

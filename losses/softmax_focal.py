@@ -14,8 +14,8 @@ from ..errors import check_choice, check_int, check_number, check_tensor, expect
 from .batch import check_class_range, check_weight, compute_dtype, has_values, weight_unit
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
 
-FocalReduction = Literal["mean", "mean_positive", "sum", "none"]
-REDUCTIONS = ("mean", "mean_positive", "sum", "none")
+FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
+REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
 
 
 def softmax_focal(
@@ -41,7 +41,9 @@ def softmax_focal(
         alpha: C weights >= 0, one per class; None for all 1.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"`` over valid elements, ``"mean_positive"``: the sum over valid elements divided by the
-            number of valid elements that are not background (1 if there is none), ``"sum"``, or ``"none"`` for (N, *).
+            number of valid elements that are not background (1 if there is none), ``"mean_weighted"``: divided by the
+            sum of their weights, alpha of the target class times ``sample_weight``, ``"sum"``, or ``"none"`` for
+            (N, *).
         label_smoothing: in [0, 1], of the cross-entropy; p stays that of the target class.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
         background_class: the class that ``"mean_positive"`` does not count.
@@ -52,7 +54,12 @@ def softmax_focal(
     Raises:
         TypeError, ValueError: for arguments that do not fit.
 
-    Degenerate: no valid element gives 0 with zero gradients.
+    With class weights, ``"mean"`` lets the effective learning rate change with the classes that happen to be in the
+    batch. Take weights 1 and 50 and batches of 100 rows: the weights add up to 100 without a row of the rare class, and
+    to 247 with three. ``"mean_weighted"`` divides by this sum. With ``gamma=0`` and no label smoothing it equals
+    ``torch.nn.CrossEntropyLoss(weight=alpha)``. With many classes it matters most, because their weights differ most.
+
+    Degenerate: no valid element gives 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
 
     Example:
@@ -110,7 +117,11 @@ def _elements(
     x = inputs.to(compute_dtype(inputs.dtype))
     # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    values = _element_losses(x, torch.where(valid, targets, torch.zeros_like(targets)), rule)
+    classes = torch.where(valid, targets, torch.zeros_like(targets))
+    alpha = _class_weights(x, classes, rule)
+    values = _element_losses(x, classes, rule)
+    if alpha is not None:
+        values = values * alpha
     weight, unit = valid.to(x.dtype), None
     if sample_weight is not None:
         check_tensor("sample_weight", sample_weight, "a tensor or None")
@@ -121,8 +132,12 @@ def _elements(
         given = check_weight(sample_weight, x.dtype, validate_args)
         unit = weight_unit(given)
         weight = weight * (given / unit)
-    counted = weight * (targets != rule.background_class) if rule.reduction == "mean_positive" else weight
-    count = counted.sum() * (rule.reduction in ("mean", "mean_positive"))
+    counted = weight
+    if rule.reduction == "mean_positive":
+        counted = weight * (targets != rule.background_class)
+    elif rule.reduction == "mean_weighted" and alpha is not None:
+        counted = weight * alpha.detach()
+    count = counted.sum() * rule.reduction.startswith("mean")
     return Elements(values * weight, count, unit)
 
 
@@ -148,31 +163,39 @@ def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: 
 
 
 def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:
-    """Return the focal loss of each element (N, *), for logits (N, C, *) and class indices in range."""
+    """Return the focal loss of each element (N, *) before class weights: logits (N, C, *), class indices in range."""
     log_p = F.log_softmax(x, dim=1)
     log_p_target = log_p.gather(1, classes.unsqueeze(1)).squeeze(1)  # [N, *]
     cross_entropy = -log_p_target
     if rule.label_smoothing > 0:
         cross_entropy = (1 - rule.label_smoothing) * cross_entropy - rule.label_smoothing * log_p.mean(dim=1)
-    values = focus(log_p_target, rule.gamma) * cross_entropy
-    if rule.alpha is not None:
-        alpha = torch.as_tensor(rule.alpha, dtype=x.dtype, device=x.device)
-        if alpha.shape != (x.shape[1],):
-            raise ValueError(expected("alpha", f"{x.shape[1]} weights, one per class", alpha))
-        values = values * alpha[classes]
-    return values
+    return focus(log_p_target, rule.gamma) * cross_entropy
+
+
+def _class_weights(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor | None:
+    """Return alpha of the class of each element (N, *), for logits (N, C, *); None without class weights."""
+    if rule.alpha is None:
+        return None
+    alpha = torch.as_tensor(rule.alpha, dtype=x.dtype, device=x.device)
+    if alpha.shape != (x.shape[1],):
+        raise ValueError(expected("alpha", f"{x.shape[1]} weights, one per class", alpha))
+    return alpha[classes]
 
 
 class SoftmaxFocalLoss(FocalLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
     The formula is that of :func:`~fullrank.losses.softmax_focal`. ``SoftmaxFocalLoss(gamma=0)`` is cross-entropy whose
-    mean is exact over ranks with different numbers of valid elements.
+    mean is exact over ranks with different numbers of valid elements, and
+    ``SoftmaxFocalLoss(alpha=weights, gamma=0, reduction="mean_weighted")`` is
+    ``torch.nn.CrossEntropyLoss(weight=weights)``, with the weights of all ranks in the divisor.
 
     Args:
         alpha: C weights >= 0, one per class; None for all 1.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
-        reduction: ``"mean"``, ``"mean_positive"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
+        reduction: ``"mean"``, ``"mean_positive"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for
+            this rank's elements. With class weights prefer ``"mean_weighted"``, which divides by the sum of the
+            weights: the effective learning rate then does not change with the classes that happen to be in the batch.
         label_smoothing: in [0, 1], of the cross-entropy; p stays that of the target class.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
         background_class: the class that ``"mean_positive"`` does not count.
@@ -194,7 +217,7 @@ class SoftmaxFocalLoss(FocalLoss):
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
         RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
 
-    Degenerate: no valid element on any rank gives 0 with zero gradients.
+    Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
     Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
 
     Example:

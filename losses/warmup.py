@@ -1,4 +1,4 @@
-"""From a pointwise loss to a ranking loss: phases, blending, and a temperature that decays."""
+"""From a pointwise loss to a ranking loss: phases, blending, and a temperature that may decay."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..distributed.group import check_gather_distributed
 from ..distributed.torch_private import not_compiled
 from ..errors import check_count, check_number, check_positive, expected, warn
 from ..queues.memory_queue import check_saved_queues
-from .distributed_loss import DistributedLoss
+from .distributed_loss import DistributedLoss, saved_temperature
 
 
 class LossWarmupWrapper(nn.Module):
-    r"""Train with ``warmup_loss`` first, blend, then with ``main_loss`` at a temperature that decays.
+    r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
     A ranking loss gives little gradient while the scores are not yet spread, and a pointwise loss spreads them. Blend
     unit k of n, counted from 0, has
@@ -24,12 +24,13 @@ class LossWarmupWrapper(nn.Module):
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
 
-    The first step after the warm-up is the switch. From then on the temperature of ``main_loss``, whatever it was
-    constructed with, is
+    The switch is at step ``warmup_steps``, or at the first step after ``warmup_epochs``. There the queue of
+    ``main_loss`` is reset. The temperature of ``main_loss`` stays as it is, unless ``temp_start`` and ``temp_end`` are
+    given. Then, whatever it was constructed with, it is from the switch on
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
-    with s the steps since the switch and S ``temp_decay_steps``. The queue of ``main_loss`` is reset at the switch.
+    with s the steps since the switch and S ``temp_decay_steps``.
 
     Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch if the warm-up is
     counted in epochs. Without these calls the warm-up never ends.
@@ -42,9 +43,10 @@ class LossWarmupWrapper(nn.Module):
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
         main_loss: called with ``(logits, targets, **kwargs)``.
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
-        temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``. In units
-            of the scores, where a hundredth to a tenth of their spread is usual; for ``PAUCAtBudgetLoss`` multiples of
-            its scale, where 0.25 to 0.1 is usual.
+        temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``, both or
+            neither. None, the default, leaves the temperature alone. In units of the scores, where a hundredth to a
+            tenth of their spread is usual; for a band of ``PAUCAtBudgetLoss`` multiples of its scale, where 0.25 to 0.1
+            is usual.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
         warmup_steps: length of the warm-up in steps instead of epochs.
@@ -59,7 +61,8 @@ class LossWarmupWrapper(nn.Module):
 
     Raises:
         TypeError: for losses that are not instances of a module, and for arguments of the wrong type.
-        ValueError: for values out of range, or lengths given in epochs and in steps.
+        ValueError: for values out of range, for lengths given in epochs and in steps, for one temperature without the
+            other, and when no argument leaves the wrapper anything to do.
 
     Distributed:
         The collectives of the two losses. If they are losses of this package, they compare the temperature and the
@@ -74,7 +77,10 @@ class LossWarmupWrapper(nn.Module):
         (True, 0.0)
         >>> loss.on_train_batch_start(10)
         >>> loss.in_warmup, loss.main_weight, loss.current_temperature
-        (False, 1.0, 0.05)
+        (False, 1.0, None)
+        >>> value = loss(torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1, 1]))
+        >>> round(loss.current_temperature, 3)
+        0.111
     """
 
     warmup_loss: Any  # modules; Any, since the attributes they have besides forward are looked up
@@ -85,8 +91,8 @@ class LossWarmupWrapper(nn.Module):
         warmup_loss: nn.Module,
         main_loss: nn.Module,
         warmup_epochs: int = 0,
-        temp_start: float = 0.05,
-        temp_end: float = 0.005,
+        temp_start: float | None = None,
+        temp_end: float | None = None,
         temp_decay_steps: int = 10_000,
         *,
         blend_epochs: int = 0,
@@ -109,7 +115,8 @@ class LossWarmupWrapper(nn.Module):
         self.warmup_loss, self.main_loss = warmup_loss, main_loss
         self.warmup_epochs, self.blend_epochs = warmup_epochs, blend_epochs
         self.warmup_steps, self.blend_steps = warmup_steps, blend_steps
-        self.temp_start, self.temp_end = check_positive("temp_start", temp_start), check_positive("temp_end", temp_end)
+        self.temp_start, self.temp_end = temp_start, temp_end
+        temperatures = _check_temperatures(temp_start, temp_end)
         self.temp_decay_steps, self.final_main_weight = temp_decay_steps, final_main_weight
         self.reset_queue_each_epoch = reset_queue_each_epoch
         self._epoch: int | None = None  # None until on_train_epoch_start is called
@@ -120,15 +127,24 @@ class LossWarmupWrapper(nn.Module):
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._weights_warmup = takes_any or "sample_weight" in parameters
         self.register_load_state_dict_pre_hook(check_saved_queues)
-        if not hasattr(main_loss, "temperature"):
+        if temperatures and not hasattr(main_loss, "temperature"):
             warn(
                 f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
                 "needs a property `temperature` that reads and sets that of the loss."
+            )
+        elif temperatures and getattr(main_loss, "surrogate", None) == "dro":
+            warn(
+                "temp_start and temp_end have no effect: surrogate='dro' has no temperature. Leave them out, or use "
+                "surrogate='pairwise'."
             )
         if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):
             warn(f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.")
         if check_gather_distributed(gather_distributed) is not None:
             self.gather_distributed = gather_distributed
+        has_length = warmup_epochs or blend_epochs or warmup_steps is not None
+        if not (has_length or temperatures or reset_queue_each_epoch or final_main_weight < 1):
+            fix = "Pass warmup_steps=1000 and call on_train_batch_start(global_step), or use main_loss alone."
+            raise ValueError(expected("warmup_epochs", "a length of the warm-up or the blend", warmup_epochs, fix))
 
     @property
     def gather_distributed(self) -> bool | None:
@@ -176,8 +192,10 @@ class LossWarmupWrapper(nn.Module):
 
     @property
     def current_temperature(self) -> float | None:
-        """The temperature of ``main_loss`` now; None when it has none."""
-        temperature = getattr(self.main_loss, "temperature", None)
+        """The temperature of ``main_loss``: its ``current_temperature``, else its ``temperature``; None without one."""
+        temperature = getattr(self.main_loss, "current_temperature", None)
+        if temperature is None:
+            temperature = getattr(self.main_loss, "temperature", None)
         return None if temperature is None else float(temperature)
 
     def on_train_epoch_start(self, epoch: int) -> None:
@@ -189,15 +207,16 @@ class LossWarmupWrapper(nn.Module):
     def on_train_batch_start(self, global_step: int) -> None:
         """Set the optimizer step, counted from 0, and the temperature. Call it on every rank.
 
-        The first call after the warm-up is the switch: it resets the queue and starts the decay.
+        The first call after the warm-up resets the queue. The decay counts from ``warmup_steps``, or from this call if
+        the warm-up is counted in epochs.
         """
         self._step = global_step
         if self.in_warmup:
             return
         if self._switch_step is None:
-            self._switch_step = global_step
+            self._switch_step = global_step if self.warmup_steps is None else self.warmup_steps
             self._reset_queue()
-        if hasattr(self.main_loss, "temperature"):
+        if self.temp_start is not None and self.temp_end is not None and hasattr(self.main_loss, "temperature"):
             progress = min(1.0, max(0, global_step - self._switch_step) / self.temp_decay_steps)
             decayed = self.temp_start * (self.temp_end / self.temp_start) ** progress
             self.main_loss.temperature = self.temp_end if progress == 1.0 else decayed
@@ -242,7 +261,7 @@ class LossWarmupWrapper(nn.Module):
                 f"{hook}({argument}) was never called, so the {'warm-up' if weight == 0 else 'blend'} never ends. "
                 f"Call it at the start of every {unit}."
             )
-        elif weight > 0 and self._switch_step is None and self.current_temperature is not None:
+        elif weight > 0 and self._switch_step is None and self.temp_start is not None:
             self._warn_once(
                 "on_train_batch_start(global_step) was never called after the warm-up, so the temperature does not "
                 "decay. Call it in every step."
@@ -264,11 +283,12 @@ class LossWarmupWrapper(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the position in the schedule, and the temperature for a ``main_loss`` that does not save its own."""
+        temperature = getattr(self.main_loss, "temperature", None)
         return {
             "epoch": _or_minus_one(self._epoch),
             "step": _or_minus_one(self._step),
             "switch_step": _or_minus_one(self._switch_step),
-            "temperature": -1.0 if self.current_temperature is None else self.current_temperature,
+            "temperature": saved_temperature(temperature),
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -282,15 +302,30 @@ class LossWarmupWrapper(nn.Module):
         """Return the schedule for ``repr``."""
         unit = "epochs" if self.warmup_steps is None else "steps"
         _, warmup, blend = self._lengths
+        decay = f"temperature {self.temp_start} -> {self.temp_end} in {self.temp_decay_steps} steps"
         return (
             f"warmup_{unit}={warmup}, blend_{unit}={blend}, final_main_weight={self.final_main_weight}, "
-            f"temperature {self.temp_start} -> {self.temp_end} in {self.temp_decay_steps} steps"
+            f"{'temperature of main_loss' if self.temp_start is None else decay}"
         )
 
 
 def _or_minus_one(number: int | None) -> int:
     """Return ``number``, or -1 for None: the saved state holds numbers alone."""
     return -1 if number is None else number
+
+
+def _check_temperatures(temp_start: float | None, temp_end: float | None) -> bool:
+    """Return True if the temperatures of a schedule are given, or raise when one of them is missing or wrong."""
+    if temp_start is None and temp_end is None:
+        return False
+    given = {"temp_start": temp_start, "temp_end": temp_end}
+    for name, value in given.items():
+        if value is not None:
+            check_positive(name, value)
+    for name, value in given.items():
+        if value is None:
+            raise ValueError(expected(name, "a number with the other temperature", value, "Give both or neither."))
+    return True
 
 
 def _check_lengths(warmup_epochs: int, blend_epochs: int, warmup_steps: int | None, blend_steps: int | None) -> None:

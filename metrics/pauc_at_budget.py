@@ -135,7 +135,7 @@ class PAUCAtBudget(RankingMetric):
     @property
     def band(self) -> Band:
         """The arguments that define the partial area."""
-        return Band(self.alpha, self.beta, budget_basis=self.budget_basis)
+        return Band(self.alpha, self.beta, surrogate="trapezoid", budget_basis=self.budget_basis)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class."""

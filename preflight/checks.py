@@ -110,7 +110,7 @@ def _losses(device: torch.device) -> dict[str, tuple[DistributedLoss, Callable[[
     losses: dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]] = {
         "SmoothAPLoss": (SmoothAPLoss(_CLASSES, queue_size=_QUEUE, temperature=0.5), same),
         "RecallAtQuantileLoss": (RecallAtQuantileLoss(_CLASSES, 0.3, queue_size=_QUEUE, temperature=0.5), same),
-        "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(_CLASSES, beta=0.4, queue_size=_QUEUE, temperature=0.5), same),
+        "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(_CLASSES, queue_size=_QUEUE), same),
         "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), same),
         "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
         "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
+from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected
 
 Keep = Literal["all", "negatives"]
@@ -204,6 +205,7 @@ class MemoryQueue(nn.Module):
         sequence = torch.arange(self._num_enqueued, self._num_enqueued + count, device=logits.device)
         return _mix(rows ^ _mix(sequence + _MIX[2])).sum()
 
+    @not_compiled
     def assert_synchronized(self, group: Group = None) -> None:
         """Compare the contents over the ranks, bit for bit. Every rank must call it.
 

@@ -33,6 +33,8 @@ class Case(NamedTuple):
     loss_inside: bool = False  # the loss is part of the DDP-wrapped module
     gradient_reduction: str | int = "mean"
     reduction: str = "mean"
+    temperature: float | None = 0.2  # of the losses that have an automatic one
+    threshold_gradient: bool = True  # of recall and partial AUC
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -42,7 +44,8 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss == "sigmoid_focal":
         return fullrank.SigmoidFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
     if case.loss == "softmax_focal":
-        return fullrank.SoftmaxFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
+        alpha = [0.2, 1.0, 3.0] if case.reduction == "mean_weighted" else None
+        return fullrank.SoftmaxFocalLoss(alpha, reduction=case.reduction, gather_distributed=gather, **options)
     pooled: dict[str, Any] = dict(  # noqa: C408
         queue_size=case.queue_size,
         gather_distributed=gather,
@@ -51,10 +54,17 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     )
     pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
     if case.loss == "smooth_ap":
-        return fullrank.SmoothAPLoss(case.num_classes, temperature=0.2, **pooled)
+        return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
+    if case.loss == "hard_negative":
+        return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
+    pooled["threshold_gradient"] = case.threshold_gradient
     if case.loss == "recall":
-        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=0.2, **pooled)
+        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
     surrogate = case.loss.removeprefix("pauc_")
+    if surrogate.startswith("dro"):  # "dro", "dro0.3" with another lambda, "dro0.3_iqr" with a scale
+        tilt, _, scale = surrogate.removeprefix("dro").partition("_")
+        pooled |= {"dro_lambda": float(tilt or 1), "tau_scale": scale or None}
+        return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.5, surrogate="dro", **pooled)
     return fullrank.PAUCAtBudgetLoss(
         case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled
     )

@@ -37,7 +37,8 @@ NOT_LOSSES = {
 class PooledLoss:
     """A loss whose value depends on the ranks of all rows.
 
-    ``needs``: what the loss needs of a class besides a positive. ``settings``: the arguments worth a run of their own.
+    ``needs``: what the loss needs of a class. ``settings``: the arguments worth a run of their own. ``of_order``: only
+    differences of scores count, in units of a temperature, and the loss is in [0, 1].
     """
 
     module: type[losses.RankingLoss]
@@ -45,7 +46,9 @@ class PooledLoss:
     reference: Callable[..., reference.Result]
     settings: Mapping[str, Mapping[str, Any]]
     default: Mapping[str, Any]
+    needs_positives: bool = True
     needs_negatives: bool = True
+    of_order: bool = True
     module_only: frozenset[str] = frozenset()
 
 
@@ -83,7 +86,7 @@ POOLED: dict[str, PooledLoss] = {
         losses.SmoothAPLoss,
         losses.smooth_ap,
         reference.smooth_ap,
-        settings={"narrow": {"temperature": 0.05}, "wide": {"temperature": 1.0}},
+        settings={"narrow": {"temperature": 0.05}, "wide": {"temperature": 1.0}, "automatic": {}},
         default={"temperature": 0.3},
     ),
     "recall_at_quantile": PooledLoss(
@@ -93,7 +96,8 @@ POOLED: dict[str, PooledLoss] = {
         settings={
             rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
             for rule, q in [("linear", 0.13), ("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.7)]
-        },
+        }
+        | {"automatic": {"quantile": 0.3}},
         default={"quantile": 0.3, "temperature": 0.3},
         needs_negatives=False,
     ),
@@ -102,18 +106,47 @@ POOLED: dict[str, PooledLoss] = {
         losses.pauc_at_budget,
         reference.pauc_at_budget,
         settings={
-            "defaults": {"beta": 0.3},
-            "knots": {"alpha": 0.1, "beta": 0.7, "n_knots": 5, "temperature": 0.3},
-            "band": {"alpha": 0.05, "beta": 0.8, "tau_scale": "band", "quantile_interpolation": "linear"},
-            "population": {"beta": 0.6, "budget_basis": "population", "n_knots": 3},
+            "defaults": {},
+            "trapezoid": {"beta": 0.3, "surrogate": "trapezoid"},
+            "knots": {"alpha": 0.1, "beta": 0.7, "surrogate": "trapezoid", "n_knots": 5, "temperature": 0.3},
+            "band": {
+                "alpha": 0.05,
+                "beta": 0.8,
+                "surrogate": "trapezoid",
+                "tau_scale": "band",
+                "quantile_interpolation": "linear",
+            },
+            "population": {"beta": 0.6, "surrogate": "trapezoid", "budget_basis": "population", "n_knots": 3},
             "pairwise": {"beta": 0.5, "surrogate": "pairwise"},
             "pairwise_band": {"alpha": 0.1, "beta": 0.9, "surrogate": "pairwise", "tau_scale": "band"},
             "pairwise_population": {"beta": 0.8, "surrogate": "pairwise", "budget_basis": "population"},
-            "live": {"beta": 0.5, "pos_numerator": "live"},
+            "live": {"beta": 0.5, "surrogate": "trapezoid", "pos_numerator": "live"},
             "live_pairwise": {"beta": 0.5, "pos_numerator": "live", "surrogate": "pairwise"},
+            "dro_iqr": {"surrogate": "dro", "tau_scale": "iqr"},
+            "dro_population": {
+                "surrogate": "dro",
+                "tau_scale": "iqr",
+                "budget_basis": "population",
+                "temperature": 0.7,
+                "n_knots": 4,
+            },
+            "dro_pairs": {"surrogate": "dro", "dro_lambda": 0.3, "beta": 0.4},
+            "dro_pairs_band": {"surrogate": "dro", "dro_lambda": 0.3, "beta": 0.4, "tau_scale": "band"},
+            "live_dro": {"surrogate": "dro", "dro_lambda": 2.5, "pos_numerator": "live"},
+            "live_dro_iqr": {"dro_lambda": 2.5, "pos_numerator": "live", "tau_scale": "iqr"},
         },
         default={"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3},
         module_only=frozenset({"pos_numerator"}),
+    ),
+    "hard_negative_cross_entropy": PooledLoss(
+        losses.HardNegativeCrossEntropyLoss,
+        losses.hard_negative_cross_entropy,
+        reference.hard_negative_cross_entropy,
+        settings={"defaults": {}, "some": {"share": 0.3}, "all": {"share": 1}},
+        default={"share": 0.4},
+        needs_positives=False,
+        needs_negatives=False,
+        of_order=False,
     ),
 }
 
@@ -189,6 +222,7 @@ INPUTS: dict[str, InputCase] = {
     "tied": InputCase(num_classes=2, num_rows=26, grid=0.5),
 }
 
+ORDER = [name for name, loss in POOLED.items() if loss.of_order]
 POOLED_SETTINGS = [(name, setting) for name, loss in POOLED.items() for setting in loss.settings]
 FOCAL_SETTINGS = [(name, setting) for name, loss in FOCAL.items() for setting in loss.settings]
 

@@ -166,12 +166,14 @@ def smooth_ap(
     live: Rows,
     past: Rows | None = None,
     *,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
 ) -> Result:
     """1 - mean over P of (1 + sum over j in P, j != i, of s((x_j - x_i) / t)) / (1 + the same over all j != i)."""
+    if temperature is None:
+        temperature = 0.1 * spread(problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep))
 
     def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
         positives = [row for row in problem if row.positive]
@@ -193,11 +195,13 @@ def smooth_ap_of_queries(
     live: Rows,
     indexes: Tensor,
     *,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Result:
     """``smooth_ap`` of the rows of each distinct index by themselves; ``per_class`` is per query, in sorted order."""
+    if temperature is None:
+        temperature = 0.1 * spread(problems(live, ignore_index=ignore_index))
     losses: list[Tensor | None] = []
     for index in sorted(set(indexes.tolist())):
         rows = take(live, torch.tensor([n for n, other in enumerate(indexes.tolist()) if other == index]))
@@ -229,6 +233,40 @@ def retrieval_smooth_ap(
     return _reduce(losses, z, reduction, [{}])
 
 
+# --- the spread of the scores -----------------------------------------------------------------------------------------
+
+
+def spread(classes: list[Problem]) -> float:
+    """Return the interquartile range over 1.349, the mean over the classes that have one; of all rows, not of a sample.
+
+    Then the standard deviation without 1 % of the scores at each end, at least one; then 1.
+    """
+    columns = [sorted(x for row in problem if math.isfinite(x := row.score.item())) for problem in classes]
+    ranges, deviations = [], []
+    for column in columns:
+        n = len(column)
+        if n == 0:
+            continue
+        low, high = column[(n - 1) // 4], column[n - 1 - (n - 1) // 4]
+        if high > low:
+            ranges.append((high - low) / 1.3489795003921634)
+        cut = max(1, n // 100)
+        inner = column[cut : n - cut]
+        if inner and inner[0] < inner[-1]:
+            mean = math.fsum(inner) / len(inner)
+            deviations.append(math.sqrt(math.fsum((x - mean) ** 2 for x in inner) / len(inner)))
+    for widths in (ranges, deviations):
+        if widths:
+            return math.fsum(widths) / len(widths)
+    return 1.0
+
+
+def evenly_spaced(count: int, among: int) -> list[int]:
+    """Return one number from each of ``count`` equal parts of range(among), by the multiples of the golden ratio."""
+    places = ((k * 0.6180339887498949) % 1.0 for k in range(count))
+    return [int((k + place) * (among / count)) for k, place in enumerate(places)]
+
+
 # --- quantiles -------------------------------------------------------------------------------------------------------
 
 
@@ -239,20 +277,61 @@ def exact(number: float | Fraction) -> Fraction:
 
 def upper_quantile(values: list[float], q: float | Fraction, interpolation: str = "higher") -> float:
     """Return the (1 - q) quantile; its rank (1 - q)(n - 1) is an exact rational number here."""
+    return sum(upper_level(values, q, interpolation))
+
+
+def upper_level(values: list[float], q: float | Fraction, interpolation: str = "higher") -> tuple[float, float]:
+    """Return the (1 - q) quantile as one of the values and what is added to it."""
     ordered = sorted(values)
     rank = (1 - exact(q)) * (len(ordered) - 1)
     lower, upper = math.floor(rank), math.ceil(rank)
     if interpolation == "lower":
-        return ordered[lower]
+        return ordered[lower], 0.0
     if interpolation == "higher":
-        return ordered[upper]
+        return ordered[upper], 0.0
     if interpolation == "nearest":
-        return ordered[round(rank)]  # half to even
+        return ordered[round(rank)], 0.0  # half to even
     low, high = ordered[lower], ordered[upper]
     if interpolation == "midpoint":
-        return low if lower == upper else (low + high) / 2
+        return (low, 0.0) if low == high else (low, (high - low) / 2)
     assert interpolation == "linear"
-    return low if lower == upper else low + (high - low) * float(rank - lower)
+    return (low, 0.0) if low == high else (low, (high - low) * float(rank - lower))
+
+
+# --- thresholds ------------------------------------------------------------------------------------------------------
+
+
+def log_slope(distance: float, tau: float) -> float:
+    """Return log s'(distance / tau), which exists where s' underflows."""
+    z = abs(distance) / tau
+    return -z - 2 * math.log1p(math.exp(-z))
+
+
+def carriers(reference: list[Row]) -> list[Row]:
+    """Return the rows that can carry the gradient of a threshold: the live and finite ones of its reference rows."""
+    return [row for row in reference if row.live and math.isfinite(row.score.item())]
+
+
+def shares_of(distances: list[float], masses: list[float], tau: float) -> list[float]:
+    """Return m_j k_j / sum m k with k_j = s'(d_j / tau), the largest term being 1 before the division."""
+    logs = [log_slope(d, tau) + math.log(mass) if mass > 0 else -math.inf for d, mass in zip(distances, masses)]
+    terms = [0.0 if log == -math.inf else math.exp(log - max(logs)) for log in logs]
+    return [term / (sum(terms) or 1.0) for term in terms]
+
+
+def carry(base: float, offset: float, reference: list[Row], positives: list[Row], tau: float) -> Tensor:
+    """Return the threshold base + offset with d threshold / d x_j = rho k_j / sum k over the live reference rows.
+
+    rho is the part of the live rows in the slope of the positives. An infinite threshold has no gradient.
+    """
+    threshold = torch.tensor(base + offset, dtype=torch.float64)
+    rows = carriers(reference)
+    if not math.isfinite(base) or not rows:
+        return threshold
+    slopes = shares_of([i.score.item() - base - offset for i in positives], [i.weight for i in positives], tau)
+    rho = sum(slope for slope, i in zip(slopes, positives) if i.live)
+    shares = shares_of([j.score.item() - base - offset for j in rows], [1.0] * len(rows), tau)
+    return threshold + rho * sum(share * (j.score - j.score.detach()) for share, j in zip(shares, rows))
 
 
 # --- recall ----------------------------------------------------------------------------------------------------------
@@ -263,20 +342,26 @@ def recall_at_quantile(
     past: Rows | None = None,
     *,
     quantile: float = 0.005,
-    temperature: float = 0.01,
+    temperature: float | None = None,
     quantile_interpolation: str = "higher",
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
+    threshold_gradient: bool = True,
 ) -> Result:
     """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores."""
+    if temperature is None:
+        temperature = 0.3 * spread(problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep))
 
     def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
         positives = [row for row in problem if row.positive]
         if sum(row.weight for row in positives) == 0:
             return None, {}
-        threshold = upper_quantile([row.score.item() for row in problem], quantile, quantile_interpolation)
+        level = upper_level([row.score.item() for row in problem], quantile, quantile_interpolation)
+        threshold = carry(*level, problem, positives, temperature) if threshold_gradient else sum(level)
         chances = [torch.sigmoid((i.score - threshold) / temperature) for i in positives]
+        if threshold_gradient and not carriers(problem):
+            chances = [chance.detach() for chance in chances]
         return 1 - _weighted_mean(chances, positives), {}
 
     return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
@@ -293,13 +378,15 @@ class Band(NamedTuple):
 
     alpha: float = 0.0
     beta: float = 0.005
-    surrogate: str = "trapezoid"
+    surrogate: str = "dro"
     n_knots: int = 2
-    tau_scale: str = "iqr"
+    tau_scale: str | None = None
     pos_numerator: str = "pool"
     budget_basis: str = "fpr"
     temperature: float = 0.1
     quantile_interpolation: str = "higher"
+    dro_lambda: float = 1.0
+    threshold_gradient: bool = True
 
 
 def pauc_at_budget(
@@ -311,7 +398,7 @@ def pauc_at_budget(
     queue_keep: str = "all",
     **band: float | str,
 ) -> Result:
-    """1 - the mean over positives of their mean chance to exceed the thresholds, or the negatives, of the band."""
+    """The mean over positives of a soft maximum over negatives, or of their mean chance not to exceed the band."""
     settings = Band(**band)
     return _pooled(live, past, lambda problem: _pauc(problem, settings), reduction, ignore_index, queue_keep)
 
@@ -319,9 +406,8 @@ def pauc_at_budget(
 def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]]:
     negatives = [row for row in problem if not row.positive]
     numerator = [row for row in problem if row.positive and (row.live or band.pos_numerator == "pool")]
-    reference = [
-        row.score.item() for row in problem if row.iid and (band.budget_basis == "population" or not row.positive)
-    ]
+    reference_rows = [row for row in problem if row.iid and (band.budget_basis == "population" or not row.positive)]
+    reference = [row.score.item() for row in reference_rows]
     if sum(row.weight for row in numerator) == 0 or not negatives or not reference:
         return None, dict(NO_STATS)
 
@@ -329,15 +415,28 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         return upper_quantile(reference, q, band.quantile_interpolation)
 
     t_alpha, t_beta = level(band.alpha), level(band.beta)
-    scale = level(0.25) - level(0.75) if band.tau_scale == "iqr" else t_alpha - t_beta
-    tau = band.temperature * scale
+    by_default = 1.0 if band.surrogate == "dro" else level(0.25) - level(0.75)
+    scales = {None: by_default, "iqr": level(0.25) - level(0.75), "band": t_alpha - t_beta}
+    scale = scales[band.tau_scale]
+    tau = scale if band.surrogate == "dro" else band.temperature * scale
+    rivals = [j for j in negatives if j.iid]
     in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]
     if scale <= 1e-12 or scale == math.inf or (band.surrogate == "pairwise" and not in_band):
         return None, dict(NO_STATS)
-    if band.surrogate == "pairwise":
+    if band.surrogate == "dro" and not rivals:
+        return None, dict(NO_STATS)
+    if band.surrogate == "dro":
+        chances = [_soft_maximum(i, rivals, tau, band.dro_lambda) for i in numerator]
+    elif band.surrogate == "pairwise":
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
     else:
-        chances = [_soft_tpr(i, level, band, tau) for i in numerator]
+        knots: list[Tensor | float] = [level(rate) for rate in _rates(band)]
+        if band.threshold_gradient:
+            levels = [upper_level(reference, rate, band.quantile_interpolation) for rate in _rates(band)]
+            knots = [carry(*each, reference_rows, numerator, tau) for each in levels]
+        chances = [_soft_tpr(i, knots, tau) for i in numerator]
+        if band.threshold_gradient and not carriers(reference_rows):
+            chances = [chance.detach() for chance in chances]
     values = [chance.item() for chance in chances]
     mean = sum(values) / len(values)
     stats = {
@@ -348,15 +447,54 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         "band_neg_count": sum(j.iid for j in in_band),
         "grad_pos_count": sum(row.positive and row.live for row in problem),
     }
-    return 1 - _weighted_mean(chances, numerator), stats
+    mean_chance = _weighted_mean(chances, numerator)
+    return mean_chance if band.surrogate == "dro" else 1 - mean_chance, stats
 
 
-def _soft_tpr(i: Row, level: Callable[[Fraction], float], band: Band, tau: float) -> Tensor:
-    """Return the trapezoid rule over equally spaced rates of s((x_i - threshold of the rate) / tau), over the width."""
+def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
+    """Return lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
+    losses = torch.stack([-torch.nn.functional.logsigmoid((i.score - j.score) / scale) for j in negatives])
+    return tilt * (torch.logsumexp(losses / tilt, dim=0) - math.log(len(negatives)))
+
+
+def _rates(band: Band) -> list[Fraction]:
     alpha, width = exact(band.alpha), exact(band.beta) - exact(band.alpha)
-    steps = band.n_knots - 1
-    heights = [torch.sigmoid((i.score - level(alpha + width * k / steps)) / tau) for k in range(band.n_knots)]
+    return [alpha + width * k / (band.n_knots - 1) for k in range(band.n_knots)]
+
+
+def _soft_tpr(i: Row, knots: list[Tensor | float], tau: float) -> Tensor:
+    """Return the trapezoid rule over equally spaced rates of s((x_i - threshold of the rate) / tau), over the width."""
+    heights = [torch.sigmoid((i.score - knot) / tau) for knot in knots]
+    steps = len(knots) - 1
     return sum((heights[k] + heights[k + 1]) / 2 for k in range(steps)) / steps
+
+
+# --- cross-entropy over hard negatives --------------------------------------------------------------------------------
+
+
+def hard_negative_cross_entropy(
+    live: Rows,
+    past: Rows | None = None,
+    *,
+    share: float = 0.05,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    queue_keep: str = "all",
+) -> Result:
+    """The weighted mean of log(1 + e^-x) over P and log(1 + e^x) over the negatives not below the k-th highest."""
+
+    def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
+        negatives = sorted((row for row in problem if not row.positive), key=lambda row: -row.score.item())
+        k = max(1, math.ceil(exact(share) * len(negatives)))
+        hard = [j for j in negatives if j.score.item() >= negatives[k - 1].score.item()]
+        rows = [row for row in problem if row.positive] + hard
+        if sum(row.weight for row in rows) == 0:
+            return None, {}
+        signs = [1 if row.positive else -1 for row in rows]
+        losses = [-torch.nn.functional.logsigmoid(sign * row.score) for sign, row in zip(signs, rows)]
+        return _weighted_mean(losses, rows), {}
+
+    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
 
 
 # --- focal -----------------------------------------------------------------------------------------------------------
@@ -380,7 +518,7 @@ def sigmoid_focal(
         cross_entropy = -(y * p.log() + (1 - y) * (1 - p).log())
         alpha_t = 1.0 if alpha < 0 else alpha * y + (1 - alpha) * (1 - y)
         values.append(weight * alpha_t * (1 - p_t) ** gamma * cross_entropy)
-        mass += weight
+        mass += weight * float(alpha_t) if reduction == "mean_weighted" else weight
     return _reduce_elements(values, inputs.shape, mass, inputs, reduction)
 
 
@@ -409,7 +547,9 @@ def softmax_focal(
         cross_entropy = -sum(share * log_p[c] for c, share in enumerate(smooth))
         alpha_y = 1.0 if alpha is None else float(alpha[y])
         values.append(weight * alpha_y * (1 - log_p[y].exp()) ** gamma * cross_entropy)
-        if reduction != "mean_positive" or y != background_class:
+        if reduction == "mean_weighted":
+            mass += weight * alpha_y
+        elif reduction != "mean_positive" or y != background_class:
             mass += weight
     return _reduce_elements(values, targets.shape, mass, inputs, reduction)
 

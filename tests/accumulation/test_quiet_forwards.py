@@ -179,9 +179,9 @@ def deferred_fails(rank: int, call: int, num_before: int, buffers: bool) -> tupl
     return found, error(flat(model), expected.gradient)
 
 
-def deferred_without_forward(rank: int, num_before: int) -> tuple[tuple[str, str], float]:
+def deferred_without_forward(rank: int, num_before: int, buffers: bool) -> tuple[tuple[str, str], float]:
     """Return what is raised when the last rank finishes while the others back-propagate; a last error."""
-    model, batch = wrap("default", False), make_batch(rank, 0)
+    model, batch = wrap("default", buffers), make_batch(rank, 0)
     deferred = DeferredMean(model)
     for _ in range(num_before):
         deferred.backward(sum_loss(model, batch), 1)
@@ -259,9 +259,10 @@ def test_a_bad_count_in_any_step(pool: WorkerPool, call: int) -> None:
 
 
 def test_a_rank_that_finishes_instead_of_a_forward(pool: WorkerPool) -> None:
-    """Without buffers: DDP broadcasts those in every forward, and DeferredMean does not see a forward coming."""
-    for num_before in (1, 2):
-        for found, wrong in pool(deferred_without_forward, num_before):
-            assert found[0] == "RuntimeError"
-            assert "DeferredMean.finish on rank" in found[1]
-            assert wrong <= 1e-12
+    """With buffers too: after a backward they are broadcast at once, and the next forward communicates nothing."""
+    for buffers in (False, True):
+        for num_before in (1, 2):
+            for found, wrong in pool(deferred_without_forward, num_before, buffers):
+                assert found[0] == "RuntimeError"
+                assert "DeferredMean.finish on rank" in found[1]
+                assert wrong <= 1e-12

@@ -33,7 +33,7 @@ from fullrank.gradients.wrappers import sum_gradients_
 replay = importlib.import_module("fullrank.accumulation.pooled_backward")
 
 NUM_STEPS = 3
-LOSSES = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
+LOSSES = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative")
 
 
 class Spread(NamedTuple):
@@ -540,7 +540,7 @@ LIMITS = {"float64": 1e-12, "float32": 2e-6}
 def assert_exact(pool: WorkerPool, spread: Spread, dtype: str) -> None:
     """Assert that gradient, value and queue of every step equal those of one process with the whole batch."""
     for errors in pool(worst_errors, spread, dtype):
-        assert len(errors) == 4
+        assert len(errors) == len(LOSSES)
         assert max(map(max, errors.values())) <= LIMITS[dtype], errors
 
 

@@ -252,6 +252,8 @@ CALLS = {
     "recall": _pooled("recall", "RecallAtQuantileLoss"),
     "pauc_trapezoid": _pooled("pauc_trapezoid", "PAUCAtBudgetLoss"),
     "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
+    "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
+    "hard_negative": _pooled("hard_negative", "HardNegativeCrossEntropyLoss"),
     "queries": Call(
         ("SmoothAPLoss",),
         "SmoothAPLoss",

@@ -18,7 +18,7 @@ from workers import WorkerPool, class_of, get_pool
 import fullrank
 from fullrank.losses.ranking import RankingLoss
 
-POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
+POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro")
 
 
 class Drift(NamedTuple):
@@ -108,6 +108,7 @@ OTHER_VALUES: dict[str, Any] = {
     "queue_keep": "negatives",
     "multi_hot": True,
     "quantile": 0.4,
+    "share": 0.4,
     "quantile_interpolation": "linear",
     "alpha": 0.1,
     "beta": 0.6,
@@ -116,6 +117,8 @@ OTHER_VALUES: dict[str, Any] = {
     "tau_scale": "band",
     "pos_numerator": "live",
     "budget_basis": "population",
+    "dro_lambda": 0.5,
+    "threshold_gradient": False,
     "gamma": 1.0,
     "label_smoothing": 0.1,
     "background_class": 1,
@@ -127,6 +130,7 @@ CONSTRUCTED = (
     fullrank.SmoothAPLoss,
     fullrank.RecallAtQuantileLoss,
     fullrank.PAUCAtBudgetLoss,
+    fullrank.HardNegativeCrossEntropyLoss,
     fullrank.SigmoidFocalLoss,
     fullrank.SoftmaxFocalLoss,
 )
@@ -170,7 +174,7 @@ def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, 
     outcomes = []
     for odd_rank in range(dist.get_world_size()):
         arguments: dict[str, Any] = {} if "Focal" in loss_name else {"num_classes": 2}
-        arguments |= {"beta": 0.5} if loss_name == "PAUCAtBudgetLoss" else {}
+        arguments |= {"beta": 0.5, "surrogate": "trapezoid"} if loss_name == "PAUCAtBudgetLoss" else {}
         if rank == odd_rank:
             arguments[argument] = OWN_VALUES.get((loss_name, argument), OTHER_VALUES[argument])
         loss = kind(**arguments)
@@ -200,7 +204,8 @@ def schedule_on_each_rank(rank: int, blend: int, step: int, behind: int) -> list
         main = fullrank.SmoothAPLoss(num_classes=2, queue_size=0)
         # Inside an adapter too: a schedule reaches the loss wherever it stands.
         warmup = Adapter(fullrank.SoftmaxFocalLoss())
-        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, temp_decay_steps=100)
+        decay = {"temp_start": 0.05, "temp_end": 0.005, "temp_decay_steps": 100}
+        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, **decay)
         for index in range(step + 1 - behind * (rank == odd_rank)):
             loss.on_train_batch_start(index)
         outcomes.append(_error_of(lambda loss=loss: _take_step(loss, rank, 0)))

@@ -103,7 +103,9 @@ def others(rank: int) -> dict[str, tuple[str, str]]:
         "retrieval": lambda: fullrank.RetrievalSmoothAPLoss()(pairs, y),
         "focal sum": lambda: fullrank.SoftmaxFocalLoss(reduction="sum")(pairs, y),
         "binary sum": lambda: fullrank.SigmoidFocalLoss(reduction="sum")(x, y[:, None].double()),
-        "warm-up": lambda: fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(), fullrank.SmoothAPLoss(2))(pairs, y),
+        "warm-up": lambda: fullrank.LossWarmupWrapper(
+            fullrank.SoftmaxFocalLoss(), fullrank.SmoothAPLoss(2), warmup_steps=0
+        )(pairs, y),
     }
     return {name: error_of(call) for name, call in calls.items()}
 

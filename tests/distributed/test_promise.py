@@ -47,7 +47,8 @@ def sharded_gradients(rank: int, form: str, inside: bool) -> float:
 def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
     """Return training losses around a validation that only rank 0 runs."""
     main = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, max_pool_size=6)
-    loss: Any = fullrank.LossWarmupWrapper(fullrank.SoftmaxFocalLoss(gamma=0), main) if wrapped else main
+    warmup = fullrank.SoftmaxFocalLoss(gamma=0)
+    loss: Any = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0) if wrapped else main
     generator = torch.Generator().manual_seed(rank)
     values = []
     for step in range(4):
@@ -66,8 +67,8 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 
 # float64: rounding of sums in another order. float32: the model's own products, summed over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
-LOSSES = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
-POOLED = LOSSES[:4]
+POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal"]
 
 
 def assert_exact(pool: WorkerPool, case: Case) -> None:
@@ -100,19 +101,58 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("recall", num_classes=4, weighted=True),
         Case("pauc_pairwise", num_classes=3),
         Case("smooth_ap", num_classes=3, multi_hot=True, weighted=True),
+        Case("pauc_dro", num_classes=3, multi_hot=True, weighted=True),
+        Case("pauc_dro0.3", num_classes=3),
+        Case("pauc_dro_iqr", num_classes=3, weighted=True),
+        Case("pauc_dro0.3_band", num_classes=3),
+        Case("pauc_dro", queue_size=0, dtype="float32"),
+        Case("hard_negative", num_classes=3, weighted=True),
+        Case("hard_negative", num_classes=3, multi_hot=True, weighted=True, queue_keep="negatives"),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),
         Case("smooth_ap", queue_size=20),  # smaller than a batch
         Case("smooth_ap", queue_size=0),
+        Case("recall", num_classes=2, threshold_gradient=False),
+        Case("pauc_trapezoid", num_classes=2, threshold_gradient=False),
+        Case("pauc_trapezoid", queue_size=0, dtype="float32"),
         Case("softmax_focal", reduction="mean_positive"),
         Case("softmax_focal", reduction="sum", weighted=True),
+        Case("softmax_focal", reduction="mean_weighted"),
+        Case("softmax_focal", reduction="mean_weighted", weighted=True),
+        Case("sigmoid_focal", reduction="mean_weighted"),
+        Case("sigmoid_focal", reduction="mean_weighted", weighted=True),
         Case("smooth_ap", num_classes=3, reduction="sum"),
     ],
     ids=str,
 )
 def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case) -> None:
     assert_exact(pool, case)
+
+
+def weighted_means(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Return the weighted mean over all ranks, over this rank's rows, and torch's over all rows, of random classes."""
+    step = gradient_cases.make_step(Case("softmax_focal"), 0)
+    alpha = [0.2, 1.0, 3.0]
+    counts = gradient_cases.split(step.features.shape[0], world_size, 0)
+    own = gradient_cases.shard(step, counts, rank)
+    spread = fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted")
+    alone = fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted", gather_distributed=False)
+    weights = torch.tensor(alpha, dtype=torch.float64)
+    whole = torch.nn.CrossEntropyLoss(weight=weights)(step.features[:, :3], step.targets)
+    return (
+        spread(own.features[:, :3], own.targets).item(),
+        alone(own.features[:, :3], own.targets).item(),
+        whole.item(),
+    )
+
+
+def test_weighted_mean_over_ranks_is_that_of_torch_over_all_rows(pool: WorkerPool) -> None:
+    results = pool(weighted_means, pool.world_size)
+    for ours, _, theirs in results:
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    mean_of_means = sum(alone for _, alone, _ in results) / len(results)
+    assert abs(mean_of_means - results[0][2]) > 1e-3  # a control: what each rank dividing by its own weights gives
 
 
 @pytest.mark.parametrize("loss", LOSSES)

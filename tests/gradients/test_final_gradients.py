@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,13 @@ def unreduced_under_ddp(rank: int) -> list[Any]:
     with model.no_sync():
         cases.sum_loss(model, cases.make_batch(rank, 0)).backward()
         inside = error_of(lambda: fullrank.clip_grad_norm_(model, 1.0))
-    before = float(fullrank.total_grad_norm(model))
-    cases.sum_loss(model, cases.make_batch(rank, 1)).backward()
-    return [before, float(fullrank.total_grad_norm(model)), inside]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = float(fullrank.total_grad_norm(model))
+        texts = [str(one.message) for one in caught]
+        cases.sum_loss(model, cases.make_batch(rank, 1)).backward()
+        after = float(fullrank.total_grad_norm(model))
+    return [before, after, inside, texts, len(caught)]
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["module", "list"])
@@ -72,9 +77,11 @@ def test_gradients_that_fsdp_holds_back_are_refused(kind: str, world_size: int, 
 
 
 def test_what_ddp_has_not_reduced_differs_between_the_ranks(pool_of_two: WorkerPool) -> None:
-    """Inside no_sync it raises. Afterwards nothing shows it without communication, so the page on the norm says so."""
-    (first, final, inside), (second, other, same) = pool_of_two(unreduced_under_ddp)
-    assert inside == same
+    """Inside no_sync it raises, afterwards it warns; once a backward has reduced, it does neither."""
+    (first, final, inside, texts, count), (second, other, same, *rest) = pool_of_two(unreduced_under_ddp)
+    assert [inside, texts, count] == [same, *rest]
+    assert count == len(texts) == 1
+    assert "total_grad_norm: the last forward of the DDP module ran inside no_sync" in texts[0]
     assert inside[0] == "RuntimeError"
     assert "expected final gradients, got those of DDP inside no_sync" in inside[1]
     assert abs(first - second) > 0.01 * first

@@ -27,7 +27,7 @@ from integration_cases import (
 )
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from workers import WorkerPool
+from workers import WorkerPool, error_of
 
 import fullrank
 
@@ -148,6 +148,11 @@ def window_ranked(rank: int, definition: str) -> tuple[float, float]:
     return change(encoder, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
 
 
+def refused(rank: int, name: str, *args: Any) -> str:
+    """Return the error that a training raises."""
+    return error_of(lambda: globals()[name](rank, *args))[1]
+
+
 def windows_of(batches: list[list[int]]) -> list[list[int]]:
     """Return windows of two global batches; in rank order, as a queue that drops some rows must drop the same."""
     windows = [batches[start : start + 2] for start in range(0, len(batches), 2)]
@@ -247,8 +252,15 @@ def test_pooled_windows_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
-def test_control_a_forward_that_ddp_does_not_see(workers: WorkerPool) -> None:
+def test_a_forward_that_ddp_does_not_see_is_refused(workers: WorkerPool) -> None:
     past = WINDOW_RANKER.replace("self.trainer.model(batch[0])", "self(batch[0])")
     assert past != WINDOW_RANKER
-    for parameters, _ in workers(window_ranked, past):
-        assert parameters > 0.01
+    for text in workers(refused, "window_ranked", past):
+        assert "a tensor from the forward of the DDP module" in text
+
+
+def test_a_backward_that_lightning_does_not_prepare_is_refused(workers: WorkerPool) -> None:
+    past = WRITER.replace("self.manual_backward(step.scale(", "(step.backward(")
+    assert past != WRITER
+    for text in workers(refused, "accumulated", past, {}):
+        assert "a tensor from the forward of the DDP module" in text

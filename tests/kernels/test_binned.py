@@ -14,8 +14,8 @@ from torch import Tensor
 from workers import WorkerPool
 
 import fullrank
-from fullrank.kernels import node_tables, soft_ranks
-from fullrank.kernels.bins import cover, cover_bulk, locate, most_bins
+from fullrank.kernels import node_tables, soft_ranks, soft_ranks_binned
+from fullrank.kernels.bins import cover, cover_bulk, find_bins, locate, most_bins
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.soft_ranks import smooth_ap_sums
 from fullrank.losses import sigmoid_sums
@@ -98,14 +98,12 @@ def test_the_order_for_many_rows(name: str, temperature: float, monkeypatch: pyt
 
 def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 limit does catch the order that is enough for float32."""
-    from fullrank.kernels import soft_ranks_binned
     from fullrank.kernels.node_tables import Order
 
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
     everyone = torch.ones_like(positive)
     reference = smooth_ap_by("direct", scores, positive, everyone, 0.5)
     monkeypatch.setattr(soft_ranks, "order_for", lambda scores, num_rows: Order(16, 4, 14))
-    assert soft_ranks_binned  # imported before the patch, so that only the choice of order changes
     with pytest.raises(AssertionError):
         assert_same(smooth_ap_by("binned", scores, positive, everyone, 0.5), reference, torch.float64)
 
@@ -310,3 +308,36 @@ def test_scores_that_are_infinite_in_units_of_the_bins(dtype, scale, num_classes
     direct, binned = (smooth_ap_sums(scores, positive, None, None, 0.01, way)[0] for way in ("direct", "binned"))
     # Direct sums are in the dtype of the scores: a thousand terms.
     torch.testing.assert_close(direct, binned, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12)
+
+
+# Temperature, and the number of rows from which fine bins are narrower.
+POSITIVES_ALONE = {"few rows": (0.45, 10**9), "many rows": (0.45, 0), "far bins": (1.8e-3, 0)}
+
+
+def positives_alone(temperature: float) -> tuple[Tensor, Tensor]:
+    """Return one negative, 20 positives below it, 12 temperatures apart, and 20,000 negatives far below them."""
+    steps = 12.03 * temperature * torch.arange(21)
+    scores = torch.cat([normal(20_000).clamp(-4, 4), 100 + steps])[None]
+    return scores, (scores > 99) & (scores < scores.max())
+
+
+@pytest.mark.parametrize("case", POSITIVES_ALONE)
+def test_positives_far_from_every_row(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slope of the pair of a positive with itself, 1e5 times that of its other pairs, leaves no rounding behind."""
+    temperature, many_rows = POSITIVES_ALONE[case]
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(many_rows=many_rows))
+    scores, positive = positives_alone(temperature)
+    bins = find_bins(scores, scores.amin(dim=1), scores.amax(dim=1), temperature, 64)
+    assert bins is not None
+    assert (bins.outside is not None) == (case == "far bins")
+    everyone = torch.ones_like(positive)
+    reference = smooth_ap_by("direct", scores.double(), positive, everyone, temperature)
+    assert_same(smooth_ap_by("binned", scores, positive, everyone, temperature), reference, torch.float32)
+
+    def rounded(values: Tensor, matrices: node_tables.Constants, dtype: torch.dtype) -> Tensor:
+        return node_tables.coefficients(values, matrices, torch.float32).to(dtype)
+
+    # Control: both of its terms rounded to float32 before their difference.
+    monkeypatch.setattr(soft_ranks_binned, "coefficients", rounded)
+    with pytest.raises(AssertionError):
+        assert_same(smooth_ap_by("binned", scores, positive, everyone, temperature), reference, torch.float32)

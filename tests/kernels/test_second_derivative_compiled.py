@@ -19,7 +19,9 @@ KEYS, WEIGHTS = torch.linspace(-1, 1, 7, dtype=torch.float64), torch.ones(7, 2, 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "smooth_ap": lambda scores: smooth_ap(scores, TARGETS, temperature=0.3),
     "recall": lambda scores: recall_at_quantile(scores, TARGETS, quantile=0.3, temperature=0.3),
+    "pauc": lambda scores: pauc_at_budget(scores, TARGETS, beta=0.5, surrogate="trapezoid"),
     "pauc_pairwise": lambda scores: pauc_at_budget(scores, TARGETS, beta=0.5, surrogate="pairwise"),
+    "pauc_dro": lambda scores: pauc_at_budget(scores, TARGETS, surrogate="dro"),
     "sigmoid_sums": lambda scores: sigmoid_sums(scores[:, 0], KEYS, WEIGHTS, 0.3).sum(),
 }
 

@@ -54,6 +54,8 @@ EXCEPTIONS = {
     ("softmax_focal", "sample_weight"): OF_ELEMENTS,
     ("SoftmaxFocalLoss", "ignore_index"): OF_ELEMENTS,
     ("softmax_focal", "ignore_index"): OF_ELEMENTS,
+    ("hard_negative_cross_entropy", "sample_weight"): "counts for the negatives too",
+    ("HardNegativeCrossEntropyLoss", "queue_keep"): "is a pointwise loss, so that scores cannot rise together",
     ("PAUCAtBudget", "budget_basis"): "says what is counted, since the metric has no reference rows",
 }
 

@@ -11,7 +11,7 @@ import torch
 from gradient_cases import Case
 from workers import WorkerPool
 
-POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise")
+POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative")
 
 
 def autocast_errors(

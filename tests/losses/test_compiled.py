@@ -19,6 +19,7 @@ from fullrank import (
 )
 from fullrank.losses import (
     causal_lm_loss,
+    hard_negative_cross_entropy,
     pauc_at_budget,
     recall_at_quantile,
     retrieval_smooth_ap,
@@ -35,8 +36,13 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "smooth_ap": lambda x, t, tau: smooth_ap(x[:, :1], t == 0, tau),
     "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau),
     "recall linear": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, quantile_interpolation="linear"),
-    "pauc": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau),
-    "pauc linear": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, quantile_interpolation="linear"),
+    "pauc": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, surrogate="trapezoid", temperature=tau),
+    "pauc linear": lambda x, t, tau: pauc_at_budget(
+        x, t, beta=0.3, surrogate="trapezoid", temperature=tau, quantile_interpolation="linear"
+    ),
+    "hard negative": lambda x, t, tau: hard_negative_cross_entropy(x, t, 0.2) * tau,
+    "pauc dro": lambda x, t, tau: pauc_at_budget(x, t, surrogate="dro", dro_lambda=tau),
+    "pauc dro iqr": lambda x, t, tau: pauc_at_budget(x, t, surrogate="dro", tau_scale="iqr", dro_lambda=tau),
     "pauc pairwise": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, surrogate="pairwise"),
     "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
     "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, 0], t / 3, gamma=tau),

@@ -10,7 +10,7 @@ import re
 import numpy
 import pytest
 import torch
-from loss_cases import FOCAL, INPUTS, POOLED
+from loss_cases import FOCAL, INPUTS, ORDER, POOLED
 from torch import nn
 from torch.testing import assert_close
 
@@ -169,12 +169,18 @@ BAD_PAUC = [
     ("alpha", "0", TypeError),
     ("beta", None, TypeError),
     ("surrogate", "hinge", ValueError),
+    ("dro_lambda", 0.0, ValueError),
+    ("dro_lambda", "1", TypeError),
     ("n_knots", 1, ValueError),
     ("n_knots", 2.5, (TypeError, ValueError)),
     ("tau_scale", "std", ValueError),
     ("pos_numerator", "queue", ValueError),
     ("budget_basis", "tpr", ValueError),
     ("quantile_interpolation", "cubic", ValueError),
+]
+BAD_SHARE = [
+    *[("share", value, ValueError) for value in (0.0, 1.1, -0.1, math.nan)],
+    ("share", "0.1", TypeError),
 ]
 MODULE_ONLY = {"num_classes", "queue_size", "max_pool_size", "queue_keep", "gather_distributed", "gradient_reduction"}
 MODULE_ONLY |= {"group", "pos_numerator"}
@@ -183,6 +189,7 @@ BAD_SETTINGS = [
     for name, own in [("smooth_ap", []), ("recall_at_quantile", BAD_RECALL), ("pauc_at_budget", BAD_PAUC)]
     for bad in (*BAD_SHARED, *own)
 ]
+BAD_SETTINGS += [("hard_negative_cross_entropy", *bad) for bad in (*BAD_SHARED, *BAD_SHARE) if bad[0] != "temperature"]
 
 
 @pytest.mark.parametrize(("name", "argument", "value", "error"), BAD_SETTINGS)
@@ -194,7 +201,7 @@ def test_bad_settings_raise(name, argument, value, error):
             POOLED[name].functional(LOGITS, TARGETS, **{argument: value})
 
 
-@over_losses
+@pytest.mark.parametrize("name", ORDER)
 def test_a_bad_temperature_set_later_raises_at_the_forward(name):
     module = POOLED[name].module(3, queue_size=8, **POOLED[name].default)
     module.temperature = -1.0
@@ -400,13 +407,14 @@ def test_loss_of_each_phase():
     result = wrapper(*rows[:2], return_per_class=True)
     assert_close(result.loss, ours, rtol=1e-15, atol=0)
     assert torch.equal(result.per_class, wrapper.main_loss(*rows[:2], return_per_class=True).per_class)
-    only_main = _wrapper(SmoothAPLoss(3, queue_size=0))
+    only_main = _wrapper(SmoothAPLoss(3, queue_size=0), warmup_steps=0)
     only_main.on_train_batch_start(0)
     assert torch.equal(only_main(*rows[:2]), only_main.main_loss(*rows[:2]))
 
 
 def test_temperature_decays_geometrically_from_the_switch_on():
-    wrapper = _wrapper(warmup_steps=3, temp_start=0.08, temp_end=0.01, temp_decay_steps=6)
+    main = SmoothAPLoss(3, queue_size=64, temperature=0.01)
+    wrapper = _wrapper(main, warmup_steps=3, temp_start=0.08, temp_end=0.01, temp_decay_steps=6)
     temperatures = []
     for step in range(12):
         wrapper.on_train_batch_start(step)
@@ -414,6 +422,46 @@ def test_temperature_decays_geometrically_from_the_switch_on():
     assert temperatures[:3] == [0.01] * 3  # the main loss's own, until the switch
     assert temperatures[3:] == pytest.approx([0.08 * 8 ** (-min(k, 6) / 6) for k in range(9)], rel=1e-12)
     assert temperatures[-1] == 0.01 == wrapper.main_loss.temperature
+
+
+def test_the_temperature_is_left_alone_without_a_schedule_of_it():
+    for temperature in (None, 0.07):
+        wrapper = _wrapper(SmoothAPLoss(3, queue_size=64, temperature=temperature), warmup_steps=1)
+        for step in range(3):
+            wrapper.on_train_batch_start(step)
+            wrapper(LOGITS, TARGETS)
+            assert wrapper.main_loss.temperature == temperature
+        used = wrapper.current_temperature
+        assert used == wrapper.main_loss.current_temperature
+        assert used == 0.07 if temperature else 0 < used != 0.07
+
+
+def test_the_decay_counts_from_warmup_steps_whichever_step_is_seen_first():
+    options = {"temp_start": 0.8, "temp_end": 0.1, "temp_decay_steps": 1000}
+    early, late = _wrapper(warmup_steps=100, **options), _wrapper(warmup_steps=100, **options)
+    for step in range(90, 501):
+        early.on_train_batch_start(step)
+    late.on_train_batch_start(500)
+    assert late.current_temperature == early.current_temperature == pytest.approx(0.8 * 8**-0.4, rel=1e-12)
+    in_epochs = _wrapper(warmup_epochs=1, **options)  # here the switch is the first step that is seen
+    in_epochs.on_train_epoch_start(1)
+    in_epochs.on_train_batch_start(500)
+    assert in_epochs.current_temperature == 0.8
+
+
+def test_a_wrapper_with_nothing_to_do_raises():
+    with _raises(ValueError, "warmup_epochs", "main_loss alone"):
+        _wrapper()
+    something = {"warmup_steps": 0}, {"final_main_weight": 0.5}, {"temp_start": 0.3, "temp_end": 0.1}
+    for options in (*something, {"reset_queue_each_epoch": True}):
+        _wrapper(**options)
+
+
+def test_temperatures_for_a_loss_without_one_warn():
+    temperatures = {"temp_start": 0.3, "temp_end": 0.1}
+    with pytest.warns(UserWarning, match="surrogate='dro' has no temperature"):
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), PAUCAtBudgetLoss(3), **temperatures)
+    LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), PAUCAtBudgetLoss(3, surrogate="pairwise"), **temperatures)
 
 
 def test_queue_is_reset_at_the_switch_and_each_epoch_on_request():
@@ -445,8 +493,9 @@ class _Plain(nn.Module):
 
 
 def test_keywords_go_to_the_main_loss_and_weights_to_both():
+    times = {"warmup_steps": 0, "blend_steps": 5, "temp_start": 0.2, "temp_end": 0.1}
     with pytest.warns(UserWarning, match="_Recorder has no temperature"):
-        wrapper = LossWarmupWrapper(_Recorder(), _Recorder(), warmup_steps=0, blend_steps=5)
+        wrapper = LossWarmupWrapper(_Recorder(), _Recorder(), **times)
     wrapper.on_train_batch_start(0)
     given = {"iid_mask": ONES.bool(), "sample_weight": ONES}
     wrapper(LOGITS, TARGETS, **given)
@@ -460,16 +509,17 @@ def test_keywords_go_to_the_main_loss_and_weights_to_both():
 
 def test_wrapper_warnings():
     with pytest.warns(UserWarning, match="_Plain has no temperature: .* needs a property `temperature`") as caught:
-        LossWarmupWrapper(_Plain(), _Plain())
+        LossWarmupWrapper(_Plain(), _Plain(), temp_start=0.2, temp_end=0.1)
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="SoftmaxFocalLoss has no (temperature|reset_queue)") as caught:
-        LossWarmupWrapper(_Plain(), SoftmaxFocalLoss(), reset_queue_each_epoch=True)
+        LossWarmupWrapper(_Plain(), SoftmaxFocalLoss(), temp_start=0.2, temp_end=0.1, reset_queue_each_epoch=True)
     assert len(caught) == 2
-    wrapper = _wrapper()
+    LossWarmupWrapper(_Plain(), _Plain(), warmup_steps=1)  # no temperature is asked for
+    wrapper = _wrapper(temp_start=0.2, temp_end=0.1)
     with pytest.warns(UserWarning, match="on_train_batch_start.* was never called"):
         wrapper(LOGITS, TARGETS)
     wrapper(LOGITS, TARGETS)  # once: a second warning would be an error
-    _wrapper().eval()(LOGITS, TARGETS)
+    _wrapper(temp_start=0.2, temp_end=0.1).eval()(LOGITS, TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +546,7 @@ def test_a_hook_that_is_never_called_is_named(options, hook, phase):
 
 
 def test_wrapper_sets_gather_distributed_of_both():
-    wrapper = _wrapper(gather_distributed=False)
+    wrapper = _wrapper(gather_distributed=False, warmup_steps=0)
     assert wrapper.main_loss.gather_distributed is False
     assert wrapper.warmup_loss.gather_distributed is False
     assert wrapper.gather_distributed is False
@@ -507,7 +557,7 @@ def test_wrapper_sets_gather_distributed_of_both():
         wrapper.gather_distributed = "no"
     # None at construction leaves what the losses were given, and adapters are looked into.
     adapter = nn.Sequential(SoftmaxFocalLoss(gather_distributed=True))
-    wrapper = LossWarmupWrapper(adapter, SmoothAPLoss(3, gather_distributed=False))
+    wrapper = LossWarmupWrapper(adapter, SmoothAPLoss(3, gather_distributed=False), warmup_steps=0)
     assert wrapper.gather_distributed is False
     assert adapter[0].gather_distributed is True
     wrapper.gather_distributed = False
@@ -534,18 +584,21 @@ def test_one_logit_through_the_wrapper():
         assert_close(wrapper(logits, targets), expected, rtol=1e-6, atol=0)  # float32
 
 
+@pytest.mark.parametrize("temperatures", [{}, {"temp_start": 0.05, "temp_end": 0.005}], ids=["automatic", "decay"])
 @pytest.mark.parametrize("saved_at", [2, 5, 9], ids=["warmup", "blend", "after"])
-def test_resuming_continues_as_if_never_stopped(saved_at):
+def test_resuming_continues_as_if_never_stopped(saved_at, temperatures):
     def build():
-        return _wrapper(warmup_steps=4, blend_steps=3, temp_decay_steps=8)
+        return _wrapper(warmup_steps=4, blend_steps=3, temp_decay_steps=8, **temperatures)
 
     def train(wrapper, steps):
         values = []
         for step in steps:
             wrapper.on_train_batch_start(step)
             rows = INPUTS["classes"].rows(step)
-            state = wrapper.main_weight, wrapper.current_temperature, len(wrapper.main_loss.queue)
-            values.append((*state, wrapper(*rows[:2]).item()))
+            state = wrapper.main_weight, wrapper.main_loss.temperature, len(wrapper.main_loss.queue)
+            value = wrapper(*rows[:2]).item()
+            used = None if wrapper.in_warmup else wrapper.current_temperature
+            values.append((*state, value, used))
         return values
 
     straight = train(build(), range(12))
@@ -571,6 +624,8 @@ def test_resuming_continues_as_if_never_stopped(saved_at):
         *[("temp_start", {"temp_start": value}, ValueError) for value in (0.0, -1.0, math.nan, math.inf)],
         ("temp_end", {"temp_end": 0.0}, ValueError),
         ("temp_end", {"temp_end": "0.1"}, TypeError),
+        ("temp_end", {"temp_start": 0.1}, ValueError),
+        ("temp_start", {"temp_end": 0.1}, ValueError),
         ("temp_decay_steps", {"temp_decay_steps": 0}, ValueError),
         ("temp_decay_steps", {"temp_decay_steps": 1.5}, TypeError),
         *[("final_main_weight", {"final_main_weight": value}, ValueError) for value in (0.0, 1.1, -0.5, math.nan)],
@@ -584,7 +639,7 @@ def test_bad_arguments_of_the_wrapper_raise(argument, options, error):
 
 
 def test_repr_shows_the_settings():
-    assert "alpha=0.1" in repr(PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2))
+    assert "alpha=0.1" in repr(PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"))
     assert "quantile=0.3" in repr(RecallAtQuantileLoss(2, quantile=0.3))
     assert "gamma=1.5" in repr(SigmoidFocalLoss(gamma=1.5))
     assert "warmup_steps=3" in repr(_wrapper(warmup_steps=3))

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import reference
 import torch
-from loss_cases import FOCAL, IGNORED, INPUTS, NOT_LOSSES, POOLED
+from loss_cases import FOCAL, IGNORED, INPUTS, NOT_LOSSES, ORDER, POOLED
 from reference import Rows
 from torch.testing import assert_close
 
@@ -20,6 +20,7 @@ from fullrank.losses.sampling import draw_rows
 SAME = {"rtol": 1e-12, "atol": 1e-13}
 
 over_losses = pytest.mark.parametrize("name", POOLED)
+over_losses_of_order = pytest.mark.parametrize("name", ORDER)
 over_inputs = pytest.mark.parametrize("inputs", INPUTS)
 
 
@@ -29,9 +30,10 @@ def test_every_loss_is_registered():
     assert not registered & set(NOT_LOSSES)
 
 
-def _run(name, case, rows, past=None, **options):
+def _run(name, case, rows, past=None, settings=None, **options):
     """Return the loss of each class and the gradient of the rows, after a step on ``past`` rows."""
-    module = case.module(POOLED[name], queue_size=1000 if past else 0, **{"reduction": "none", **POOLED[name].default})
+    settings = {"reduction": "none", **POOLED[name].default, **(settings or {})}
+    module = case.module(POOLED[name], queue_size=1000 if past else 0, **settings)
     if past:
         cases.call(module, past)
     rows = cases.leaf(rows)
@@ -58,14 +60,14 @@ def test_row_permutation(name, inputs):
 
 
 @over_inputs
-@over_losses
+@over_losses_of_order
 def test_score_shift(name, inputs):
     rows = INPUTS[inputs].rows()
     shifted = rows._replace(logits=rows.logits + 3.0)
     _assert_same(_run(name, INPUTS[inputs], shifted), _run(name, INPUTS[inputs], rows))
 
 
-@over_losses
+@over_losses_of_order
 def test_score_shift_in_float32(name):
     # Multiples of 2^-8, which float32 holds up to 65536, so that no difference of two scores changes.
     rows = INPUTS["binary"].rows(num_rows=200)
@@ -135,9 +137,11 @@ def test_queue_rows_are_detached_live_rows(name, inputs):
     past, live = case.rows(0), cases.leaf(case.rows(1))
     joined = reference.cat(Rows(*past), live)
     options = {"reduction": "none", "multi_hot": case.multi_hot} | loss.default
+    held = {"threshold_gradient": False} if name == "recall_at_quantile" else {}  # only live rows carry that of a queue
+    options |= held
     expected = loss.functional(joined.logits, joined.targets, **options)
     expected = expected.detach(), cases.gradient(expected, live.logits)
-    _assert_same(_run(name, case, live, past), expected)
+    _assert_same(_run(name, case, live, past, held), expected)
     assert not torch.allclose(_run(name, case, live)[0], expected[0], equal_nan=True)
 
 
@@ -209,7 +213,7 @@ def test_extreme_magnitudes(name, dtype):
             _against_reference(name, one, rows.targets, tolerance)
 
 
-@over_losses
+@over_losses_of_order
 def test_temperature_of_a_ten_thousandth_of_the_range(name):
     rows = INPUTS["tied"].rows(num_rows=40)
     for logits in (rows.logits.float(), INPUTS["binary"].rows(num_rows=40).logits.float()):
@@ -225,7 +229,7 @@ def test_all_scores_equal():
     targets = (torch.arange(9) < 3).long()
     assert_close(losses.smooth_ap(logits, targets).item(), 1 - (1 + 2 / 2) / (1 + 8 / 2), rtol=1e-6, atol=0)
     assert losses.recall_at_quantile(logits, targets).item() == 0.5
-    module = losses.PAUCAtBudgetLoss(1, queue_size=0)
+    module = losses.PAUCAtBudgetLoss(1, surrogate="trapezoid", queue_size=0)
     with pytest.warns(UserWarning, match="hardly differ: the scale by tau_scale=.* is at most 1e-12") as caught:
         result = module(logits, targets, return_per_class=True)
     assert caught[0].filename == __file__
@@ -233,6 +237,24 @@ def test_all_scores_equal():
     assert module(logits, targets).item() == 0.0  # warned once: a second warning would be an error
     for loss in (losses.smooth_ap(logits, targets), result.loss):
         assert bool(torch.autograd.grad(loss, logits)[0].isfinite().all())
+    scaled = losses.PAUCAtBudgetLoss(1, surrogate="dro", tau_scale="iqr", queue_size=0)
+    with pytest.warns(UserWarning, match="tau_scale='iqr' is at most 1e-12"):
+        assert not bool(scaled(logits, targets, return_per_class=True).valid.any())
+
+
+def test_equal_scores_are_valid_where_no_scale_divides_them():
+    """Each pair has the logistic loss of 0, and pulls its rows apart by half."""
+    logits = torch.full((9, 2), 2.5, requires_grad=True)
+    targets = (torch.arange(9)[:, None] < torch.tensor([3, 0])).long()
+    module = losses.PAUCAtBudgetLoss(2, queue_size=0, multi_hot=True)
+    result = module(logits, targets, return_per_class=True, return_diagnostics=True)  # a warning would be an error
+    assert result.valid.tolist() == [True, False]  # the second has no positive
+    assert_close(result.loss.item(), math.log(2), rtol=1e-6, atol=0)
+    assert result.stats["tau_eff"][0] == 1.0
+    (gradient,) = torch.autograd.grad(result.loss, logits)
+    expected = torch.zeros(9, 2)
+    expected[:3, 0], expected[3:, 0] = -0.5 / 3, 0.5 / 6
+    assert_close(gradient, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("label", "score"), [(0, -math.inf), (1, math.inf)], ids=["negative_last", "positive_first"])
@@ -319,8 +341,8 @@ def _degenerate(kind, case):
 @over_losses
 def test_without_valid_classes_the_loss_is_zero_and_connected(name, missing, inputs):
     case, loss = INPUTS[inputs], POOLED[name]
-    if missing == "negatives" and not loss.needs_negatives:
-        pytest.skip("needs no negatives")
+    if missing in ("positives", "negatives") and not getattr(loss, f"needs_{missing}"):
+        pytest.skip(f"needs no {missing}")
     for reduction in ("mean", "sum", "none"):
         rows = cases.leaf(_degenerate(missing, case))
         module = case.module(loss, queue_size=8, reduction=reduction, **loss.default)
@@ -338,7 +360,7 @@ def test_without_valid_classes_the_loss_is_zero_and_connected(name, missing, inp
         assert cases.call(module, weightless).item() == 0.0
 
 
-@over_losses
+@over_losses_of_order
 def test_a_class_whose_positives_weigh_nothing_is_not_valid(name):
     rows = INPUTS["classes"].rows()
     rows = rows._replace(sample_weight=(rows.targets != 1).double())
@@ -362,12 +384,26 @@ def test_no_live_rows_above_a_full_queue(name):
 def test_focal_without_valid_elements(shape):
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.full((shape[0], *shape[2:]), IGNORED)
-    for reduction in ("mean", "mean_positive", "sum"):
-        loss = losses.softmax_focal(logits, targets, reduction=reduction)
-        assert loss.item() == 0.0
-        assert not torch.autograd.grad(loss, logits)[0].any()
+    for reduction in ("mean", "mean_positive", "mean_weighted", "sum"):
+        for alpha in (None, [1.0, 2.0, 3.0]):
+            loss = losses.softmax_focal(logits, targets, alpha, reduction=reduction)
+            assert loss.item() == 0.0
+            assert not torch.autograd.grad(loss, logits)[0].any()
     if shape[0] == 0:
         assert losses.sigmoid_focal(logits, torch.zeros(shape)).item() == 0.0
+
+
+def test_focal_of_weights_that_are_all_zero():
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    zeros = torch.zeros(4)
+    for loss in (
+        losses.softmax_focal(logits, torch.tensor([0, 0, 0, 0]), [0.0, 1.0, 1.0], reduction="mean_weighted"),
+        losses.softmax_focal(logits, torch.arange(4) % 3, reduction="mean_weighted", sample_weight=zeros),
+        losses.sigmoid_focal(logits, torch.ones(4, 3), 0.0, reduction="mean_weighted"),
+        losses.sigmoid_focal(logits, torch.ones(4, 3), reduction="mean_weighted", sample_weight=zeros),
+    ):
+        assert loss.item() == 0.0
+        assert not torch.autograd.grad(loss, logits)[0].any()
 
 
 # --- max_pool_size ---------------------------------------------------------------------------------------------------
@@ -537,7 +573,7 @@ def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives():
 
 
 @pytest.mark.parametrize("size", [40, 4000], ids=["pairs", "bins"])
-@pytest.mark.parametrize("name", ["smooth_ap", "pauc_pairwise", "retrieval"])
+@pytest.mark.parametrize("name", ["smooth_ap", "pauc_pairwise", "pauc_dro", "retrieval"])
 def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     """A gradient penalty would add nothing; the first derivative is that of a run without ``create_graph``."""
     generator = torch.Generator().manual_seed(0)
@@ -549,6 +585,8 @@ def test_a_second_derivative_is_refused(name: str, size: int) -> None:
             return losses.SmoothAPLoss(1, queue_size=0, temperature=0.1)(leaf, targets)
         if name == "pauc_pairwise":
             return losses.PAUCAtBudgetLoss(1, beta=0.5, surrogate="pairwise", queue_size=0)(leaf, targets)
+        if name == "pauc_dro":
+            return losses.PAUCAtBudgetLoss(1, surrogate="dro", queue_size=0)(leaf, targets)
         return losses.RetrievalSmoothAPLoss(0.1)(torch.cat([leaf, leaf**2], dim=1)[:40], targets[:40].long())
 
     leaf = scores.clone().requires_grad_()

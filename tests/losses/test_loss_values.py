@@ -4,7 +4,7 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
-from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, POOLED, POOLED_SETTINGS
+from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, ORDER, POOLED, POOLED_SETTINGS
 from reference import Rows
 from torch.testing import assert_close
 
@@ -69,7 +69,7 @@ def test_functional(name, setting, inputs, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", ORDER)
 def test_a_class_without_positives_is_left_out(name, reduction):
     loss, case = POOLED[name], INPUTS["classes"]
     rows = cases.leaf(case.rows(3))
@@ -88,7 +88,7 @@ def test_a_class_without_positives_is_left_out(name, reduction):
 def test_focal(name, setting, weighted, device):
     loss = FOCAL[name]
     settings = loss.settings[setting]
-    reductions = ["mean", "sum", "none"] + ["mean_positive"] * (name == "softmax_focal")
+    reductions = ["mean", "sum", "none", "mean_weighted"] + ["mean_positive"] * (name == "softmax_focal")
     for seed, reduction in enumerate(reductions):
         logits, targets, weight = loss.inputs(seed)
         twin, logits = logits.requires_grad_(), logits.detach().to(device).requires_grad_()
@@ -122,6 +122,31 @@ def test_focal_controls():
     weighted = cases.losses.softmax_focal(logits, targets, sample_weight=weight)
     by_count = (reference.softmax_focal(logits, targets, reduction="none") * weight).sum() / (targets >= 0).sum()
     assert abs((weighted - by_count).item()) > 1e-3
+
+
+def test_mean_weighted_is_the_weighted_cross_entropy_of_torch():
+    logits, targets, weight = cases.focal_classes()
+    alpha = [0.1, 2.0, 0.0, 0.7]
+    theirs = torch.nn.CrossEntropyLoss(weight=torch.tensor(alpha, dtype=torch.float64))(logits, targets)
+    arguments = {"alpha": alpha, "gamma": 0.0}
+    ours = cases.losses.softmax_focal(logits, targets, reduction="mean_weighted", **arguments)
+    assert_close(ours, theirs, **EXACT)
+    by_count = cases.losses.softmax_focal(logits, targets, **arguments)
+    assert abs((by_count - theirs).item()) > 1e-3
+    assert_close(
+        cases.losses.softmax_focal(logits, targets, reduction="mean_weighted", sample_weight=weight),
+        cases.losses.softmax_focal(logits, targets, sample_weight=weight),
+        **EXACT,
+    )
+    logits, targets, weight = cases.focal_binary()
+    of_classes = 0.9 * targets + 0.1 * (1 - targets)
+    for given in (None, weight):
+        mass = of_classes * (1.0 if given is None else given)
+        theirs = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets, mass, reduction="sum")
+        options = {"alpha": 0.9, "gamma": 0.0, "sample_weight": given}
+        ours = cases.losses.sigmoid_focal(logits, targets, reduction="mean_weighted", **options)
+        assert_close(ours, theirs / mass.sum(), **EXACT)
+        assert abs((cases.losses.sigmoid_focal(logits, targets, **options) - ours).item()) > 1e-3
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3)], ids=["rows", "column", "full"])

@@ -52,8 +52,8 @@ LOSSES = {
     "pauc_trapezoid": MultiLabel(
         losses.PAUCAtBudgetLoss,
         losses.pauc_at_budget,
-        {"temperature": 1e-5, "n_knots": 101, **_BAND},
-        {"temperature": 0.3, "n_knots": 5, **_BAND},
+        {"temperature": 1e-5, "surrogate": "trapezoid", "n_knots": 101, **_BAND},
+        {"temperature": 0.3, "surrogate": "trapezoid", "n_knots": 5, **_BAND},
     ),
 }
 

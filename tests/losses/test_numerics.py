@@ -28,6 +28,12 @@ def slope(difference: Tensor) -> Tensor:
     return torch.sigmoid(difference) * torch.sigmoid(-difference)
 
 
+def shares(distance: Tensor) -> Tensor:
+    """Return s'(d) divided by its sum over the rows, which exists where every s' underflows."""
+    far = distance.abs()
+    return torch.softmax(-far - 2 * torch.log1p(torch.exp(-far)), dim=0)
+
+
 def error(ours: Tensor, exact: Tensor) -> float:
     """Return the relative error in the norm."""
     return float((ours.double() - exact).norm() / exact.norm())
@@ -64,6 +70,9 @@ def pauc_of_all_pairs(
     if surrogate == "pairwise":
         of_points = slope(difference).sum(dim=0) * weights / tau / above.numel()
         gradient[(~positive).nonzero()[within, 0]] = of_points
+    else:
+        carried = (slope(difference) * weights).sum(dim=0) / tau / above.numel()
+        gradient[~positive] = shares((below[:, None] - points) / tau) @ carried
     return (torch.sigmoid(difference) @ weights).mean(), gradient
 
 
@@ -134,11 +143,11 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
         assert gradient.isfinite().all()
         assert bool(gradient[:, 1].any())
         assert bool(gradient[:, 0].any()) == valid[0]
-    module = PAUCAtBudgetLoss(2, beta=0.3, tau_scale="band", multi_hot=True, queue_size=0)
+    module = PAUCAtBudgetLoss(2, beta=0.3, surrogate=surrogate, tau_scale="band", multi_hot=True, queue_size=0)
     with pytest.warns(UserWarning, match="class 0 is left out"):
         assert module(scores, positive.long()).isfinite()
     scores[row, 0] = math.nan
-    assert pauc_at_budget(scores, positive.long(), tau_scale="band", beta=0.3, multi_hot=True).isnan()
+    assert pauc_at_budget(scores, positive.long(), tau_scale="band", **(options | {"return_per_class": False})).isnan()
 
 
 @DTYPES
@@ -182,6 +191,7 @@ def test_interpolated_recall_far_from_zero(
         threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation)
         rows = positive[:, c]
         exact[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+        exact[:, c] -= exact[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
     leaf = scores.to(dtype).requires_grad_()
     options = {"quantile_interpolation": interpolation, "reduction": "sum", "multi_hot": num_classes > 1}
     targets = positive.long() if num_classes > 1 else positive[:, 0].long()
@@ -194,6 +204,7 @@ def test_interpolated_recall_far_from_zero(
             threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation).float().double()
             rows = positive[:, c]
             rounded[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+            rounded[:, c] -= rounded[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
         assert error(rounded, exact) > 1e-3
 
 
@@ -253,18 +264,38 @@ HUGE = 3e38
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weight", [HUGE, 1.0, 1e-30])
-@pytest.mark.parametrize("name", ["sigmoid", "softmax", "softmax positive", "smooth_ap", "recall", "pauc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sigmoid",
+        "sigmoid weighted",
+        "softmax",
+        "softmax positive",
+        "softmax weighted",
+        "smooth_ap",
+        "recall",
+        "pauc",
+        "pauc dro",
+    ],
+)
 def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtype) -> None:
     """Weights that are all the same, however large, are no weights."""
     x, classes = normal(64, 3).to(dtype), torch.arange(64) % 3
     weight = weight * 1e269 if dtype == torch.float64 and weight == HUGE else weight
     losses = {
         "sigmoid": lambda x, w: sigmoid_focal(x[:, 0], classes == 0, sample_weight=w),
+        "sigmoid weighted": lambda x, w: sigmoid_focal(
+            x[:, 0], classes == 0, reduction="mean_weighted", sample_weight=w
+        ),
         "softmax": lambda x, w: softmax_focal(x, classes, sample_weight=w),
+        "softmax weighted": lambda x, w: softmax_focal(
+            x, classes, [1, 2, 3], reduction="mean_weighted", sample_weight=w
+        ),
         "softmax positive": lambda x, w: softmax_focal(x, classes, reduction="mean_positive", sample_weight=w),
         "smooth_ap": lambda x, w: smooth_ap(x, classes, 0.5, sample_weight=w),
         "recall": lambda x, w: recall_at_quantile(x, classes, 0.3, 0.5, sample_weight=w),
-        "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, sample_weight=w),
+        "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, surrogate="trapezoid", sample_weight=w),
+        "pauc dro": lambda x, w: pauc_at_budget(x, classes, sample_weight=w),
     }
     outcomes = []
     for given in (torch.full((64,), weight, dtype=dtype), None):

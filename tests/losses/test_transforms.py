@@ -21,6 +21,7 @@ from fullrank import (
 )
 from fullrank.losses import (
     causal_lm_loss,
+    hard_negative_cross_entropy,
     pauc_at_budget,
     recall_at_quantile,
     retrieval_smooth_ap,
@@ -52,13 +53,16 @@ def functional(name: str) -> Callable[[Tensor], Tensor]:
         "smooth_ap": lambda x, t: smooth_ap(x, t, 0.5, **OFF),
         "recall": lambda x, t: recall_at_quantile(x, t, 0.3, 0.5, **OFF),
         "recall linear": lambda x, t: recall_at_quantile(x, t, 0.3, 0.5, quantile_interpolation="linear", **OFF),
-        "pauc": lambda x, t: pauc_at_budget(x, t, beta=0.4, temperature=0.5, **OFF),
+        "pauc": lambda x, t: pauc_at_budget(x, t, beta=0.4, surrogate="trapezoid", temperature=0.5, **OFF),
         "pauc pairwise": lambda x, t: pauc_at_budget(x, t, beta=0.4, temperature=0.5, surrogate="pairwise", **OFF),
         "sigmoid_sums": lambda x, t: sigmoid_sums(x[:, 0], x[:, 0] * 2, torch.ones_like(x), 0.5).square().mean(),
         "sigmoid_focal": lambda x, t: sigmoid_focal(x, t[:, None], **OFF),
     }
     multi = {
         "smooth_ap of classes": lambda x, t: smooth_ap(x, t, 0.5, **OFF),
+        "hard negative": lambda x, t: hard_negative_cross_entropy(x, t, 0.2, **OFF),
+        "pauc dro": lambda x, t: pauc_at_budget(x, t, surrogate="dro", **OFF),
+        "pauc dro pairs": lambda x, t: pauc_at_budget(x, t, surrogate="dro", dro_lambda=0.5, **OFF),
         "pauc of classes": lambda x, t: pauc_at_budget(x, t, beta=0.4, surrogate="pairwise", **OFF),
         "retrieval": lambda x, t: retrieval_smooth_ap(x, t, temperature=0.1),
         "queries": lambda x, t: (
@@ -89,7 +93,8 @@ SUMMED = ["sigmoid_focal", "softmax_focal", "causal_lm"]
 MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "SmoothAPLoss": (lambda: SmoothAPLoss(1, temperature=0.5, **OFF), BINARY),
     "RecallAtQuantileLoss": (lambda: RecallAtQuantileLoss(1, 0.3, temperature=0.5, **OFF), BINARY),
-    "PAUCAtBudgetLoss": (lambda: PAUCAtBudgetLoss(1, beta=0.4, temperature=0.5, **OFF), BINARY),
+    "PAUCAtBudgetLoss": (lambda: PAUCAtBudgetLoss(1, **OFF), BINARY),
+    "trapezoid": (lambda: PAUCAtBudgetLoss(1, beta=0.4, surrogate="trapezoid", temperature=0.5, **OFF), BINARY),
     "max_pool_size": (lambda: PAUCAtBudgetLoss(5, beta=0.4, surrogate="pairwise", max_pool_size=30, **OFF), CLASSES),
     "RetrievalSmoothAPLoss": (lambda: RetrievalSmoothAPLoss(0.1), CLASSES),
     "SigmoidFocalLoss": (lambda: SigmoidFocalLoss(**OFF), BINARY[:, None]),

@@ -83,7 +83,7 @@ WRONG = {
     "SmoothAPLoss(1)(torch.ones(1, 1), torch.ones(1), return_diagnostics=True)": "call-overload",
     "smooth_ap(torch.ones(1, 1), torch.ones(1), temperatur=0.1)": "call-overload",
     "smooth_ap(torch.ones(1, 1), torch.ones(1), return_per_class=True, temperatur=0.1)": "call-overload",
-    'pauc_at_budget(torch.ones(1, 1), torch.ones(1), return_per_class=True, surrogate="dro")': "call-overload",
+    'pauc_at_budget(torch.ones(1, 1), torch.ones(1), return_per_class=True, surrogate="hinge")': "call-overload",
     "SmoothAPLoss(1)(torch.ones(1, 1), torch.ones(1)).per_class": "attr-defined",
     "SmoothAPLoss(1)(torch.ones(1, 1), torch.ones(1), return_per_class=True).backward()": "attr-defined",
 }

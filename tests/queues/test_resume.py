@@ -77,7 +77,7 @@ def train(loss: Any, fill: str) -> None:
     _, steps, dtype = FILLS[fill]
     for index in range(steps):
         step(loss, index, dtype)
-    if not isinstance(loss, LossWarmupWrapper):
+    if hasattr(loss, "temperature"):
         loss.temperature *= 0.7
 
 
@@ -456,6 +456,8 @@ def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]
             assert loss.in_blend
         # The control: a new loss continues with other values.
         fresh = make_loss(name, capacity)
+        if not (steps or name == BLENDING or hasattr(loss, "temperature")):
+            continue  # it has no state yet
         assert steps_after(fresh, fill) != losses, (name, fill)
 
 
@@ -512,7 +514,8 @@ def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool
 
 def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
     trained, loaded = (
-        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), reset_queue_each_epoch=True) for _ in range(2)
+        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), warmup_steps=0, reset_queue_each_epoch=True)
+        for _ in range(2)
     )
     trained.on_train_epoch_start(3)
     train_two_classes(trained)

@@ -53,6 +53,12 @@ def test_retrieval_is_the_loss_of_its_peer(retrieval):
         assert row["gradient_difference"] < 1e-5
 
 
+def test_temperature_compares_the_automatic_one(tmp_path):
+    results = _run("temperature", tmp_path)
+    assert {record["lr"] for record in results["temperature"]} == {1e-3, 1e-2, 5e-2}
+    assert all(record["automatic_over_best"] > 0 for record in results["temperature"])
+
+
 def test_growth_writes_its_results(tmp_path):
     results = _run("growth", tmp_path, "--repeats", "1")
     assert {"classes", "positive", "recall", "machine"} <= set(results)

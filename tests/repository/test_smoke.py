@@ -20,11 +20,11 @@ SCORES = [[3.0], [2.0], [1.0], [0.0]]
     ("loss", "value"),
     [
         # Ranks 1 and 3, and 1 and 2 among the positives: AP = (1/1 + 2/3) / 2.
-        (SmoothAPLoss(1, temperature=1e-3), 1 / 6),
+        (SmoothAPLoss(1, temperature=1e-3, queue_size=8), 1 / 6),
         # The threshold is the second score; one of two positives lies above.
-        (RecallAtQuantileLoss(1, quantile=0.5, temperature=1e-3), 1 / 2),
+        (RecallAtQuantileLoss(1, quantile=0.5, temperature=1e-3, queue_size=8), 1 / 2),
         # Both negatives are in the band, three of the four pairs are in order.
-        (PAUCAtBudgetLoss(1, beta=1.0, surrogate="pairwise", tau_scale="band", temperature=1e-3), 1 / 4),
+        (PAUCAtBudgetLoss(1, beta=1.0, surrogate="pairwise", tau_scale="band", temperature=1e-3, queue_size=8), 1 / 4),
     ],
     ids=["smooth_ap", "recall_at_quantile", "pauc_at_budget"],
 )

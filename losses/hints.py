@@ -1,0 +1,181 @@
+"""Warnings about a ranking loss that is probably misused: each at most once, each with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import warn
+from .batch import Batch
+from .pool import PerClass, Pool
+
+_EMPTY_CALLS = 20  # calls in a row without a valid class
+_SMALL_POOLS = 3  # in a row: the last batch of an epoch may be small
+_FEW_ROWS = 16  # with fewer rows the range of the scores says little about what they are
+_WIDE = 0.5  # scores in [0, 1] with less range may be those of a network before its training
+_FEW_POSITIVES = 20  # with fewer, all of them may happen to have no gradient
+_NO_GRADIENT = 1e-6  # of the largest gradient of the class
+_MANY = 0.99  # share of the live positives
+_SMALL_LOSS = 0.05  # below it the positives are ranked well and need no gradient
+_PUSH = 0.5  # share of the gradient that raises all scores
+_MANY_PUSHES = 2  # measurements in a row
+
+
+class Setting(NamedTuple):
+    """What decides which hints apply to a loss; None where one does not."""
+
+    temperature: float | None  # None where it is automatic, or where the loss has none
+    few_rows: str | None  # what is wrong with a pool as small as this one will stay, and the fix
+    is_alone: bool  # queued rows are negatives alone, and no schedule around the loss adds a pointwise loss
+
+
+class Hints:
+    """Watches the training calls of one loss, and warns once about each likely mistake.
+
+    Nothing waits for an accelerator: its values are copied in the background, and read in a later call.
+    """
+
+    def __init__(self, loss: str) -> None:
+        self._loss = loss
+        self._given: set[str] = set()
+        self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = self._pushes = 0
+        self._copies: list[tuple[torch.Event | None, Tensor, Callable[[list[float]], None]]] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
+
+    def observe(self, setting: Setting, logits: Tensor, live: Batch, pool: Pool, per_class: PerClass) -> None:
+        """Look at one call.
+
+        Args:
+            setting: what decides which hints apply.
+            logits: (N, C) of this rank; in backward they get the gradient of all losses together.
+            live: the live rows of all ranks.
+            pool: the rows that the loss was computed over.
+            per_class: the loss of each class.
+        """
+        self._read_copies()
+        self._calls += 1
+        if live.logits.shape[1] == 2 and live.targets.ndim == 1:
+            self._give(
+                "two columns",
+                "logits of shape (N, 2) are ranked as two classes, so that the frequent class counts as much as the "
+                "rare one. If the problem is binary, use num_classes=1 and one logit: logits[:, 1:] - logits[:, :1].",
+            )
+        self._small_pools = 0 if setting.few_rows is None else self._small_pools + 1
+        if setting.few_rows is not None and self._small_pools == _SMALL_POOLS:
+            self._give("few rows", setting.few_rows)
+        if "no valid class" not in self._given:
+            self._read(per_class.valid.any()[None], self._count_empty_calls)
+        doubled = self._calls & (self._calls - 1) == 0  # calls 1, 2, 4, 8, ...: these hints take a pass over the rows
+        if doubled and live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._given:
+            self._read(torch.stack(live.logits.detach().aminmax()), self._look_at_range)
+        has_gradient = pool.scores.requires_grad and pool.scores.numel() > 0
+        if doubled and setting.temperature is not None and has_gradient and "gradient" not in self._given:
+            self._watch_positives(pool, per_class, setting.temperature)
+        if (
+            doubled
+            and setting.is_alone
+            and pool.live is not None
+            and logits.requires_grad
+            and "alone" not in self._given
+        ):
+            logits.register_hook(self._watch_push)
+
+    def _count_empty_calls(self, valid: list[float]) -> None:
+        self._empty_calls = 0 if valid[0] else self._empty_calls + 1
+        if self._empty_calls == _EMPTY_CALLS:
+            self._give(
+                "no valid class",
+                f"no class was valid in {_EMPTY_CALLS} calls in a row, so the loss was 0. Usually no class had both a "
+                "positive and a negative: draw batches with positives in them (a sampler such as "
+                "torch.utils.data.WeightedRandomSampler), use larger batches, or set queue_size so that past rows stay "
+                "in the pool.",
+            )
+
+    def _look_at_range(self, ends: list[float]) -> None:
+        low, high = ends
+        if low >= 0 and high <= 1 and high - low > _WIDE:
+            self._give(
+                "probabilities",
+                f"all scores lie between 0 and 1 ({low:.3g} to {high:.3g}). If they are probabilities, pass the logits "
+                "from before the sigmoid or softmax: probabilities near 0 and 1 are too close to each other to rank.",
+            )
+
+    def _watch_positives(self, pool: Pool, per_class: PerClass, temperature: float) -> None:
+        """Count in backward how many live positives get a gradient."""
+        positive = pool.positive if pool.live is None else pool.positive & pool.live
+        if pool.weight is not None:
+            positive = positive & (pool.weight > 0)
+        open_to_gain = per_class.valid & (per_class.values.detach() > _SMALL_LOSS)  # [C]
+        incoming: list[Tensor] = []  # gradient of the values: a loss that is multiplied by 0 gives none to anyone
+        if per_class.values.requires_grad:
+            per_class.values.register_hook(lambda gradient: incoming.append(gradient.detach()))
+
+        def look(gradient: Tensor) -> None:
+            size = gradient.detach().abs()
+            is_used = incoming[-1] != 0 if incoming else torch.ones_like(open_to_gain)
+            counted = positive & (open_to_gain & is_used)[:, None]
+            lost = counted & (size <= _NO_GRADIENT * size.amax(dim=1, keepdim=True))
+            sums = torch.stack([lost.sum(), counted.sum()])
+            self._read(sums, lambda counts: self._count_lost(counts, temperature), later=True)
+
+        pool.scores.register_hook(look)
+
+    def _count_lost(self, sums: list[float], temperature: float) -> None:
+        self._lost, self._positives = self._lost + int(sums[0]), self._positives + int(sums[1])
+        if self._positives >= _FEW_POSITIVES and self._lost > _MANY * self._positives:
+            self._give(
+                "gradient",
+                f"{self._lost} of {self._positives} live positives had no gradient: temperature={temperature:g} is "
+                "too small for the distances between the scores. Use a larger one, or temperature=None where the loss "
+                "has it, which follows the spread of the scores.",
+            )
+
+    def _watch_push(self, gradient: Tensor) -> None:
+        sums = torch.stack([gradient.detach().double().sum(), gradient.detach().double().abs().sum()])
+        self._read(sums, self._count_push, later=True)
+
+    def _count_push(self, sums: list[float]) -> None:
+        push = -sums[0] / sums[1] if sums[1] > 0 else 0.0
+        self._pushes = self._pushes + 1 if push > _PUSH else 0
+        if self._pushes == _MANY_PUSHES:
+            self._give(
+                "alone",
+                f"with queue_keep='negatives', {push:.0%} of the gradient raises all scores together: they are "
+                "compared with constants that nothing lowers. If no pointwise loss such as cross-entropy is trained "
+                "next to it, add one, or use queue_keep='all'.",
+            )
+
+    def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
+        """Call ``then`` with the numbers in ``values``: now on the CPU, elsewhere, or with ``later``, in a later call.
+
+        A warning that is an error must not be raised in a backward, where other ranks communicate.
+        """
+        if values.device.type == "cpu":
+            if later:
+                self._copies.append((None, values, then))
+            else:
+                then(values.tolist())
+            return
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != values.device.type:
+            return  # it has no events, and reading the values would wait
+        copied = torch.Event(values.device.type)
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied.record()
+        self._copies.append((copied, host, then))
+
+    def _read_copies(self) -> None:
+        while self._copies and ((event := self._copies[0][0]) is None or event.query()):
+            _, host, then = self._copies.pop(0)
+            then(host.tolist())
+
+    def _give(self, kind: str, text: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warn(f"{self._loss}: {text}")

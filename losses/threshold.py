@@ -1,0 +1,49 @@
+"""Thresholds that carry a gradient, in balance with the positives that are compared with them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantiles import Levels
+from ..kernels.threshold_gradient import carry_gradient
+from .pool import Pool
+
+
+def threshold_with_gradient(
+    levels: Levels, pool: Pool, reference: Tensor | None, positives: Tensor, taus: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``levels.movable`` (C, L) with a gradient, and the positives (C, M) that may have one.
+
+    The live rows of the reference carry the gradient of a threshold. Only positives that are live too may have one, see
+    :func:`hold_others`. Their slopes then add up to what the threshold carries, so the gradient of the live rows adds
+    up to 0. In a class without a live reference row of finite score nothing could carry it, and no positive has one:
+    all scores would rise together.
+
+    Args:
+        levels: (C, L) quantiles of the reference rows.
+        pool: the scores, and which of them are live.
+        reference: (C, M) bool, the rows of which the levels are quantiles; None for all.
+        positives: (C, M) bool, those that are compared with the levels.
+        taus: (C,) the width of the sigmoid in units of the scores.
+
+    Returns:
+        The second is None if all positives may have a gradient.
+    """
+    if pool.live is None:
+        # A finite level is at or between scores of its reference, all of which are live.
+        return carry_gradient(levels, pool.scores, reference, taus, levels_are_rows=True)[0], None
+    carriers = pool.live.expand_as(pool.positive) if reference is None else reference & pool.live
+    point, carried = carry_gradient(levels, pool.scores, carriers, taus, levels_are_rows=False)
+    if carried is None:
+        return point, None
+    # At an infinite level, which nothing carries either, no finite positive has a slope.
+    return point, positives & pool.live & carried.any(dim=1, keepdim=True)
+
+
+def hold_others(values: Tensor, drawing: Tensor | None) -> Tensor:
+    """Return ``values``, detached outside of ``drawing``; None is everywhere."""
+    if drawing is None:
+        return values
+    # In the layout of the values, which decides the order in which they are added up: the loss keeps its last bit.
+    return torch.empty_like(values).copy_(torch.where(drawing, values, values.detach()))

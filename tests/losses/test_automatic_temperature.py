@@ -1,0 +1,418 @@
+"""The automatic temperature: its value, its independence of the scale, degenerate scores, ranks, and its state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gradient_cases
+import pytest
+import reference
+import torch
+from gradient_cases import Case
+from reference import Rows
+from torch import Tensor
+from torch.distributed import checkpoint
+from workers import WorkerPool, error_of
+
+from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, RetrievalSmoothAPLoss, SmoothAPLoss
+from fullrank.kernels import spread as spreads
+from fullrank.kernels.spread import evenly_spaced, spread_of, standardized
+from fullrank.losses import pauc_at_budget, recall_at_quantile, retrieval_smooth_ap, smooth_ap
+
+SHARPEST = {torch.float32: 2e-6, torch.float64: 1e-12}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "smooth_ap": smooth_ap,
+    "recall": lambda logits, targets, **options: recall_at_quantile(logits, targets, 0.1, **options),
+}
+MODULES: dict[str, Callable[..., Any]] = {
+    "smooth_ap": SmoothAPLoss,
+    "recall": lambda classes, **options: RecallAtQuantileLoss(classes, 0.1, **options),
+}
+MULTIPLES = {"smooth_ap": 0.1, "recall": 0.3}
+over_functions = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def rows(count: int, classes: int = 1, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Return logits (count, classes) that require a gradient, and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, classes, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return logits, torch.randint(0, max(2, classes), (count,), generator=generator)
+
+
+def step(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = loss(leaf, targets)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+def expected_spread(columns: Tensor) -> float:
+    """Return the reference of the spread of ``columns`` (C, M), all rows of which are used."""
+    codes = torch.zeros(columns.shape[1], len(columns), dtype=torch.int64)
+    return reference.spread(reference.problems(Rows(columns.t(), codes)))
+
+
+# --- the value -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 30, 1000])
+def test_spread_equals_the_reference(count: int, classes: int) -> None:
+    scores = rows(count, classes)[0].detach().t()
+    assert spread_of(scores, None) == pytest.approx(expected_spread(scores), rel=1e-13)
+    assert spread_of(scores.float(), None) == pytest.approx(expected_spread(scores.float()), rel=1e-13)
+
+
+def test_rows_that_are_no_members_are_left_out() -> None:
+    scores = rows(60, 4)[0].detach().t()
+    member = torch.rand(4, 60, generator=torch.Generator().manual_seed(1)) < 0.6
+    alone = [spread_of(scores[c : c + 1, member[c]], None) for c in range(4)]
+    assert spread_of(scores, member) == pytest.approx(sum(alone) / 4, rel=1e-13)
+    assert spread_of(scores, None) != pytest.approx(sum(alone) / 4, rel=1e-3)  # control
+
+
+def test_the_spread_of_normal_scores_is_their_deviation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((1, 300_000), (5, 50_000), (300, 2000)):
+        scores = 7 + 3 * torch.randn(shape, generator=generator)
+        assert spread_of(scores, None) == pytest.approx(3.0, rel=0.06)
+
+
+@pytest.mark.parametrize(("count", "among"), [(1, 1), (7, 7), (5, 9), (64, 1000), (4096, 4097), (4096, 10**6)])
+def test_the_sample_equals_the_reference(count: int, among: int) -> None:
+    chosen = evenly_spaced(count, among, torch.device("cpu")).tolist()
+    assert chosen == reference.evenly_spaced(count, among)
+    assert all(k * among // count <= row <= (k + 1) * among // count for k, row in enumerate(chosen))
+    assert chosen == sorted(chosen)
+    assert chosen[-1] < among
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8, 16, 244])
+def test_a_periodic_order_of_rows_does_not_bias_the_sample(period: int) -> None:
+    chosen = evenly_spaced(spreads.MOST_SCORES, 1_000_000 // 4096 * 4096, torch.device("cpu"))
+    share = (chosen % period == 0).double().mean().item()
+    assert share == pytest.approx(1 / period, abs=0.02)
+    evenly = torch.arange(spreads.MOST_SCORES) * 244  # control: without a jitter
+    assert (evenly % 4 == 0).all()
+
+
+@pytest.mark.parametrize(("classes", "count"), [(1, 5000), (2, 5000), (64, 100), (100, 65), (1000, 300)])
+def test_the_size_of_the_sample(classes: int, count: int) -> None:
+    sample = spreads.sample_of(torch.arange(float(classes * count)).view(classes, count), None)
+    assert sample.numel() <= 4096
+    assert sample.shape[0] == min(classes, 64)
+    assert sample.shape[1] == min(count, max(64, 4096 // classes))
+    assert len(sample.unique()) > 0.7 * sample.numel()  # neighbouring parts may share the row at their boundary
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+@over_functions
+def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
+    logits, targets = rows(80, classes)
+    tau = MULTIPLES[name] * spread_of(logits.t(), None)
+    for ours, number in zip(step(FUNCTIONS[name], logits, targets), step(numbered(name, tau), logits, targets)):
+        assert torch.equal(ours, number)
+    control = step(numbered(name, 1.01 * tau), logits, targets)
+    assert not torch.equal(control[0], step(FUNCTIONS[name], logits, targets)[0])
+
+
+def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
+    """Return the function at a temperature that is a number."""
+    return lambda logits, targets: FUNCTIONS[name](logits, targets, temperature=temperature)
+
+
+def test_queries_share_the_spread_of_all_rows() -> None:
+    logits, targets = rows(60)
+    indexes = torch.arange(60) % 7
+    ours = smooth_ap(logits, targets, indexes=indexes)
+    wanted = reference.smooth_ap_of_queries(Rows(logits, targets), indexes).loss
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
+    used = SmoothAPLoss(1, queue_size=0)
+    torch.testing.assert_close(used(logits, targets, indexes=indexes), wanted, rtol=1e-12, atol=0)
+    assert used.current_temperature == 0.1 * spread_of(logits.t(), None)
+
+
+# --- scale and shift -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [50, 6000])
+@pytest.mark.parametrize("classes", [1, 3])
+@over_functions
+def test_shift_and_scale_change_nothing(name: str, classes: int, count: int) -> None:
+    logits, targets = rows(count, classes)
+    value, gradient = step(FUNCTIONS[name], logits, targets)
+    for factor, shift in ((1000.0, 0.0), (1e-3, 0.0), (2.0**60, 0.0), (1.0, 16.0), (1.0, -7.0)):
+        moved, slope = step(FUNCTIONS[name], logits * factor + shift, targets)
+        # Rounding of the shifted scores: 16 units at 2.2e-16 in temperatures of 0.1.
+        torch.testing.assert_close(moved, value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(slope * factor, gradient, rtol=1e-10, atol=1e-12 * gradient.abs().max().item())
+    fixed = numbered(name, 0.1)
+    assert abs(step(fixed, logits * 1000, targets)[0] - step(fixed, logits, targets)[0]) > 1e-4  # control
+
+
+# --- degenerate scores -----------------------------------------------------------------------------------------------
+
+N = 400
+RAMP = torch.linspace(-1, 1, N, dtype=torch.float64)
+DEGENERATE: dict[str, tuple[Tensor, float, float]] = {  # scores, and the least and the largest spread
+    "constant": (torch.full((N,), 3.7, dtype=torch.float64), 1, 1),
+    "zeros": (torch.zeros(N, dtype=torch.float64), 1, 1),
+    "rounding alone": (1.0 + 2.0**-52 * (torch.arange(N) % 3), 1, 1),
+    "one outlier": (torch.where(torch.arange(N) == 7, 1e30, RAMP), 0.7, 0.8),
+    "constant but one outlier": (torch.where(torch.arange(N) == 7, 1e30, torch.ones(N, dtype=torch.float64)), 1, 1),
+    "two clusters": (torch.where(torch.arange(N) % 2 == 0, 1e6, -1e6) + RAMP, 1e6, 2e6),
+    "two uneven clusters": (torch.where(torch.arange(N) % 10 == 0, 1e6, 0.0) + RAMP, 0.7, 1.0),
+    "two tied clusters": (torch.where(torch.arange(N) % 10 == 0, 1e6, 0.0).double(), 2e5, 4e5),
+    "mostly tied": (torch.where(torch.arange(N) % 10 == 0, RAMP, torch.zeros_like(RAMP)), 0.05, 0.3),
+    "infinities": (torch.where(torch.arange(N) % 5 == 0, -math.inf, RAMP), 0.7, 0.8),
+    "all -inf": (torch.full((N,), -math.inf, dtype=torch.float64), 1, 1),
+    "all nan": (torch.full((N,), math.nan, dtype=torch.float64), 1, 1),
+    "huge": (RAMP * 1e37, 7e36, 8e36),
+    "tiny": (RAMP * 1e-44, 1e-60, 1e-30),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_degenerate_scores_have_a_usable_spread(name: str, dtype: torch.dtype) -> None:
+    scores, least, most = DEGENERATE[name]
+    info = torch.finfo(dtype)
+    for given in (scores.to(dtype)[None], torch.stack([scores.to(dtype)] * 3)):
+        found = spread_of(given, None)
+        assert info.tiny < 0.1 * found < info.max
+        assert least <= found <= most
+        if not given.isnan().any():
+            assert standardized(given, None).isfinite().eq(given.isfinite()).all()
+
+
+def test_the_whole_range_of_float64() -> None:
+    assert spread_of(RAMP[None] * 1.7e308, None) == pytest.approx(1.7e308 / 1.349, rel=0.01)
+    assert spread_of(torch.tensor([[-1.7e308, 1.7e308]], dtype=torch.float64), None) == torch.finfo(torch.float64).max
+    ends = torch.where(torch.arange(N) % 10 == 0, 1.7, -1.7).double() * 1e308
+    assert 1e307 < spread_of(ends[None], None) < math.inf
+
+
+def test_a_pool_of_moderate_size_is_used_whole_if_its_sample_has_no_spread() -> None:
+    """With many classes the sample has 64 rows of 64 classes, which may all be constant."""
+    scores = torch.zeros(130, 640)
+    sampled = spreads.sample_of(torch.arange(130 * 640.0).view(130, 640), None).long()
+    scores[1::2] = torch.randn(65, 640, generator=torch.Generator().manual_seed(0))
+    scores.view(-1)[sampled.reshape(-1)] = 0.0
+    assert spreads.sample_of(scores, None).abs().max() == 0
+    assert 0.9 < spread_of(scores, None) < 1.1
+
+
+def test_a_pool_without_rows_or_members() -> None:
+    assert spread_of(torch.zeros(1, 0), None) == 1.0
+    assert spread_of(torch.randn(2, 5), torch.zeros(2, 5, dtype=torch.bool)) == 1.0
+    for loss in (SmoothAPLoss(1), RecallAtQuantileLoss(1), RetrievalSmoothAPLoss(None)):
+        logits = torch.zeros(0, 1, requires_grad=True)
+        loss(logits, torch.zeros(0, dtype=torch.int64)).backward()
+        assert logits.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scores", [name for name in DEGENERATE if name not in ("all nan", "all -inf", "infinities")])
+@over_functions
+def test_degenerate_scores_lose_no_step_and_poison_none(name: str, scores: str, dtype: torch.dtype) -> None:
+    """A step on degenerate scores, with a queue, then clean steps, which have a usual loss and gradient."""
+    loss = MODULES[name](1, queue_size=200)
+    given = DEGENERATE[scores][0].to(dtype)[:, None]
+    targets = (torch.arange(N) % 8 == 0).long()
+    for _ in range(2):
+        value, gradient = step(loss, given, targets)
+        if given.isfinite().all():
+            assert value.isfinite()
+            assert gradient.isfinite().all()
+            assert 0 < loss.current_temperature < math.inf
+    for index in range(3):
+        clean, targets_of_it = rows(N, seed=index, dtype=dtype)
+        value, gradient = step(loss, clean, targets_of_it)
+        assert 0 < value < 1
+        assert gradient.isfinite().all()
+    assert gradient.abs().sum() > 0
+    usual = 2 * MULTIPLES[name]  # after two clean steps the queue holds clean rows alone
+    assert usual / 4 < loss.current_temperature < usual
+
+
+@over_functions
+def test_constant_scores_have_a_gradient(name: str) -> None:
+    """A network whose last layer starts at zero can learn."""
+    gradient = step(FUNCTIONS[name], torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1]
+    assert gradient[::4].max() < 0
+
+
+def test_a_queue_of_constant_scores() -> None:
+    loss = SmoothAPLoss(1, queue_size=1000)
+    loss.queue.enqueue(torch.full((1000, 1), 0.5), torch.zeros(1000, dtype=torch.int64))
+    logits, targets = rows(100, dtype=torch.float32)
+    for _ in range(12):
+        value, gradient = step(loss, logits, targets)
+        assert value.isfinite()
+        assert gradient.abs().max() > 1e-4
+    assert loss.current_temperature == pytest.approx(0.1 * spread_of(logits.t(), None), rel=0.1)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("loss", ["smooth_ap", "recall"])
+def test_gradient_equals_one_process(pool: WorkerPool, loss: str, dtype: str) -> None:
+    for case in (
+        Case(loss, dtype=dtype, temperature=None),
+        Case(loss, dtype=dtype, num_classes=3, queue_keep="negatives", weighted=True, temperature=None),
+        Case(loss, dtype=dtype, num_classes=2, multi_hot=True, temperature=None),
+    ):
+        results = pool(gradient_cases.worst_error, pool.world_size, case)
+        for gradient, value in results:
+            assert gradient <= SHARPEST[getattr(torch, dtype)]
+            assert value <= SHARPEST[getattr(torch, dtype)]
+
+
+def large_pool(rank: int, world_size: int, name: str, classes: int) -> tuple[list[float], float]:
+    """Return the temperatures of two steps of unequal shards of 9,001 rows, and the worst gradient error."""
+    whole, spread = (MODULES[name](classes, queue_size=3000, gather_distributed=gather) for gather in (False, None))
+    temperatures, worst = [], 0.0
+    for index in range(2):
+        logits, targets = rows(9001, classes, seed=index)
+        cuts = [0, *(9001 * (r + 1) ** 2 // world_size**2 for r in range(world_size))]
+        own = slice(cuts[rank], cuts[rank + 1])
+        gradient = step(whole, logits, targets)[1][own]
+        ours = step(spread, logits[own], targets[own])[1] / world_size
+        worst = max(worst, float((ours - gradient).norm() / gradient.norm()))
+        assert spread.current_temperature == whole.current_temperature
+        temperatures.append(spread.current_temperature)
+    return temperatures, worst
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+@over_functions
+def test_pools_larger_than_the_sample(pool: WorkerPool, name: str, classes: int) -> None:
+    results = pool(large_pool, pool.world_size, name, classes)
+    for temperatures, worst in results:
+        assert temperatures == results[0][0]
+        assert worst <= 1e-12
+
+
+def settings_that_differ(rank: int) -> list[tuple[str, str]]:
+    """Return the errors of losses that are automatic on rank 0 alone."""
+    errors = []
+    for make in (*MODULES.values(), None):
+        value = None if rank == 0 else 0.05
+        loss = RetrievalSmoothAPLoss(value) if make is None else make(1, temperature=value)
+        errors.append(error_of(lambda loss=loss: loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))))
+    return errors
+
+
+def test_ranks_compare_the_setting(pool_of_two: WorkerPool) -> None:
+    results = pool_of_two(settings_that_differ)
+    assert results[0] == results[1]
+    for error, text in results[0]:
+        assert error == "RuntimeError"
+        assert "temperature: None on rank 0, 0.05 on rank 1" in text
+        assert "a number or None" in text
+
+
+# --- state and current_temperature -----------------------------------------------------------------------------------
+
+
+@over_functions
+def test_current_temperature(name: str) -> None:
+    logits, targets = rows(30)
+    loss = MODULES[name](1)
+    assert loss.temperature is None
+    assert loss.current_temperature is None
+    loss(logits, targets)
+    first = loss.current_temperature
+    assert first == MULTIPLES[name] * spread_of(logits.t(), None)
+    loss(5 * logits, targets)
+    assert loss.current_temperature > 2 * first
+    loss.temperature = 0.07
+    assert loss.current_temperature == 0.07
+    assert PAUCAtBudgetLoss(1).current_temperature == 0.1
+    assert copy.deepcopy(loss).current_temperature == 0.07
+
+
+@pytest.mark.parametrize("make", [*MODULES.values(), lambda _, temperature: RetrievalSmoothAPLoss(temperature)])
+def test_state_holds_the_setting(make: Callable[..., Any]) -> None:
+    for saved, other in ((None, 0.3), (0.3, None)):
+        buffer = io.BytesIO()
+        torch.save(make(1, temperature=saved).state_dict(), buffer)
+        buffer.seek(0)
+        loaded = make(1, temperature=other)
+        loaded.load_state_dict(torch.load(buffer, weights_only=True))
+        assert loaded.temperature == saved
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint_holds_the_setting(tmp_path: Any) -> None:
+    trained, loaded = SmoothAPLoss(1), SmoothAPLoss(1, temperature=0.3)
+    trained(*rows(30))
+    checkpoint.save({"loss": trained.state_dict()}, checkpoint_id=tmp_path)
+    state = {"loss": loaded.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    loaded.load_state_dict(state["loss"])
+    assert loaded.temperature is None
+    given = rows(20, seed=3)
+    assert torch.equal(trained(*given), loaded(*given))
+    assert trained.current_temperature == loaded.current_temperature
+
+
+def test_partial_auc_refuses_none() -> None:
+    for call in (lambda: PAUCAtBudgetLoss(1, temperature=None), lambda: pauc_at_budget(*rows(9), temperature=None)):
+        with pytest.raises(TypeError, match=r"temperature: expected a number, got None\. .*no automatic form"):
+            call()  # type: ignore[no-untyped-call]
+
+
+# --- compiled, transformed, meta -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [1, 3, 100])
+@over_functions
+def test_compiled_equals_eager(name: str, classes: int) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="eager")
+    for count, offset in ((200, 0.0), (5000 // classes + 70, 0.0), (200, 1000.0)):
+        logits, targets = rows(count, classes)
+        targets[::9] = -100
+        for ours, plain in zip(
+            step(compiled, logits + offset, targets), step(FUNCTIONS[name], logits + offset, targets)
+        ):
+            torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-13)
+
+
+@over_functions
+def test_transforms_and_meta(name: str) -> None:
+    logits, targets = rows(40)
+    gradient = torch.func.grad(lambda x: FUNCTIONS[name](x, targets))(logits.detach())
+    torch.testing.assert_close(gradient, step(FUNCTIONS[name], logits, targets)[1], rtol=1e-12, atol=0)
+    assert FUNCTIONS[name](logits.to("meta"), targets.to("meta")).shape == ()
+    loss = MODULES[name](1)
+    loss(logits.to("meta"), targets.to("meta"))
+    assert loss.current_temperature is None
+
+
+# --- retrieval -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 9, 40, 150])
+def test_retrieval(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    embeddings = torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+    unit = torch.nn.functional.normalize(embeddings, dim=1)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    sampled = reference.evenly_spaced(min(len(pairs), 4096), len(pairs))
+    cosines = torch.stack([unit[pairs[p][0]] @ unit[pairs[p][1]] for p in sampled])
+    loss = RetrievalSmoothAPLoss(None)
+    value = loss(embeddings, labels)
+    tau = 0.1 * expected_spread(cosines[None])
+    assert loss.current_temperature == pytest.approx(tau, rel=1e-12)
+    torch.testing.assert_close(value, retrieval_smooth_ap(embeddings, labels, temperature=tau), rtol=1e-10, atol=1e-12)
+    assert torch.equal(value, retrieval_smooth_ap(embeddings, labels, temperature=None))

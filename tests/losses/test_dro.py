@@ -1,0 +1,299 @@
+"""The surrogate "dro" of partial AUC at its edges; values, queue and ranks are tested with the other surrogates."""
+
+from __future__ import annotations
+
+import math
+
+import loss_cases as cases
+import pytest
+import reference
+import torch
+from loss_cases import INPUTS
+from reference import Rows
+from torch import Tensor
+from torch.testing import assert_close
+
+from fullrank import PAUCAtBudgetLoss
+from fullrank.kernels import entropic_risk
+from fullrank.kernels.costs import TABLE
+from fullrank.losses import pauc_at_budget
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+LAMBDAS = [1.0, 0.05, 0.3, 4.0]
+over_lambdas = pytest.mark.parametrize("tilt", LAMBDAS)
+over_scale = pytest.mark.parametrize("scale", [None, "iqr"])
+over_scales = pytest.mark.parametrize("scale", [None, "iqr", "band"])
+BAND = 0.7  # the rate to which the scale "band" reaches
+
+
+def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -> Tensor:
+    """Return the loss of the pure function."""
+    return pauc_at_budget(logits, targets, surrogate="dro", dro_lambda=tilt, **options)
+
+
+def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: object) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient."""
+    leaf = logits.clone().requires_grad_()
+    value = dro(leaf, targets, tilt, **options)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+@over_scales
+@over_lambdas
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_row_permutation_and_shift(inputs: str, tilt: float, scale: str | None) -> None:
+    case = INPUTS[inputs]
+    rows = case.rows(weighted=True)
+    order = torch.randperm(case.num_rows, generator=torch.Generator().manual_seed(1))
+    options = {"multi_hot": case.multi_hot, "tau_scale": scale, "beta": BAND}
+    loss, gradient = with_gradient(rows.logits, rows.targets, tilt, sample_weight=rows.sample_weight, **options)
+    other = reference.take(rows, order)
+    permuted = with_gradient(other.logits, other.targets, tilt, sample_weight=other.sample_weight, **options)
+    assert_close(permuted, (loss, gradient[order]), **EXACT)
+    shifted = with_gradient(rows.logits + 3, rows.targets, tilt, sample_weight=rows.sample_weight, **options)
+    assert_close(shifted, (loss, gradient), **EXACT)
+
+
+@over_lambdas
+def test_the_gradient_is_that_of_a_function_of_differences(tilt: float) -> None:
+    rows = INPUTS["classes"].rows(num_rows=200)
+    gradient = with_gradient(rows.logits, rows.targets, tilt)[1]
+    assert bool((gradient.sum(dim=0).abs() <= 1e-12 * gradient.abs().sum(dim=0)).all())
+    negative = (rows.targets != 1) & (rows.targets >= 0)
+    assert bool((gradient[negative, 1] > 0).all())  # every negative is lowered
+
+
+@over_scales
+@over_lambdas
+def test_gradcheck(tilt: float, scale: str | None) -> None:
+    """Most negatives stand at -9 and 9, so that the scale, which is detached, does not change with the others."""
+    leaf = INPUTS["binary"].rows().logits[:12].requires_grad_()
+    fixed = torch.tensor([[-9.0], [9.0]], dtype=torch.float64).repeat_interleave(20, dim=0)
+    targets = torch.cat([torch.arange(12) % 3 == 0, torch.zeros(40, dtype=torch.bool)])
+    options = {"tau_scale": scale, "beta": BAND}
+    assert torch.autograd.gradcheck(lambda x: dro(torch.cat([x, fixed]), targets, tilt, **options), leaf)
+
+
+@over_scales
+def test_lambda_is_a_budget(scale: str | None) -> None:
+    """Small lambda gives the loss against the hardest negative, large lambda the mean over all; 1 is between."""
+    scores = torch.tensor([[1.0], [0.5], [-0.3], [0.9], [2.0]], dtype=torch.float64)
+    targets = torch.tensor([1, 0, 0, 0, 0])
+    low, high, edge = (torch.quantile(scores[1:, 0], q, interpolation="higher") for q in (0.25, 0.75, 1 - BAND))
+    width = {None: 1.0, "iqr": high - low, "band": scores[1:].max() - edge}[scale]
+    pairs = -torch.nn.functional.logsigmoid((scores[0] - scores[1:, 0]) / width)
+    options = {"tau_scale": scale, "beta": BAND}
+    assert_close(dro(scores, targets, 1e-9, **options), pairs.max(), rtol=1e-7, atol=0)
+    assert_close(dro(scores, targets, 1e9, **options), pairs.mean(), rtol=1e-7, atol=0)
+    one, tenth = (dro(scores, targets, tilt, **options) for tilt in (1.0, 0.1))
+    assert pairs.mean() < one < tenth < pairs.max()
+
+
+def test_one_pair_is_cross_entropy_and_a_scale_changes_it() -> None:
+    """With one positive at 0, large lambda gives the mean cross-entropy of the negatives."""
+    scores = torch.cat([torch.zeros(1, 1), INPUTS["binary"].rows().logits]).double()
+    targets = (torch.arange(len(scores)) == 0).long()
+    expected = torch.nn.functional.softplus(scores[1:]).mean()
+    assert_close(dro(scores, targets, 1e9), expected, rtol=1e-7, atol=0)
+    assert abs(dro(scores, targets, 1e9, tau_scale="iqr") - expected) > 1e-3
+
+
+def test_it_is_the_default() -> None:
+    rows = INPUTS["binary"].rows()
+    default = pauc_at_budget(rows.logits, rows.targets)
+    assert torch.equal(PAUCAtBudgetLoss(1, queue_size=0)(rows.logits, rows.targets), default)
+    assert torch.equal(dro(rows.logits, rows.targets, tau_scale=None), default)
+    for scale in ("iqr", "band"):
+        assert not torch.equal(dro(rows.logits, rows.targets, tau_scale=scale, beta=BAND), default)
+
+
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+def test_no_scale_is_the_quartiles_for_the_other_surrogates(surrogate: str) -> None:
+    rows = INPUTS["binary"].rows()
+    values = {
+        scale: pauc_at_budget(rows.logits, rows.targets, beta=0.5, surrogate=surrogate, tau_scale=scale)
+        for scale in (None, "iqr", "band")
+    }
+    assert torch.equal(values[None], values["iqr"])
+    assert not torch.equal(values[None], values["band"])
+
+
+@pytest.mark.parametrize("change", [{"beta": 0.9}, {"n_knots": 9}, {"temperature": 3.0}], ids=str)
+def test_arguments_without_effect(change: dict[str, float]) -> None:
+    rows = INPUTS["binary"].rows()
+    for scale in (None, "iqr"):
+        value = dro(rows.logits, rows.targets, tau_scale=scale)
+        assert torch.equal(dro(rows.logits, rows.targets, tau_scale=scale, **change), value)
+    by_band = {"beta": 0.5, "tau_scale": "band"}
+    is_same = torch.equal(
+        dro(rows.logits, rows.targets, **(by_band | change)), dro(rows.logits, rows.targets, **by_band)
+    )
+    assert is_same == ("beta" not in change)  # the width of the band is a scale
+    pairwise = pauc_at_budget(rows.logits, rows.targets, surrogate="pairwise", beta=0.5)
+    if "n_knots" not in change:
+        changed = pauc_at_budget(rows.logits, rows.targets, surrogate="pairwise", **({"beta": 0.5} | change))
+        assert not torch.equal(changed, pairwise)
+
+
+def test_alpha_must_be_zero() -> None:
+    match = r"alpha: expected 0 with surrogate='dro', got .*For a band use surrogate='pairwise'"
+    with pytest.raises(ValueError, match=match):
+        PAUCAtBudgetLoss(1, alpha=0.1, beta=0.5, surrogate="dro")
+    with pytest.raises(ValueError, match=match):
+        dro(torch.zeros(2, 1), torch.tensor([0, 1]), alpha=0.001)
+
+
+@pytest.mark.parametrize("limit", [1, 40, 10**6])
+def test_chunks_of_pairs(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    rows = INPUTS["classes"].rows(weighted=True)
+    expected = with_gradient(rows.logits, rows.targets, 0.3)
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pairs_at_once=limit))
+    assert_close(with_gradient(rows.logits, rows.targets, 0.3), expected, **EXACT)
+
+
+@pytest.mark.parametrize("tilt", [1.0, 0.5, 0.2, 0.1, 1 / 3, 0.05])
+@over_scale
+def test_powers_are_the_sum_over_pairs(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None) -> None:
+    rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
+    logits = torch.cat([rows.logits, torch.tensor([[-math.inf] * 3, [40.0] * 3])])
+    targets, weight = torch.cat([rows.targets, torch.tensor([0, 1])]), torch.cat([rows.sample_weight, torch.ones(2)])
+    logits[-2, 0] = 1.0  # no positive at -inf
+    options, results = {"sample_weight": weight, "tau_scale": scale}, []
+    for power in (0, -math.inf):
+        monkeypatch.setattr(entropic_risk, "POWER", -power)
+        if tilt == 1.0:  # next to 1 the pairs are summed
+            results.append(with_gradient(logits, targets, tilt * (1 + 1e-11 * (power != 0)), **options))
+            continue
+        counts = torch.ones(2, 100), torch.ones(2, 100)
+        assert (entropic_risk._num_powers(tilt, *counts) > 0) == (power == 0)
+        results.append(with_gradient(logits, targets, tilt, **options))
+    assert_close(results[0], results[1], rtol=1e-9 if tilt == 1.0 else 1e-12, atol=1e-12)
+
+
+@over_lambdas
+def test_float32_far_from_zero(tilt: float) -> None:
+    """Scores of 1e6 + N(0, 1), which float32 rounds to multiples of 1/16; the loss adds no error of its own."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (1e6 + torch.randn(500, 1, generator=generator)).float()
+    targets = (torch.rand(500, generator=generator) < 0.1).long()
+    loss, gradient = with_gradient(logits, targets, tilt)
+    exact_loss, exact = with_gradient(logits.double(), targets, tilt)
+    assert (gradient - exact).norm() <= 2e-6 * exact.norm()
+    assert abs(loss - exact_loss) <= 2e-6 * exact_loss
+    naive = (logits / 1.3).double() * 1.3  # a control: scores divided before their difference is taken
+    assert (with_gradient(naive, targets, tilt)[1] - exact).norm() > 1e-4 * exact.norm()
+
+
+@over_scale
+@over_lambdas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_extreme_scores(dtype: torch.dtype, tilt: float, scale: str | None) -> None:
+    given = {"dro_lambda": tilt, "tau_scale": scale}
+    rows = INPUTS["binary"].rows()
+    for place, far in ((0, 1e30), (0, -1e30), (5, 1e30), (5, -1e30)):
+        logits = rows.logits.to(dtype)
+        logits[place] = far
+        targets = rows.targets.clone()
+        targets[0], targets[5] = 1, 0
+        loss, gradient = with_gradient(logits, targets, tilt, tau_scale=scale)
+        assert bool(gradient.isfinite().all())
+        expected = reference.pauc_at_budget(Rows(logits.double(), targets), **given).loss
+        assert_close(loss.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+    everywhere = rows.logits.to(dtype) * 1e30
+    loss, gradient = with_gradient(everywhere, rows.targets, tilt, tau_scale=scale)
+    assert bool(gradient.isfinite().all())
+    logits = everywhere.double() if scale is None else rows.logits  # a scale makes the unit of the scores indifferent
+    expected = reference.pauc_at_budget(Rows(logits, rows.targets), **given).loss
+    assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("power", [entropic_risk.POWER, 0])
+@over_scale
+@over_lambdas
+def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, power: int) -> None:
+    """A row at the good end counts as one very far away; at the bad end the loss is infinite, with a finite slope."""
+    monkeypatch.setattr(entropic_risk, "POWER", power)
+    rows = INPUTS["binary"].rows(num_rows=140)
+    targets = rows.targets.clone()
+    targets[0], targets[5] = 1, 0
+    for place, far in ((0, math.inf), (5, -math.inf), (0, -math.inf), (5, math.inf)):
+        results = []
+        for value in (far, math.copysign(1e6, far)):
+            logits = rows.logits.clone()
+            logits[place] = value
+            results.append(with_gradient(logits, targets, tilt, tau_scale=scale))
+        bad = (place == 0) == (far < 0)
+        assert bool(results[0][0].isinf()) == bad
+        assert bool(results[0][1].isfinite().all())
+        if not bad:
+            assert_close(results[0], results[1], **EXACT)
+            continue
+        assert (results[0][1][place] > 0) == (far > 0)
+        assert abs(results[0][1].sum()) <= 1e-12
+    for end in (math.inf, -math.inf):
+        logits = rows.logits.clone()
+        logits[0] = logits[5] = end
+        assert dro(logits, targets, tilt, tau_scale=scale).isnan()  # infinity less infinity, by the definition
+
+
+@over_scale
+@over_lambdas
+def test_a_positive_without_weight_does_not_count(tilt: float, scale: str | None) -> None:
+    options = {"reduction": "none", "tau_scale": scale}
+    rows = INPUTS["classes"].rows()
+    weight = torch.ones(len(rows.targets), dtype=torch.float64)
+    place = int((rows.targets == 1).nonzero()[0])
+    weight[place] = 0.0
+    logits = rows.logits.clone()
+    logits[place, 1] = -math.inf
+    result = dro(logits, rows.targets, tilt, sample_weight=weight, **options)
+    kept = torch.arange(len(weight)) != place
+    others = dro(logits[kept], rows.targets[kept], tilt, **options)
+    assert_close(result[1], others[1], **EXACT)
+    nan = rows.logits.clone()
+    nan[place, 1] = math.nan
+    assert dro(nan, rows.targets, tilt, sample_weight=weight, **options).isnan().tolist() == [False, True, False]
+
+
+def test_without_iid_negatives_a_class_is_not_valid() -> None:
+    rows = INPUTS["binary"].rows()
+    module = PAUCAtBudgetLoss(1, surrogate="dro", budget_basis="population", queue_size=0)
+    leaf = rows.logits.clone().requires_grad_()
+    result = module(leaf, rows.targets, rows.targets == 1, return_per_class=True)
+    assert (result.loss.item(), result.valid.tolist()) == (0.0, [False])
+    assert not torch.autograd.grad(result.loss, leaf)[0].any()
+    assert module(leaf, rows.targets, return_per_class=True).valid.tolist() == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@over_scale
+def test_half_precision(dtype: torch.dtype, scale: str | None) -> None:
+    rows = INPUTS["binary"].rows()
+    logits = rows.logits.to(dtype)
+    for tilt in LAMBDAS:
+        loss, gradient = with_gradient(logits, rows.targets, tilt, tau_scale=scale)
+        expected, wide = with_gradient(logits.float(), rows.targets, tilt, tau_scale=scale)
+        assert torch.equal(loss, expected)
+        assert loss.dtype == torch.float32
+        assert torch.equal(gradient, wide.to(dtype))
+
+
+@over_scales
+def test_meta_tensors(scale: str | None) -> None:
+    for tilt in (1.0, 0.5):
+        leaf = torch.empty(9, 3, device="meta", requires_grad=True)
+        value = dro(leaf, torch.empty(9, dtype=torch.int64, device="meta"), tilt, tau_scale=scale)
+        assert (value.shape, value.dtype) == ((), torch.float32)
+        assert torch.autograd.grad(value, leaf)[0].shape == (9, 3)
+
+
+def test_queued_rows_carry_no_gradient_and_the_live_ones_are_pulled_against_them() -> None:
+    case = INPUTS["binary"]
+    module = PAUCAtBudgetLoss(1, surrogate="dro", queue_size=100)
+    cases.call(module, case.rows(0))
+    rows = cases.leaf(case.rows(1))
+    result = cases.call(module, rows, return_per_class=True, return_diagnostics=True)
+    result.loss.backward()
+    assert result.stats["band_neg_count"].item() >= 1
+    live = rows.logits.grad[rows.targets >= 0, 0]
+    assert bool((live != 0).all())

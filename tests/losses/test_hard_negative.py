@@ -1,0 +1,163 @@
+"""Cross-entropy over hard negatives: torch's over all, ties, exact shares, degenerate classes, infinities."""
+
+from __future__ import annotations
+
+import math
+
+import loss_cases as cases
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from loss_cases import INPUTS
+from torch import Tensor
+from torch.testing import assert_close
+
+from fullrank import HardNegativeCrossEntropyLoss
+from fullrank.losses import hard_negative_cross_entropy
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def with_gradient(logits: Tensor, targets: Tensor, share: float, **options: object) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient."""
+    leaf = logits.clone().requires_grad_()
+    value = hard_negative_cross_entropy(leaf, targets, share, **options)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("inputs", ["binary", "multi_hot"])
+def test_all_negatives_are_the_binary_cross_entropy_of_torch(inputs: str, weighted: bool) -> None:
+    case = INPUTS[inputs]
+    rows = case.rows(weighted=weighted)
+    codes = rows.targets if case.multi_hot else rows.targets[:, None]
+    weight = (codes >= 0) * (rows.sample_weight[:, None] if weighted else torch.ones(1, 1, dtype=torch.float64))
+    theirs = F.binary_cross_entropy_with_logits(rows.logits, (codes == 1).double(), weight, reduction="none")
+    theirs = theirs.sum(dim=0) / weight.sum(dim=0)
+    options = {"multi_hot": case.multi_hot, "reduction": "none", "sample_weight": rows.sample_weight}
+    ours = hard_negative_cross_entropy(rows.logits, rows.targets, 1, **options)
+    assert_close(ours, theirs, **EXACT)
+    some = hard_negative_cross_entropy(rows.logits, rows.targets, 0.2, **options)
+    assert bool(((some - theirs).abs() > 1e-3).all())
+
+
+def test_only_positives_and_the_hardest_have_a_gradient() -> None:
+    logits = torch.tensor([[3.0], [2.0], [2.0], [2.0], [1.0], [0.0], [-1.0], [0.5]], dtype=torch.float64)
+    targets = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])
+    loss, gradient = with_gradient(logits, targets, 0.2)  # k = 2 of 7, and the second ties with two more
+    assert gradient[:, 0].ne(0).tolist() == [True, True, True, True, False, False, False, True]
+    kept = torch.tensor([0, 1, 2, 3, 7])
+    theirs = F.binary_cross_entropy_with_logits(logits[kept, 0], targets[kept].double())
+    assert_close(loss, theirs, **EXACT)
+    order = torch.tensor([4, 2, 7, 0, 6, 3, 5, 1])
+    assert_close(with_gradient(logits[order], targets[order], 0.2), (loss, gradient[order]), **EXACT)
+    first_two = F.binary_cross_entropy_with_logits(logits[[0, 1, 7], 0], targets[[0, 1, 7]].double())
+    assert abs(loss - first_two) > 1e-2  # a control: ties broken by the order of the rows
+
+
+@pytest.mark.parametrize(("count", "share", "k"), [(100, 0.07, 7), (100, 0.29, 29), (20, 0.05, 1), (21, 0.05, 2)])
+@pytest.mark.parametrize("extra", [0, 300])
+def test_the_number_of_negatives_is_that_of_the_decimal_share(count: int, share: float, k: int, extra: int) -> None:
+    """0.07 * 100 is 7.000000000000001 in floating point; positives and ignored rows do not count."""
+    assert math.ceil(0.07 * 100) == 8
+    scores = torch.arange(count + 2 * extra, dtype=torch.float64)[:, None]
+    targets = torch.zeros(count + 2 * extra, dtype=torch.int64)
+    targets[count : count + extra], targets[count + extra :] = 1, -100
+    gradient = with_gradient(scores, targets, share)[1]
+    assert gradient[:count].ne(0).nonzero()[:, 0].tolist() == list(range(count - k, count))
+
+
+def test_gradcheck() -> None:
+    logits = torch.randn(14, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    targets, weight = torch.arange(14) % 3, torch.linspace(0.1, 2, 14, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x: hard_negative_cross_entropy(x, targets, 0.3, "none", sample_weight=weight), logits
+    )
+
+
+def test_weights_do_not_select() -> None:
+    logits = torch.tensor([[3.0], [2.0], [1.0], [0.0]], dtype=torch.float64)
+    targets, weight = torch.tensor([0, 0, 0, 1]), torch.tensor([0.0, 1.0, 5.0, 2.0])
+    loss = hard_negative_cross_entropy(logits, targets, 0.5, sample_weight=weight)
+    expected = (F.softplus(logits[1, 0]) + 2 * F.softplus(-logits[3, 0])) / 3  # the first is selected, and weighs 0
+    assert_close(loss, expected, **EXACT)
+
+
+@pytest.mark.parametrize("queue_size", [0, 64])
+def test_a_class_without_positives_learns_from_its_negatives(queue_size: int) -> None:
+    case = INPUTS["classes"]
+    rows = cases.leaf(case.rows())
+    rows = rows._replace(targets=rows.targets.masked_fill(rows.targets == 1, 0))
+    module = HardNegativeCrossEntropyLoss(3, 0.3, queue_size=queue_size)
+    result = module(rows.logits, rows.targets, return_per_class=True)
+    assert result.valid.tolist() == [True, True, True]
+    result.loss.backward()
+    assert rows.logits.grad[:, 1].min() == 0.0
+    assert rows.logits.grad[:, 1].max() > 0.0
+    assert_close(result.loss, reference.hard_negative_cross_entropy(rows, share=0.3).loss, **EXACT)
+
+
+def test_a_class_without_negatives_or_without_weight() -> None:
+    logits = torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    targets = torch.zeros(2, dtype=torch.int64)
+    result = hard_negative_cross_entropy(logits, targets, 0.3, return_per_class=True)
+    assert result.valid.tolist() == [True, True]  # class 0 has positives alone, class 1 negatives alone
+    assert_close(result.per_class[0], F.softplus(-logits[:, 0]).mean(), **EXACT)
+    assert_close(result.per_class[1], F.softplus(logits[1, 1]), **EXACT)
+    weight = torch.tensor([1.0, 0.0])
+    result = hard_negative_cross_entropy(logits, targets, 0.3, return_per_class=True, sample_weight=weight)
+    assert result.valid.tolist() == [True, False]  # the one hard negative of class 1 weighs nothing
+    assert torch.autograd.grad(result.loss, logits)[0][:, 1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinite_scores(dtype: torch.dtype) -> None:
+    """At the wrong end the loss is infinite and the slope that of a large score; at the right end there is none."""
+    scores = torch.randn(30, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
+    targets = (torch.arange(30) % 5 == 0).long()
+    for place, end in ((0, math.inf), (1, -math.inf), (0, -math.inf), (1, math.inf)):
+        found = []
+        for value in (end, math.copysign(1e4, end)):
+            logits = scores.clone()
+            logits[place] = value
+            found.append(with_gradient(logits, targets, 0.3))
+        assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-12)
+        wrong = (place == 0) == (end < 0)
+        assert bool(found[0][0].isinf()) == wrong
+        if not wrong:
+            assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    minus = scores.masked_fill(targets[:, None] == 0, -math.inf)
+    loss, gradient = with_gradient(minus, targets, 0.3)  # all negatives tie
+    expected = F.softplus(-scores[targets == 1]).sum() / 30
+    assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert not gradient[targets == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    rows = INPUTS["classes"].rows()
+    logits = rows.logits.to(dtype)
+    loss, gradient = with_gradient(logits, rows.targets, 0.3)
+    expected, wide = with_gradient(logits.float(), rows.targets, 0.3)
+    assert torch.equal(loss, expected)
+    assert loss.dtype == torch.float32
+    assert torch.equal(gradient, wide.to(dtype))
+
+
+def test_meta_tensors() -> None:
+    leaf = torch.empty(9, 3, device="meta", requires_grad=True)
+    value = hard_negative_cross_entropy(leaf, torch.empty(9, dtype=torch.int64, device="meta"))
+    assert (value.shape, value.dtype) == ((), torch.float32)
+    assert torch.autograd.grad(value, leaf)[0].shape == (9, 3)
+
+
+def test_it_has_no_temperature() -> None:
+    module = HardNegativeCrossEntropyLoss(2, queue_size=4)
+    assert not hasattr(module, "temperature")
+    with pytest.raises(TypeError, match="temperature"):
+        HardNegativeCrossEntropyLoss(2, temperature=0.1)
+    other = HardNegativeCrossEntropyLoss(2, queue_size=4)
+    module(torch.randn(3, 2), torch.tensor([0, 1, 1]))
+    other.load_state_dict(module.state_dict())
+    assert len(other.queue) == 3

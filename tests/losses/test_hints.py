@@ -1,0 +1,217 @@
+"""A ranking loss that is probably misused warns once, names the fix, and never warns about what is right."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from fullrank import (
+    HardNegativeCrossEntropyLoss,
+    LossWarmupWrapper,
+    PAUCAtBudgetLoss,
+    RecallAtQuantileLoss,
+    SigmoidFocalLoss,
+    SmoothAPLoss,
+)
+from fullrank.losses import RankingLoss
+
+ROWS = 200
+
+
+def draw(seed: int, columns: int = 1, rows: int = ROWS) -> Tensor:
+    """Return scores of unit spread that ask for a gradient."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def every(number: int, rows: int = ROWS) -> Tensor:
+    """Return targets with one positive in ``number`` rows."""
+    return (torch.arange(rows) % number == 0).long()
+
+
+def texts_of(loss, steps, make_scores=draw, targets=None, add=None):
+    """Train for some steps, and return the texts of the warnings."""
+    targets = every(5) if targets is None else targets
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            scores = make_scores(step)
+            value = loss(scores, targets)
+            value = value if add is None else value + add(scores, targets)
+            if value.requires_grad:
+                value.backward()
+    assert all(one.filename == __file__ for one in caught), "a warning points at the line that calls the loss"
+    return [str(one.message) for one in caught]
+
+
+def cross_entropy(scores, targets):
+    return binary_cross_entropy_with_logits(scores[:, 0], targets.float())
+
+
+NONE = torch.zeros(ROWS, dtype=torch.long)
+MISUSES = {
+    "no positive": (lambda **o: SmoothAPLoss(1, temperature=0.1, queue_size=0, **o), {"targets": NONE}, "sampler"),
+    "small pool": (
+        lambda **o: RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0, **o),
+        {},
+        "1/quantile = 250",
+    ),
+    "small band": (
+        lambda **o: PAUCAtBudgetLoss(1, beta=0.004, surrogate="pairwise", queue_size=0, **o),
+        {},
+        "1/beta = 250",
+    ),
+    "lost positives": (lambda **o: SmoothAPLoss(1, temperature=1e-6, **o), {}, "temperature=1e-06"),
+    "probabilities": (
+        lambda **o: SmoothAPLoss(1, temperature=0.1, **o),
+        {"make_scores": lambda s: draw(s).sigmoid()},
+        "sigmoid",
+    ),
+    "two columns": (
+        lambda **o: SmoothAPLoss(2, temperature=0.1, **o),
+        {"make_scores": lambda s: draw(s, 2)},
+        "num_classes=1",
+    ),
+    "negatives alone": (
+        lambda **o: SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives", **o),
+        {"targets": every(50)},
+        "cross-entropy",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+def test_a_misuse_warns_once_and_names_the_fix(make, steps, fix):
+    (text,) = texts_of(make(), 40, **steps)
+    assert fix in text
+    assert text.startswith(("SmoothAPLoss: ", "RecallAtQuantileLoss: ", "PAUCAtBudgetLoss: "))
+
+
+@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
+    assert texts_of(make(validate_args=False), 40, **steps) == []
+    assert texts_of(make().eval(), 40, **steps) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps"),
+    [
+        (SmoothAPLoss(1, temperature=0.1), {}),
+        (SmoothAPLoss(1, temperature=0.1, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
+        (RecallAtQuantileLoss(1, quantile=0.05, temperature=0.1, queue_size=0), {}),
+        (RecallAtQuantileLoss(1, quantile=0.004, temperature=0.1, queue_size=1024), {}),  # the queue is large enough
+        (PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), {}),
+        (PAUCAtBudgetLoss(1, beta=0.004, queue_size=0), {}),  # the soft maximum has no band
+        (
+            SmoothAPLoss(2, temperature=0.1, multi_hot=True),
+            {"make_scores": lambda s: draw(s, 2), "targets": draw(9, 2) > 1},
+        ),
+        (
+            SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives"),
+            {"targets": every(50), "add": cross_entropy},
+        ),
+    ],
+    ids=[
+        "queue",
+        "wide scores",
+        "recall",
+        "recall with a queue",
+        "pauc",
+        "pauc dro",
+        "two labels",
+        "negatives and cross-entropy",
+    ],
+)
+def test_right_use_does_not_warn(loss, steps):
+    assert texts_of(loss, 40, **steps) == []
+
+
+def test_a_network_before_its_training_may_score_between_0_and_1():
+    assert texts_of(SmoothAPLoss(1), 1, make_scores=lambda step: 0.3 + 0.05 * draw(step)) == []
+
+
+def test_a_small_last_batch_does_not_warn():
+    loss = RecallAtQuantileLoss(1, quantile=0.02, temperature=1.0, queue_size=0)
+    for rows in (ROWS, ROWS, 24) * 3:
+        assert (
+            texts_of(loss, 1, make_scores=lambda step, rows=rows: draw(step, rows=rows), targets=every(5, rows)) == []
+        )
+
+
+def test_a_loss_of_weight_0_has_no_gradient_to_give():
+    loss = SmoothAPLoss(1, temperature=0.1)
+    scores = draw(0)
+    for _ in range(5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (0.0 * loss(scores, every(5))).backward()
+
+
+def test_a_pointwise_loss_needs_no_other():
+    loss = HardNegativeCrossEntropyLoss(1, queue_size=1024, queue_keep="negatives")
+    assert texts_of(loss, 40, make_scores=lambda step: draw(step) - 3, targets=every(50)) == []
+
+
+def test_nineteen_calls_without_a_positive_do_not_warn():
+    loss = SmoothAPLoss(1, temperature=0.1, queue_size=0)
+    for targets in (NONE, every(5), NONE):
+        assert texts_of(loss, 19, targets=targets) == []
+    (text,) = texts_of(loss, 1, targets=NONE)
+    assert "20 calls in a row" in text
+
+
+def test_positives_that_are_ranked_well_need_no_gradient():
+    loss = SmoothAPLoss(1, temperature=1e-4)
+    scores = draw(0).detach() + 100.0 * every(5)[:, None]
+    assert texts_of(loss, 10, make_scores=lambda step: scores.clone().requires_grad_()) == []
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_surrogate_without_a_temperature_does_not_blame_it(monkeypatch, is_control):
+    """One positive of many is below all negatives, and has all the gradient."""
+    targets = 1 - every(5)
+    scores = 100.0 * targets[:, None]
+    scores[1] = -1000.0
+    if is_control:
+        monkeypatch.setattr(PAUCAtBudgetLoss, "_width_of_step", RankingLoss._width_of_step)
+    loss = PAUCAtBudgetLoss(1, queue_size=0)
+    texts = texts_of(loss, 10, make_scores=lambda step: scores.clone().requires_grad_(), targets=targets)
+    assert ["temperature=0.1 is too small" in text for text in texts] == [True] * is_control
+
+
+def test_a_schedule_with_a_pointwise_loss_is_an_anchor():
+    class Focal(SigmoidFocalLoss):
+        def forward(self, inputs, targets):
+            return super().forward(inputs, targets.float()[:, None])
+
+    main = SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives")
+    loss = LossWarmupWrapper(Focal(), main, warmup_steps=1, final_main_weight=0.9, temp_start=0.1, temp_end=0.1)
+
+    def make_scores(step):
+        loss.on_train_batch_start(step)
+        return draw(step)
+
+    assert texts_of(loss, 40, make_scores=make_scores, targets=every(50)) == []
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
+def test_a_copy_of_a_loss_does_not_warn_again(again):
+    loss = RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0)
+    assert len(texts_of(loss, 3)) == 1
+    assert texts_of(again(loss), 5) == []
+
+
+def test_a_warning_does_not_change_the_loss():
+    values = []
+    for validate_args in (True, False):
+        loss = RecallAtQuantileLoss(1, quantile=0.004, queue_size=0, temperature=1e-6, validate_args=validate_args)
+        scores = draw(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = loss(scores, every(5))
+            value.backward()
+        values.append((value.detach(), scores.grad))
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)

@@ -1,0 +1,339 @@
+"""The gradient that a threshold carries: values stay, live gradients add up to 0, and no digits are lost."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import loss_cases as cases
+import pytest
+import reference
+import torch
+from loss_cases import INPUTS, POOLED
+from reference import Rows
+from torch import Tensor
+from torch.testing import assert_close
+
+from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss
+from fullrank.kernels.costs import TABLE
+from fullrank.kernels.quantiles import Levels
+from fullrank.kernels.threshold_gradient import carry_gradient
+from fullrank.losses import RankingLoss, pauc_at_budget, recall_at_quantile
+
+SETTINGS: dict[str, tuple[type[RankingLoss], Callable[..., reference.Result], dict[str, Any]]] = {
+    "recall": (
+        RecallAtQuantileLoss,
+        reference.recall_at_quantile,
+        {"quantile": 0.1, "temperature": 0.3},
+    ),
+    "recall linear": (
+        RecallAtQuantileLoss,
+        reference.recall_at_quantile,
+        {"quantile": 0.13, "temperature": 0.3, "quantile_interpolation": "linear"},
+    ),
+    "pauc": (PAUCAtBudgetLoss, reference.pauc_at_budget, {"beta": 0.3, "surrogate": "trapezoid", "temperature": 0.2}),
+    "pauc knots": (
+        PAUCAtBudgetLoss,
+        reference.pauc_at_budget,
+        {"alpha": 0.1, "beta": 0.6, "surrogate": "trapezoid", "n_knots": 4, "quantile_interpolation": "midpoint"},
+    ),
+    "pauc live": (
+        PAUCAtBudgetLoss,
+        reference.pauc_at_budget,
+        {"beta": 0.3, "surrogate": "trapezoid", "pos_numerator": "live"},
+    ),
+    "pauc population": (
+        PAUCAtBudgetLoss,
+        reference.pauc_at_budget,
+        {"beta": 0.4, "surrogate": "trapezoid", "budget_basis": "population", "tau_scale": "band"},
+    ),
+}
+over_settings = pytest.mark.parametrize("setting", SETTINGS)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers that float32 holds, in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def step(loss: RankingLoss, logits: Tensor, targets: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss of one step and the gradient of its rows."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = loss(leaf, targets, **given)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+def imbalance(gradient: Tensor) -> Tensor:
+    """Return the sum of a gradient, divided by the sum of its absolute values, per class."""
+    return gradient.sum(dim=0).abs() / gradient.abs().sum(dim=0)
+
+
+@pytest.mark.parametrize("queued", [0, 300])
+@over_settings
+def test_the_value_stays_and_live_gradients_add_up_to_zero(setting: str, queued: int) -> None:
+    make, _, options = SETTINGS[setting]
+    steps = {}
+    for flag in (True, False):
+        loss = make(2, queue_size=queued, multi_hot=True, threshold_gradient=flag, **options)
+        # Half of the queue is positives, which have slopes but no gradient.
+        with torch.no_grad():
+            loss(normal(300, 2, seed=1), (normal(300, 2, seed=2) > 0).long())
+        steps[flag] = step(loss, normal(60, 2), (normal(60, 2, seed=3) > 1).long())
+    assert torch.equal(steps[True][0], steps[False][0])
+    assert bool((imbalance(steps[True][1]) <= 1e-12).all())
+    assert bool((imbalance(steps[False][1]) > 0.99).all())  # control: detached, all scores rise together
+
+
+@over_settings
+def test_gradients_of_many_rows_add_up_to_zero(setting: str) -> None:
+    """Sums of this size are computed by bins where that is faster."""
+    make, _, options = SETTINGS[setting]
+    count = 60_000
+    loss = make(1, queue_size=0, **(options | ({"n_knots": 12} if "pauc" in setting else {})))
+    _, gradient = step(loss, normal(count, 1), (normal(count, seed=1) > 1).long())
+    assert float(imbalance(gradient)) <= 1e-12
+
+
+@over_settings
+def test_a_pool_of_one_live_row(setting: str) -> None:
+    """A live positive of recall is its own reference, so nothing can move. Partial AUC has a negative to move too."""
+    make, formula, options = SETTINGS[setting]
+    past = Rows(normal(40, 1), (normal(40, seed=1) > 0.5).long())
+    for target in (0, 1):
+        loss = make(1, queue_size=40, **options)
+        loss(past.logits, past.targets)
+        twin = cases.leaf(Rows(torch.tensor([[0.7]]).double(), torch.tensor([target])))
+        if target == 0 and options.get("pos_numerator") == "live":
+            continue  # without a live positive the class is not valid
+        value, gradient = step(loss, twin.logits, twin.targets)
+        expected = formula(twin, reference.enqueue(None, past, 40), **options)
+        assert_close(value, expected.loss.detach(), rtol=1e-12, atol=1e-14)
+        (theirs,) = torch.autograd.grad(expected.loss, twin.logits, allow_unused=True)
+        assert_close(gradient, torch.zeros_like(gradient) if theirs is None else theirs, rtol=1e-12, atol=1e-14)
+        assert float(gradient.abs().max()) <= 1e-14
+
+
+def test_positives_without_a_live_reference_row_have_no_gradient() -> None:
+    past, live = Rows(normal(200, 1), torch.zeros(200).long()), Rows(normal(8, 1) + 1, torch.ones(8).long())
+    for flag in (True, False):
+        loss = PAUCAtBudgetLoss(1, beta=0.3, surrogate="trapezoid", queue_size=200, threshold_gradient=flag)
+        loss.queue.enqueue(past.logits, past.targets)
+        _, gradient = step(loss, *live[:2])
+        assert bool(gradient.any()) != flag
+    loss = PAUCAtBudgetLoss(1, beta=0.3, surrogate="trapezoid", queue_size=200)
+    loss.queue.enqueue(past.logits, past.targets)
+    logits, targets = torch.cat([live.logits, torch.tensor([[-math.inf]])]), torch.tensor([1] * 8 + [0])
+    assert not bool(step(loss, logits, targets)[1].any())  # an infinite row is none either
+    logits[-1] = -3.0
+    gradient = step(loss, logits, targets)[1]
+    assert float(gradient[-1]) > 0
+    assert float(imbalance(gradient)) <= 1e-12
+
+
+def test_an_infinite_threshold_carries_nothing() -> None:
+    scores = torch.cat([torch.tensor([[math.inf], [math.inf], [1.0]]), normal(20, 1)]).double()
+    targets = torch.tensor([0, 0, 1, *[0, 0, 0, 1] * 5])
+    value, gradient = step(RecallAtQuantileLoss(1, 0.01, queue_size=0, temperature=0.3), scores, targets)
+    assert float(value) == pytest.approx(1.0, abs=1e-15)
+    assert not bool(gradient.any())
+    # The edge at a rate of 0 is infinite, the other knot is not.
+    loss = PAUCAtBudgetLoss(1, beta=0.5, surrogate="trapezoid", queue_size=0, temperature=1.0)
+    value, gradient = step(loss, scores, targets)
+    assert 0.5 < float(value) < 1
+    assert not bool(gradient[:2].any())
+    assert bool((gradient[2:].sign().long() == 1 - 2 * targets[2:, None]).all())
+    assert float(imbalance(gradient)) <= 1e-12
+
+
+def test_a_nan_reaches_no_other_class() -> None:
+    scores, targets = normal(40, 2), (normal(40, 2, seed=1) > 0.5).long()
+    expected = recall_at_quantile(scores, targets, 0.2, 0.3, "none", multi_hot=True)
+    scores[3, 0] = math.nan
+    leaf = scores.clone().requires_grad_()
+    value = recall_at_quantile(leaf, targets, 0.2, 0.3, "none", multi_hot=True)
+    assert value[0].isnan()
+    assert torch.equal(value[1], expected[1])
+    (gradient,) = torch.autograd.grad(value[1], leaf)
+    assert bool(gradient[:, 1].isfinite().all())
+    assert float(imbalance(gradient)[1]) <= 1e-12
+
+
+@pytest.mark.parametrize("interpolation", ["higher", "linear"])
+def test_a_class_that_is_not_valid_has_no_gradient(interpolation: str) -> None:
+    """Its level is 0, far from its scores."""
+    scores, targets = normal(40, 3).float(), (normal(40, 3, seed=1) > 0.5).long()
+    scores[:, 1], targets[:, 1] = 28.2 + scores[:, 1] * 1e-3, 0
+    scores[:, 2] = math.inf
+    options = {"quantile_interpolation": interpolation, "multi_hot": True, "queue_size": 0}
+    losses: list[RankingLoss] = [
+        RecallAtQuantileLoss(3, 0.2, temperature=0.3, **options),
+        PAUCAtBudgetLoss(3, beta=0.3, surrogate="trapezoid", validate_args=False, **options),
+    ]
+    for loss in losses:
+        leaf = scores.clone().requires_grad_()
+        per_class = loss(leaf, targets, return_per_class=True).per_class
+        (gradient,) = torch.autograd.grad(per_class[0], leaf, retain_graph=True)
+        assert bool(gradient[:, 0].any())
+        assert not bool(gradient[:, 1].any())
+
+
+def test_a_threshold_between_a_finite_and_an_infinite_score_is_infinite() -> None:
+    scores = torch.cat([torch.tensor([[math.inf]]), normal(11, 1)]).double()
+    targets = torch.tensor([0, *[0, 1] * 5, 0])
+    loss = RecallAtQuantileLoss(1, 0.05, queue_size=0, temperature=0.3, quantile_interpolation="linear")
+    value, gradient = step(loss, scores, targets)
+    assert float(value) == pytest.approx(1.0, abs=1e-15)
+    assert not bool(gradient.any())
+
+
+# Digits
+
+
+def rows_of(case: str) -> tuple[Tensor, Tensor]:
+    """Return scores (400, 1) that float32 holds, in float64, and targets."""
+    scores, targets = normal(400, 1), (normal(400, seed=1) > 1).long()
+    changed = {
+        "plain": scores,
+        "offset": (scores + 1e6).float().double(),
+        "ties": (scores * 2).round() / 2,
+        "equal": torch.full_like(scores, 3.0),
+        "range": torch.where(torch.arange(400)[:, None] % 50 == 7, scores * 1e30, scores).float().double(),
+        "wide": scores * 1e4,
+        "narrow": scores * 1e-3,
+    }
+    return changed[case], targets
+
+
+@pytest.mark.parametrize("interpolation", ["higher", "linear"])
+@pytest.mark.parametrize("case", ["plain", "offset", "ties", "equal", "range", "wide", "narrow"])
+@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.filterwarnings("ignore:RecallAtQuantileLoss. .* live positives had no gradient")  # "wide" is a misuse
+def test_float32_recall(case: str, interpolation: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a queue of other scores too, so that the live rows are far from the threshold.
+
+    A small chunk makes slopes relative to those of the nearest row only where that is required.
+    """
+    if chunk:
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=chunk))
+    scores, targets = rows_of(case)
+    options = {"quantile": 0.123, "quantile_interpolation": interpolation}
+    for queued, temperature in ((0, 0.3), (150, 0.3), (150, 0.01)):
+        live, past = Rows(scores[queued:], targets[queued:]), Rows(scores[:queued], targets[:queued])
+        twin = cases.leaf(live)
+        given = options | {"temperature": temperature}
+        expected = reference.recall_at_quantile(twin, past if queued else None, **given)
+        (exact,) = torch.autograd.grad(expected.loss, twin.logits)
+        loss = RecallAtQuantileLoss(1, queue_size=queued, **given)
+        loss.queue.enqueue(past.logits.float(), past.targets)
+        _, gradient = step(loss, live.logits.float(), live.targets)
+        assert gradient.dtype == torch.float32
+        # The peaks of a threshold between two scores can lie between ties: then nothing has a slope.
+        scale = float(exact.abs().max())
+        assert float((gradient.double() - exact).abs().max()) <= max(2e-6 * scale, 1e-30)
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_shares_exist_where_every_slope_underflows(
+    dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threshold is a queued row 1,000 temperatures above every live one, at which a queued positive has a slope."""
+    if chunk:
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=chunk))
+    scores = torch.cat([normal(2, 200), torch.full((2, 1), 1000.0).double()], dim=1).to(dtype).requires_grad_()
+    rows = torch.arange(201)[None].expand(2, -1) < 200
+    levels = Levels(torch.tensor([[1000.0], [0.0]], dtype=dtype), None)
+    taus = torch.tensor([1.0, 0.5], dtype=dtype)
+    point, carried = carry_gradient(levels, scores, rows, taus, levels_are_rows=False)
+    assert carried is not None
+    assert carried.all()
+    assert torch.equal(point, levels.base)
+    (gradient,) = torch.autograd.grad(point.sum(), scores)
+    distance = (scores.detach().double() - levels.base.double()).abs() / taus[:, None].double()
+    logs = -distance - 2 * torch.log1p(torch.exp(-distance))
+    exact = torch.softmax(logs.masked_fill(~rows, -math.inf), dim=1)
+    limit = 2e-6 if dtype == torch.float32 else 1e-12
+    assert float((gradient.double() - exact).abs().max() / exact.max()) <= limit
+    naive = torch.sigmoid(-distance[0].to(torch.float32)) * rows[0]  # control: the slopes themselves are all 0
+    assert not bool(naive.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_that_of_float32_rounded_once(dtype: torch.dtype) -> None:
+    scores, targets = normal(300, 1).to(dtype), (normal(300, seed=1) > 1).long()
+    trapezoid = PAUCAtBudgetLoss(1, beta=0.3, surrogate="trapezoid", queue_size=0)
+    for loss in (RecallAtQuantileLoss(1, 0.1, 0, 0.3), trapezoid):
+        _, gradient = step(loss, scores, targets)
+        assert gradient.dtype == dtype
+        assert torch.equal(gradient, step(loss, scores.float(), targets)[1].to(dtype))
+
+
+# Derivatives
+
+
+def test_gradcheck_of_the_positives_with_the_threshold_held() -> None:
+    """Positives far below the threshold of recall, which their moves do not change, and of a population of others."""
+    fixed, targets = normal(40, 1), torch.tensor([0] * 40 + [1] * 4)
+    low = fixed.min() - torch.rand(4, 1, generator=torch.Generator().manual_seed(0)).double() - 0.1
+
+    for call in (
+        functools.partial(recall_at_quantile, quantile=0.2, temperature=1.0),
+        functools.partial(pauc_at_budget, beta=0.4, surrogate="trapezoid", temperature=1.0),
+    ):
+        held = functools.partial(call, threshold_gradient=False)
+        low = low.detach().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, f=held: f(torch.cat([fixed, x]), targets), (low,))
+        leaf = torch.cat([fixed, low.detach()]).requires_grad_()
+        with_gradient, without = (torch.autograd.grad(f(leaf, targets), leaf)[0] for f in (call, held))
+        # Negatives carry what the positives pull; a positive of recall is a reference row and carries some too.
+        assert not bool(without[:40].any())
+        assert bool((with_gradient[:40] > 0).all())
+        assert float((with_gradient - without).sum()) == pytest.approx(-float(without.sum()), rel=1e-12)
+
+
+@over_settings
+def test_a_second_derivative_is_refused(setting: str) -> None:
+    make, _, options = SETTINGS[setting]
+    leaf = normal(50, 1).requires_grad_()
+    value = make(1, queue_size=0, **options)(leaf, (normal(50, seed=1) > 1).long())
+    (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="expected a first derivative, got a second one"):
+        gradient.square().sum().backward()
+
+
+# Pools
+
+
+def test_a_draw_of_the_pool_is_in_balance() -> None:
+    loss = RecallAtQuantileLoss(1, 0.1, 100, 0.3, max_pool_size=80)
+    scores, targets = normal(90, 1), (normal(90, seed=1) > 0.5).long()
+    with pytest.warns(UserWarning, match="drawn down to max_pool_size=80"):
+        step(loss, scores, targets)
+    _, gradient = step(loss, scores + 1, targets)  # now with queued rows among those drawn
+    assert float(imbalance(gradient)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["recall_at_quantile", "pauc_at_budget"])
+def test_queue_of_negatives_alone_is_in_balance(name: str) -> None:
+    options = {"surrogate": "trapezoid"} if name == "pauc_at_budget" else {}
+    case = INPUTS["classes"]
+    loss = case.module(POOLED[name], queue_size=200, queue_keep="negatives", **(POOLED[name].default | options))
+    for seed in range(3):
+        rows = case.rows(seed, weighted=True)
+        leaf = rows.logits.clone().requires_grad_()
+        value = loss(leaf, rows.targets, sample_weight=rows.sample_weight)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        assert bool((imbalance(gradient) <= 1e-12).all())
+
+
+def test_it_shows_in_repr_and_the_other_surrogates_ignore_it() -> None:
+    assert "threshold_gradient=True" in repr(RecallAtQuantileLoss(1))
+    assert "threshold_gradient=False" in repr(PAUCAtBudgetLoss(1, threshold_gradient=False))
+    scores, targets = normal(60, 1), (normal(60, seed=1) > 0.5).long()
+    for surrogate, equal in (("pairwise", True), ("dro", True), ("trapezoid", False)):
+        losses = [PAUCAtBudgetLoss(1, 0.0, 0.4, surrogate, queue_size=0, threshold_gradient=f) for f in (True, False)]
+        (value, gradient), (other, others) = (step(loss, scores, targets) for loss in losses)
+        assert torch.equal(value, other)
+        assert torch.equal(gradient, others) == equal
