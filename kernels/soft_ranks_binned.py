@@ -12,6 +12,8 @@ pair with itself cancels::
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,78 +70,150 @@ def smooth_ap_binned(pool: Pool, bins: Bins, order: Order, with_grad: bool) -> t
 
 def _sum_by_bins(pool: Pool, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
-    scores, _, _, class_of, row_of, share, temperature = pool
-    num_classes, layout = scores.shape[0], (bins.num_coarse, bins.fine)
-    matrices = constants(order, scores.device)
-    kernel = make_kernel(matrices, bins.width, temperature)
-    ids = compact_ids(bins, kernel.reach)
-
-    # Moments (p, C, B F + 1) of all rows and of the positives, which are few. Negatives = all - positives, which is
-    # cheaper than masking every row. The extra bin of each class takes the rows that take no part.
-    size = bins.num_fine + 1
-    lanes = num_lanes(scores, size)
-    everyone = scores.new_zeros(order.p, num_classes * lanes, size, dtype=torch.float64)
-    for c, m in chunks(scores):
-        add_moments(everyone[:, c] if lanes == 1 else everyone, *_locate_rows(pool, bins, c, m))
-    everyone = everyone if lanes == 1 else everyone.sum(dim=1, keepdim=True)
-    # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
-    index, u = locate(bins._replace(first=bins.first[class_of]), scores[class_of, row_of][:, None], slice(None))
-    index, u = (index.view(-1) + class_of * size)[None], u.view(1, -1)  # [1, P], in one table of all classes
-
-    def of_positives(weight: Tensor | None) -> Tensor:
-        moments = scores.new_zeros(order.p, num_classes, size, dtype=torch.float64)
-        add_moments(moments.view(order.p, 1, -1), index, u, weight)
-        return moments
-
+    grid = make_grid(bins, order, pool.scores.device, pool.temperature)
+    positives = locate_positives(pool, bins)
     # With many bins a table is as large as the rows: none is kept for longer than it is needed.
-    positives = of_positives(None)
-    moments = torch.stack([everyone.sub_(positives), positives], dim=2)[..., :-1]  # [p, C, 2, B F]
-    del everyone, positives
-    r_n, r_p, slope_n, slope_p = _fields(moments.unflatten(-1, layout), matrices, kernel, ids)
+    everyone, counted = sum_rows(pool, bins, order), sum_positives(pool, bins, order, positives, None)
+    moments = split_moments(everyone, counted)
+    del everyone, counted
+    fields = fields_of(moments, grid)
     del moments
-    weights = fine_weights(of_positives(share[None])[..., :-1].unflatten(-1, layout), matrices)  # [C, B, F p]
-    loss = (weights * (r_n / (r_n + r_p))).sum(dim=(1, 2))
+    weights = weights_of(sum_positives(pool, bins, order, positives, pool.share), grid)
+    loss = loss_of(fields, weights)
     if gradient is None:
         return loss
-
-    # g_N, -g_P and f' at the fine nodes, then as polynomials of the fine bins.
-    square = (r_n + r_p) ** 2
-    sources = torch.stack([weights * r_p, weights * r_n]).div_(square)
-    del weights
-    sources = coarse_weights(sources, matrices)
-    pulled = at_fine_nodes(interact(sources, kernel.slope, kernel.reach, ids), matrices)
-    own_slope = slope_n.mul_(r_p).sub_(slope_p.mul_(r_n)).div_(square)
-    del r_n, r_p, slope_n, slope_p, square
-    tables = torch.stack([pulled[0], -pulled[1], own_slope])  # [3, C, B, F p]
-    del pulled, own_slope
-    polynomials = coefficients(tables, matrices, torch.float64).view(order.p, 3, num_classes, -1)
-    del tables
-    polynomials = F.pad(polynomials, (0, 1))  # [p, 3, C, B F + 1]: 0 for the rows that take no part
-
-    # Every row is treated as a negative first, then the positives are overwritten.
-    pull = polynomials[:, 0].to(scores.dtype)
-    for c, m in chunks(scores):
-        gradient[c, m] = evaluate(pull[:, c], *_locate_rows(pool, bins, c, m))
-    # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
-    # either, so it is taken before the values are rounded to the dtype of the scores.
-    for _, some in chunks(share[None]):
-        at = index[:, some], u[:, some].double()
-        pushed, own = (evaluate(polynomials[:, table].reshape(order.p, 1, -1), *at).view(-1) for table in (1, 2))
-        gradient[class_of[some], row_of[some]] = (pushed + own * share[some]).to(gradient.dtype)
+    polynomials = polynomials_of(fields, weights, grid)
+    del fields, weights
+    read_gradient(polynomials, pool, bins, positives, gradient)
     return loss
 
 
-def _fields(moments: Tensor, matrices: Constants, kernel: Kernel, ids: Tensor | None) -> tuple[Tensor, ...]:
-    """Return R_N, R_P + 1/2 and their derivatives with respect to x at the fine nodes, (C, B, F p) float64 each.
+class Grid(NamedTuple):
+    """What the tables of a set of bins have in common."""
 
-    They come from the moments (p, C, 2, B, F) of negatives and positives.
-    """
+    order: Order
+    matrices: Constants
+    kernel: Kernel
+    ids: Tensor | None  # [B] int64 numbers of the coarse bins; None if they are contiguous
+    layout: tuple[int, int]  # (B, F)
+
+
+class Places(NamedTuple):
+    """Where the positives are."""
+
+    bin_of: Tensor  # [1, P] int64: fine bin, in one table of all classes with B F + 1 bins each
+    u: Tensor  # [1, P]: position in the bin
+
+
+class Fields(NamedTuple):
+    """R_N, R_P + 1/2 and their derivatives with respect to x at the fine nodes, (C, B, F p) float64 each."""
+
+    r_n: Tensor
+    r_p: Tensor
+    slope_n: Tensor
+    slope_p: Tensor
+
+
+def make_grid(bins: Bins, order: Order, device: torch.device, temperature: float) -> Grid:
+    """Return the matrices, the kernel and the numbers of ``bins``."""
+    matrices = constants(order, device)
+    kernel = make_kernel(matrices, bins.width, temperature)
+    return Grid(order, matrices, kernel, compact_ids(bins, kernel.reach), (bins.num_coarse, bins.fine))
+
+
+# Rows -> tables. The moments of a table add up over parts of the rows.
+
+
+def sum_rows(pool: Pool, bins: Bins, order: Order) -> Tensor:
+    """Return the moments (p, C, B F + 1) float64 of all rows; the last bin holds the rows that take no part."""
+    scores, size = pool.scores, bins.num_fine + 1
+    lanes = num_lanes(scores, size)
+    table = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
+    for c, m in chunks(scores):
+        add_moments(table[:, c] if lanes == 1 else table, *_locate_rows(pool, bins, c, m))
+    return table if lanes == 1 else table.sum(dim=1, keepdim=True)
+
+
+def locate_positives(pool: Pool, bins: Bins) -> Places:
+    """Return the bins and positions of the listed positives."""
+    # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
+    values = pool.scores[pool.class_of, pool.row_of][:, None]
+    index, u = locate(bins._replace(first=bins.first[pool.class_of]), values, slice(None))
+    return Places((index.view(-1) + pool.class_of * (bins.num_fine + 1))[None], u.view(1, -1))
+
+
+def sum_positives(pool: Pool, bins: Bins, order: Order, positives: Places, weight: Tensor | None) -> Tensor:
+    """Return the moments (p, C, B F + 1) float64 of the listed positives, each times its ``weight`` (P,)."""
+    scores = pool.scores
+    table = scores.new_zeros(order.p, scores.shape[0], bins.num_fine + 1, dtype=torch.float64)
+    add_moments(table.view(order.p, 1, -1), *positives, None if weight is None else weight[None])
+    return table
+
+
+def split_moments(everyone: Tensor, positives: Tensor) -> Tensor:
+    """Return (p, C, 2, B F) the moments of negatives and positives; ``everyone`` is overwritten."""
+    # Positives are few. Negatives = all - positives, which is cheaper than masking every row.
+    return torch.stack([everyone.sub_(positives), positives], dim=2)[..., :-1]
+
+
+# Tables -> the loss, and the gradient as a function of the score.
+
+
+def fields_of(moments: Tensor, grid: Grid) -> Fields:
+    """Return the sums over negatives and positives at the fine nodes from the moments (p, C, 2, B F) of both."""
+    moments, matrices, kernel = moments.unflatten(-1, grid.layout), grid.matrices, grid.kernel
     sources, q = sources_of(moments, matrices), matrices.nodes.numel()  # [C, 2, B, q]
-    near = interact(sources, torch.cat([kernel.sigmoid, kernel.slope], dim=2), kernel.reach, ids)  # [C, 2, B, 2q]
-    far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, ids)  # [C, 2, B]
+    near = interact(sources, torch.cat([kernel.sigmoid, kernel.slope], dim=2), kernel.reach, grid.ids)  # [C, 2, B, 2q]
+    far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, grid.ids)  # [C, 2, B]
     values = at_fine_nodes(near[..., :q], matrices).add_(far[..., None])
     slopes = at_fine_nodes(near[..., q:], matrices).neg_()
-    return values[:, 0], values[:, 1].add_(0.5), slopes[:, 0], slopes[:, 1]
+    return Fields(values[:, 0], values[:, 1].add_(0.5), slopes[:, 0], slopes[:, 1])
+
+
+def weights_of(moments: Tensor, grid: Grid) -> Tensor:
+    """Return (C, B, F p) the weights of the positives at the fine nodes, from the moments (p, C, B F + 1) of these."""
+    return fine_weights(moments[..., :-1].unflatten(-1, grid.layout), grid.matrices)
+
+
+def loss_of(fields: Fields, weights: Tensor) -> Tensor:
+    """Return the loss (C,) float64."""
+    return (weights * (fields.r_n / (fields.r_n + fields.r_p))).sum(dim=(1, 2))
+
+
+def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
+    """Return (p, 3, C, B F + 1) float64: g_N, -g_P and f' as polynomials of the fine bins; overwrites the slopes."""
+    r_n, r_p, slope_n, slope_p = fields
+    square = (r_n + r_p) ** 2
+    sources = torch.stack([weights * r_p, weights * r_n]).div_(square)
+    sources = coarse_weights(sources, grid.matrices)
+    pulled = at_fine_nodes(interact(sources, grid.kernel.slope, grid.kernel.reach, grid.ids), grid.matrices)
+    own_slope = slope_n.mul_(r_p).sub_(slope_p.mul_(r_n)).div_(square)
+    del square
+    tables = torch.stack([pulled[0], -pulled[1], own_slope])  # [3, C, B, F p]
+    del pulled
+    polynomials = coefficients(tables, grid.matrices, torch.float64)
+    polynomials = polynomials.view(grid.order.p, 3, weights.shape[0], -1)
+    return F.pad(polynomials, (0, 1))  # 0 for the rows that take no part
+
+
+# The gradient at rows.
+
+
+def read_gradient(polynomials: Tensor, pool: Pool, bins: Bins, positives: Places, gradient: Tensor) -> None:
+    """Write the gradient of the rows of ``pool`` into ``gradient`` (C, M)."""
+    # Every row is treated as a negative first, then the positives are overwritten.
+    pull = polynomials[:, 0].to(pool.scores.dtype)
+    for c, m in chunks(pool.scores):
+        gradient[c, m] = evaluate(pull[:, c], *_locate_rows(pool, bins, c, m))
+    # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
+    # either, so it is taken before the values are rounded to the dtype of the scores.
+    for _, some in chunks(pool.share[None]):
+        at = positives.bin_of[:, some], positives.u[:, some].double()
+        pushed, own = (
+            evaluate(polynomials[:, table].reshape(polynomials.shape[0], 1, -1), *at).view(-1) for table in (1, 2)
+        )
+        value = (pushed + own * pool.share[some]).to(gradient.dtype)
+        gradient[pool.class_of[some], pool.row_of[some]] = value
 
 
 def _locate_rows(pool: Pool, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
