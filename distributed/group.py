@@ -20,8 +20,12 @@ _NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what
 
 
 def is_initialized() -> bool:
-    """Return True when a default process group exists."""
-    return dist.is_available() and dist.is_initialized()
+    """Return True when a default process group exists.
+
+    ``torch.compile`` would take the answer of ``dist.is_initialized()`` for a constant, and a loss that was compiled
+    before ``init_process_group`` would stay local. An attribute is guarded.
+    """
+    return dist.is_available() and dist.group.WORLD is not None
 
 
 def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:

@@ -32,6 +32,7 @@ class Costs(NamedTuple):
     searches_at_once: int  # positives whose neighbours are searched together: bounds the memory
     lanes: int  # parts of the rows of a single class, each summed into a table of its own by one thread
     many_rows: int  # rows of a class from which narrower fine bins pay: larger tables, fewer moments for each row
+    plain_pairs: int  # pairs of all rows, of all classes, up to which Smooth-AP sums them all without reading a value
     similarities_at_once: int  # entries of a matrix of similarities that are held at a time
 
     def pairs_are_faster(self, num_pairs: int, num_rows: int, num_bins: int = 0) -> bool:
@@ -51,6 +52,7 @@ _CPU = Costs(
     searches_at_once=2**20,
     lanes=4,
     many_rows=600_000,
+    plain_pairs=0,
     similarities_at_once=2**20,
 )
 
@@ -58,7 +60,7 @@ _CPU = Costs(
 # that is not listed, differ where a chunk must be large enough to fill the device; the others are those of "cpu".
 TABLE: dict[str, Costs] = {
     "cpu": _CPU,
-    "accelerator": _CPU._replace(pairs_at_once=2**25, similarities_at_once=2**25),
+    "accelerator": _CPU._replace(pairs_at_once=2**25, plain_pairs=2**24, similarities_at_once=2**25),
 }
 
 

@@ -13,6 +13,8 @@ from .node_tables import order_for
 from .registration import register
 from .soft_ranks_binned import smooth_ap_binned
 from .soft_ranks_pairs import Pool, smooth_ap_direct, smooth_ap_sorted
+from .soft_ranks_plain import loss_and_gradient as of_all_pairs
+from .soft_ranks_plain import plain_is_faster, smooth_ap_plain
 
 
 def smooth_ap_sums(
@@ -39,8 +41,8 @@ def smooth_ap_sums(
         weight: (M,) or (C, M), >= 0, the weight of each row as a positive; None for equal weights.
         temperature: > 0.
         method: ``"direct"`` sums pair by pair in O(positives x M) time. ``"binned"`` takes O(M) time, or
-            O(M log M + interacting pairs) if the rows are so far apart that most bins would be empty. ``"auto"``
-            takes the faster.
+            O(M log M + interacting pairs) if the rows are so far apart that most bins would be empty. ``"plain"`` sums
+            all M^2 pairs and reads no value. ``"auto"`` takes the fastest on the device.
 
     Returns:
         The loss, float64, and the validity, bool. A class is valid if it has a positive of positive weight and a
@@ -49,6 +51,8 @@ def smooth_ap_sums(
 
     O(C M) memory. The gradient is linear in the incoming one, so the forward computes it together with the loss.
     """
+    if torch.compiler.is_compiling() and (method == "plain" or (method == "auto" and plain_is_faster(scores))):
+        return smooth_ap_plain(scores, positive, member, weight, temperature)
     with_grad = scores.requires_grad and torch.is_grad_enabled()
     loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method)
     return loss, valid
@@ -64,6 +68,8 @@ def _loss_and_gradient(
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
+    if method == "plain" or (method == "auto" and plain_is_faster(scores)):
+        return of_all_pairs(scores, positive, member, weight, temperature, with_grad)
     pool, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
     costs, num_pairs = costs_of(scores.device), pool.share.numel() * scores.shape[1]
     undefined = None  # [C] bool: the classes that are NaN

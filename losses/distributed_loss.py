@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -14,8 +17,10 @@ from ..distributed.group import (
     Group,
     check_gather_distributed,
     check_gradient_reduction,
+    is_initialized,
 )
 from ..distributed.header import State
+from ..distributed.torch_private import not_compiled
 from ..errors import expected
 
 # What to do when ranks differ in state that several losses have.
@@ -23,6 +28,22 @@ SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
 SAME_TEMPERATURE = "Set the same temperature, a number or None, or advance the same schedule, on every rank."
 _SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compiled_where_local(forward: Callable[P, T]) -> Callable[P, T]:
+    """Keep ``forward`` of a :class:`DistributedLoss` out of compiled graphs, except where it ``fits_in_a_graph``."""
+    eagerly = not_compiled(forward)
+
+    @functools.wraps(forward)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling() and args[0].fits_in_a_graph():  # type: ignore[attr-defined]
+            return forward(*args, **kwargs)
+        return eagerly(*args, **kwargs)
+
+    return call
 
 
 class DistributedLoss(nn.Module):
@@ -78,8 +99,14 @@ class DistributedLoss(nn.Module):
     def group(self, group: Group) -> None:
         self._data_group = DataGroup(group)
 
+    def fits_in_a_graph(self) -> bool:
+        """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
+        return self.gather_distributed is False or (self.gather_distributed is None and not is_initialized())
+
     def _resolve_group(self) -> ProcessGroup | None:
         """Return the group to communicate over, or None when the call is local."""
+        if torch.compiler.is_compiling() and self.fits_in_a_graph():
+            return None
         return self._data_group.resolve(self.gather_distributed)
 
     def _check_not_gathered(self, group: ProcessGroup | None, **tensors: object) -> None:

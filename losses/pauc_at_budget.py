@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..distributed.group import Group
-from ..distributed.torch_private import not_compiled
 from ..kernels.entropic_risk import entropic_risk
 from ..kernels.quantiles import Levels
 from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
@@ -24,6 +23,7 @@ from .band import (
     check_band,
 )
 from .batch import has_values
+from .distributed_loss import compiled_where_local
 from .pool import (
     LossWithClasses,
     PerClass,
@@ -547,7 +547,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats: ...
-    @not_compiled
+    @compiled_where_local
     def forward(
         self,
         logits: Tensor,

@@ -11,11 +11,16 @@ from torch import Tensor
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import Checksum, State, refuse_in_backward
-from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
 from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
-from .distributed_loss import SAME_TEMPERATURE, DistributedLoss, loaded_temperature, saved_temperature
+from .distributed_loss import (
+    SAME_TEMPERATURE,
+    DistributedLoss,
+    compiled_where_local,
+    loaded_temperature,
+    saved_temperature,
+)
 from .hints import Hints, Setting
 from .pool import (
     REDUCTIONS,
@@ -136,7 +141,7 @@ class RankingLoss(DistributedLoss):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
-    @not_compiled
+    @compiled_where_local
     def forward(
         self,
         logits: Tensor,
@@ -177,6 +182,10 @@ class RankingLoss(DistributedLoss):
         temperature: float | None = getattr(self, "temperature", None)
         return self._last_temperature if temperature is None else temperature
 
+    def fits_in_a_graph(self) -> bool:
+        """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
+        return super().fits_in_a_graph() and self.queue_size == 0 and self.max_pool_size is None
+
     def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
         """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
         assert self.spread_multiple is not None
@@ -202,7 +211,8 @@ class RankingLoss(DistributedLoss):
     ) -> tuple[Pool, Batch]:
         """Return the pool, and the live rows of all ranks. With ``indexes`` the pool is the live rows alone."""
         call = type(self).__name__
-        refuse_in_backward(call)
+        if not torch.compiler.is_compiling():
+            refuse_in_backward(call)
 
         def check() -> Batch:
             if self.has_temperature:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..distributed.torch_private import not_compiled
 from ..errors import expected
 from ..kernels.soft_ranks import smooth_ap_sums
+from .distributed_loss import compiled_where_local
 from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, at_temperature, local_pool, loss_of
 from .queries import group_rows
 from .ranking import RankingLoss
@@ -263,7 +264,7 @@ class SmoothAPLoss(RankingLoss):
         sample_weight: Tensor | None = None,
         indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
-    @not_compiled
+    @compiled_where_local
     def forward(
         self,
         logits: Tensor,

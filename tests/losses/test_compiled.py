@@ -1,4 +1,4 @@
-"""Compiled losses: other temperatures and row counts, static and dynamic; and what fullgraph=True is told."""
+"""Compiled losses: other temperatures and row counts, one graph or a break, a process group that comes later."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullrank import (
+    HardNegativeCrossEntropyLoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
@@ -53,12 +55,23 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] =
     "SmoothAPLoss": (lambda: SmoothAPLoss(3), lambda t: t),
     "RecallAtQuantileLoss": (lambda: RecallAtQuantileLoss(3, 0.2), lambda t: t),
     "PAUCAtBudgetLoss": (lambda: PAUCAtBudgetLoss(3, beta=0.3), lambda t: t),
+    "SmoothAPLoss, queue": (lambda: SmoothAPLoss(3, queue_size=64), lambda t: t),
+    "SmoothAPLoss, draws": (lambda: SmoothAPLoss(3, max_pool_size=64), lambda t: t),
+    "HardNegativeCrossEntropyLoss": (lambda: HardNegativeCrossEntropyLoss(3), lambda t: t),
     "RetrievalSmoothAPLoss": (lambda: RetrievalSmoothAPLoss(), lambda t: t),
     "LossWarmupWrapper": (lambda: LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_epochs=1), lambda t: t),
     "SoftmaxFocalLoss": (lambda: SoftmaxFocalLoss(), lambda t: t),
     "SigmoidFocalLoss": (lambda: SigmoidFocalLoss(), lambda t: nn.functional.one_hot(t, 3)),
 }
-TRACED = ("SoftmaxFocalLoss", "SigmoidFocalLoss")  # the modules that a graph may hold whole
+# The modules that a graph may hold whole, in one process and without a queue.
+TRACED = (
+    "SmoothAPLoss",
+    "RecallAtQuantileLoss",
+    "PAUCAtBudgetLoss",
+    "HardNegativeCrossEntropyLoss",
+    "SoftmaxFocalLoss",
+    "SigmoidFocalLoss",
+)
 
 
 def rows(count: int) -> tuple[Tensor, Tensor]:
@@ -129,3 +142,19 @@ def test_fullgraph_of_what_runs_eagerly_says_so(name: str) -> None:
     function = MODULES[name][0]() if name in MODULES else other[name]
     with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
         torch.compile(function, backend="eager", fullgraph=True)(x, targets)
+
+
+@pytest.mark.parametrize("name", ["SmoothAPLoss", "SoftmaxFocalLoss"])
+def test_compiled_before_the_process_group_exists(name: str) -> None:
+    """What was compiled without a process group must not be used with one: it does not communicate."""
+    torch._dynamo.reset()
+    compiled = torch.compile(MODULES[name][0](), backend="eager")
+    compiled(*rows(12))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(*rows(12))  # the control: nothing has changed, so nothing is compiled again
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with pytest.raises(torch._dynamo.exc.RecompileError, match="WORLD"):
+                compiled(*rows(12))
+        finally:
+            dist.destroy_process_group()
