@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import device as simulated
 import pytest
 import torch
 from workers import WorkerPool, close_pools, get_pool
@@ -35,9 +40,15 @@ def pool_of_four() -> WorkerPool:
     return get_pool(4)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+# Importing device.py registers the simulated device for the whole process. Workers import the files of tests, and must
+# not have an accelerator that no wrapper of torch knows, so files with workers reach it through these fixtures alone.
+@pytest.fixture(params=["cpu", "sim", *(["cuda"] if torch.cuda.is_available() else [])])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU always, CUDA where there is one."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(request.param)
+    """The CPU, the strict simulated accelerator of device.py, and CUDA where there is one."""
+    return simulated.DEVICE if request.param == "sim" else torch.device(request.param)
+
+
+@pytest.fixture
+def no_waits(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which waiting for the device is an error; on the CPU nothing waits."""
+    return partial(simulated.no_waits, device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -929,20 +929,10 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def no_synchronization(device: torch.device, is_forbidden: bool) -> Iterator[None]:
-    """Let CUDA raise when the host waits for it."""
-    if device.type == "cuda" and is_forbidden:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("items", [None, "tensor", "number"])
-def test_no_micro_batch_but_the_last_is_waited_for(device: torch.device, items: str | None) -> None:
+def test_no_micro_batch_but_the_last_is_waited_for(
+    device: torch.device, items: str | None, no_waits: Callable[[], AbstractContextManager[None]]
+) -> None:
     model, rows = make_rows()
     model, rows = model.to(device), [row.to(device) for row in rows]
     reads = HostReads()
@@ -950,7 +940,7 @@ def test_no_micro_batch_but_the_last_is_waited_for(device: torch.device, items: 
     for index, (step, batch) in enumerate(loop):
         loss = model(batch).square().sum() / (len(batch) if items else 1)
         number = {"tensor": torch.full((), len(batch), device=device), "number": len(batch)}.get(items)
-        with reads, no_synchronization(device, index < len(rows) - 1):
+        with reads, no_waits() if index < len(rows) - 1 else nullcontext():
             step.backward(loss, num_items=number)
     assert reads.count == 0
     with reads:

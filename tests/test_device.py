@@ -1,0 +1,195 @@
+"""The simulated accelerator refuses and counts what it says, and the losses give the bits of the CPU on it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import loss_cases as cases
+import pytest
+import torch
+from device import DEVICE, count, no_float64, no_waits
+from loss_cases import INPUTS, POOLED
+from torch import Tensor, nn
+
+import fullrank
+from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss
+
+ROWS = torch.arange(6.0)
+
+
+def test_values_are_those_of_the_cpu() -> None:
+    ours, theirs = ROWS.to(DEVICE).requires_grad_(), ROWS.clone().requires_grad_()
+    for rows in (ours, theirs):
+        (rows.view(2, 3).softmax(dim=1)[:, ::2].cumsum(0) * 3).square().sum().backward()
+    assert ours.grad.device == DEVICE
+    assert torch.equal(ours.grad.cpu(), theirs.grad)
+    assert torch.tensor([1.5, 2.5], device="sim").tolist() == [1.5, 2.5]
+    base = torch.zeros(4, device=DEVICE)
+    base[1:3].fill_(2)
+    base.add_(1)
+    assert base.tolist() == [1, 3, 3, 1]
+    for copied in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
+        base[0] = 7
+        assert copied.device == DEVICE
+        assert copied.tolist() == [1, 3, 3, 1]
+        base[0] = 1
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda ours, theirs: ours + theirs,
+        lambda ours, theirs: theirs.mul_(ours),
+        lambda ours, theirs: torch.cat([theirs, ours]),
+        lambda ours, theirs: torch.where(ours > 0, theirs, ours),
+        lambda ours, theirs: theirs[ours.long()],
+        lambda ours, theirs: ours.index_put_((ours.long(),), theirs),
+        lambda ours, theirs: torch.searchsorted(ours, theirs),
+        lambda ours, theirs: ours.view(2, 3) @ theirs,
+    ],
+)
+def test_two_devices_are_refused(mixed: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="all tensors on one device"):
+        mixed(ROWS.to(DEVICE), ROWS)
+
+
+def test_what_the_host_may_give() -> None:
+    ours = ROWS.to(DEVICE)
+    assert (ours + torch.tensor(1.0)).sum().item() == 21
+    ours[torch.tensor([0, 1])] = 5.0
+    assert ours[torch.tensor([0, 2])].tolist() == [5, 2]
+    with pytest.raises(TypeError, match="numpy"):
+        ours.numpy()
+
+
+def test_float64_can_be_refused() -> None:
+    with no_float64():
+        for make in (lambda: ROWS.to(DEVICE).double(), lambda: torch.zeros(2, device=DEVICE, dtype=torch.float64)):
+            with pytest.raises(TypeError, match=r"has no torch\.float64"):
+                make()
+        assert ROWS.to(DEVICE).sum().dtype == torch.float32
+    assert ROWS.to(DEVICE).double().dtype == torch.float64
+
+
+COSTS = {  # waits and launches of one line
+    "a view": (lambda x: x.view(2, 3)[1:].t().detach(), 0, 0),
+    "arithmetic": (lambda x: (x + 1).mul_(2), 0, 2),
+    "a value": (lambda x: float(x[0]), 1, 0),
+    "a branch": (lambda x: bool((x > 0).any()), 1, 2),
+    "a list": (lambda x: x.tolist(), 1, 1),
+    "nonzero": (lambda x: x.nonzero(), 1, 4),
+    "bool index": (lambda x: x[x > 2], 1, 6),
+    "bool write": (lambda x: x.masked_fill_(x > 2, 0), 0, 2),
+    "index": (lambda x: x[x.long()], 0, 2),
+    "index of the host": (lambda x: x[torch.tensor([1])], 1, 2),
+    "unique": (lambda x: x.unique(), 2, 8),
+    "constants": (lambda x: torch.tensor([1.0, 2.0], device=x.device), 1, 1),
+    "filled": (lambda x: torch.full((2,), 3.0, device=x.device), 0, 1),
+    "free copy": (lambda x: ROWS.to(x.device, non_blocking=True), 0, 1),
+    "copy back": (lambda x: x.to("cpu", non_blocking=True), 1, 1),
+    "repeats": (lambda x: torch.repeat_interleave(x, x.long()), 1, 5),
+    "known repeats": (lambda x: torch.repeat_interleave(x, x.long(), output_size=15), 0, 5),
+    "a sum of 10 numbers": (lambda x: sum(x[:1] for _ in range(10)), 0, 10),
+    "backward": (lambda x: (x.requires_grad_() * 2).sum().backward(), 0, 4),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_counts(name: str) -> None:
+    line, waits, launches = COSTS[name]
+    with count() as counts:
+        line(ROWS.to(DEVICE, non_blocking=True))
+    assert (counts.waits, counts.launches) == (waits, launches + 1), counts.report()  # 1: the rows themselves
+
+
+def test_bytes_are_those_of_inputs_and_outputs() -> None:
+    rows = ROWS.to(DEVICE)
+    with count() as counts:
+        rows + rows[:1].expand(6)
+    assert counts.bytes == 4 * (6 + 1 + 6)
+    assert "add" in counts.report()
+
+
+def test_operators_of_the_package_are_seen_through() -> None:
+    rows, targets = ROWS[:, None].to(DEVICE), (ROWS > 2).long().to(DEVICE)
+    operator = torch.ops.fullrank.smooth_ap
+    with count() as counts:
+        operator(rows.t(), targets[None] == 1, None, None, 0.5, False, "direct")
+    assert counts.launches > 10
+    assert counts.waits >= 1  # it lists the positives
+    assert any(line.startswith("kernels/") for _, line in counts.launched)
+
+
+def test_waiting_can_be_an_error() -> None:
+    with no_waits(DEVICE):
+        ROWS.to(DEVICE, non_blocking=True).sum()
+    with pytest.raises(AssertionError, match="1 waits: _local_scalar_dense"), no_waits(DEVICE):
+        ROWS.to(DEVICE, non_blocking=True).sum().item()
+
+
+# The losses
+
+
+def losses() -> dict[str, tuple[nn.Module, str]]:
+    """Return a module of each kind by name, and the name of its inputs."""
+    made = {
+        f"{name} of {inputs}": (INPUTS[inputs].module(loss, queue_size=30, **loss.default), inputs)
+        for name, loss in POOLED.items()
+        for inputs in ("binary", "multi_hot")
+    }
+    kept = {"queue_keep": "negatives", "max_pool_size": 20}
+    made["a drawn pool"] = SmoothAPLoss(3, queue_size=30, **kept), "classes"
+    blend = {"warmup_steps": 1, "blend_steps": 1, "temp_start": 1.0, "temp_end": 0.1, "temp_decay_steps": 2}
+    made["warm-up"] = LossWarmupWrapper(SigmoidFocalLoss(), SmoothAPLoss(1, queue_size=30), **blend), "binary"
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.*is drawn down to max_pool_size")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", losses())
+def test_steps_of_a_loss_give_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+    results = []
+    for device in ("cpu", DEVICE):
+        loss, inputs = losses()[name]
+        loss, found = loss.to(device), []
+        for step in range(3):
+            rows = INPUTS[inputs].rows(step, weighted=step > 0, masked=step == 2 and name != "warm-up")
+            rows = rows._replace(logits=rows.logits.to(dtype))
+            rows = cases.leaf(type(rows)(*(None if tensor is None else tensor.to(device) for tensor in rows)))
+            if name == "warm-up":
+                loss.on_train_batch_start(step)
+                value = loss(rows.logits, (rows.targets == 1).long()[:, None])
+            else:
+                value = cases.call(loss, rows)
+            value.backward()
+            assert rows.logits.grad.device.type == torch.device(device).type
+            found += [value.detach().cpu(), rows.logits.grad.cpu()]
+        results.append(found)
+    for ours, theirs in zip(*results):
+        assert torch.equal(ours, theirs)
+
+
+def test_accumulating_and_clipping_give_the_bits_of_the_cpu() -> None:
+    trained = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randn(size, 6, generator=generator).to(device) for size in (5, 9, 7)]
+        targets = (torch.rand(21, generator=generator) < 0.4).long().to(device)
+        loss = SmoothAPLoss(1, queue_size=30)
+        compute = lambda scores, _, loss=loss, targets=targets: loss(scores, targets)  # noqa: E731
+        for _ in range(2):
+            fullrank.pooled_backward(model, batches, forward=model, loss=compute)
+            for step, batch in fullrank.accumulate(model, batches, len):
+                step.backward(model(batch).square().sum())
+            norm = fullrank.clip_grad_norm_(model, 0.1)
+            assert norm.item() > 0.1
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([norm.cpu(), *(parameter.detach().cpu() for parameter in model.parameters())])
+    for ours, theirs in zip(*trained):
+        assert torch.equal(ours, theirs)
