@@ -14,6 +14,7 @@ A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, both 0
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,39 +46,54 @@ def loss_and_gradient(
     with_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
-    dtype = scores.dtype
+    num_classes, num_rows = scores.shape
     negative = ~positive if member is None else member & ~positive
-    if member is not None:
-        scores = torch.where(member, scores, 0.0)
-    mass = positive.double() if weight is None else torch.where(positive, weight.double(), 0.0)  # [C, M]
-    total = mass.sum(dim=1, keepdim=True)
-    valid = (total > 0) & negative.any(dim=1, keepdim=True)  # [C, 1]
-    share = torch.where(valid, mass / total, 0.0)
+    positives, negatives = positive.to(scores.dtype), negative.to(scores.dtype)
+    mass = positives if weight is None else positives * weight
+    total_mass = mass.sum(dim=1, keepdim=True)  # [C, 1]
+    valid = (total_mass[:, 0] > 0) & negative.any(dim=1)
+    share = mass / total_mass.clamp_min(torch.finfo(scores.dtype).tiny)
+    # 0, or NaN for a class with a NaN: there may be no positive whose sums would be NaN.
+    nan = scores.amax(dim=1, keepdim=True).clamp(0, 0) if num_rows else scores.new_zeros(num_classes, 1)
 
-    place = torch.arange(scores.shape[1], device=scores.device)
-    itself = place == place[:, None]  # a difference of two equal infinities is NaN, but a row with itself is no pair
-    difference = (scores[:, None, :] - scores[:, :, None]) / temperature  # [C, M, M]
-    is_positive, is_negative = positive.to(dtype), negative.to(dtype)
-    sigmoid = torch.where(itself, -math.inf, difference).sigmoid()
-    r = (sigmoid * is_positive[:, None, :]).sum(dim=2) + 1.0  # [C, M], of the positives; the others may be NaN
-    n = (sigmoid * is_negative[:, None, :]).sum(dim=2)
-    loss = (share * torch.where(positive & valid, n / (r + n), 0.0)).sum(dim=1)
-    loss = torch.where(scores.isnan().any(dim=1), math.nan, loss)
+    difference = _without_itself((scores[:, None, :] - scores[:, :, None]) / temperature)  # [C, M, M]
+    r, n = _products(torch.sigmoid(difference), positives, negatives)  # [C, M], of the positives
+    # Two negatives at one infinity have no difference, and need none.
+    r, n = r.masked_fill(negative, 0.0) + 1.0, n.masked_fill(negative, 0.0)
+    total = r + n
+    loss = (share * n / total).sum(dim=1, dtype=torch.float64) + nan[:, 0]
     if not with_grad:
-        return loss, scores.new_empty(0), valid[:, 0]
+        return loss, scores.new_empty(0), valid
 
-    factor = torch.where(positive, share.to(dtype) / (r + n) / (r + n) / temperature, 0.0)
-    push, pull = torch.where(positive, factor * n, 0.0), torch.where(positive, factor * r, 0.0)  # B and A
-    small = torch.sigmoid(-difference.abs())  # of both tails; a row with itself cancels
-    slope = torch.where(difference.isnan(), 0.0, small - small * small)
-    of_positive = (
-        push[:, :, None] * is_positive[:, None, :] - push[:, None, :] - pull[:, :, None] * is_negative[:, None, :]
-    )
-    gradient = (slope * torch.where(positive[:, :, None], of_positive, pull[:, None, :])).sum(dim=2)
-    gradient = torch.where(loss.isnan()[:, None], math.nan, gradient)
+    factor = share / (total * total) / temperature
+    push, pull = factor * n, factor * r  # B and A, 0 outside of the positives
+    small = difference.copysign(-1.0).sigmoid()  # of both tails
+    slope = torch.addcmul(small, small, small, value=-1).nan_to_num(0.0)
+    by_pull, by_push, by_positives, by_negatives = _products(slope, pull, push, positives, negatives)
+    of_positive = torch.addcmul(push * by_positives, pull, by_negatives, value=-1) - by_push
+    gradient = torch.where(positive, of_positive, by_pull) + nan
     if member is not None:
-        gradient = torch.where(member, gradient, 0.0)
-    return loss, gradient, valid[:, 0]
+        gradient = gradient.masked_fill(~member, 0.0)
+    return loss, gradient, valid
+
+
+def _without_itself(difference: Tensor) -> Tensor:
+    """Return ``difference`` (C, M, M) with -inf on the diagonal: a row has no pair with itself."""
+    if not torch.compiler.is_compiling():
+        difference.diagonal(dim1=1, dim2=2).fill_(-math.inf)
+        return difference
+    place = torch.arange(difference.shape[1], device=difference.device)
+    return torch.where(place == place[:, None], -math.inf, difference)
+
+
+def _products(matrix: Tensor, *columns: Tensor) -> Iterable[Tensor]:
+    """Return the products of ``matrix`` (C, M, M) with each of ``columns`` (C, M).
+
+    Compiled, they are sums, which the compiler fuses with what computes the matrix, so that no matrix is stored.
+    """
+    if not torch.compiler.is_compiling():
+        return (matrix @ torch.stack(columns, dim=2)).unbind(dim=2)
+    return [(matrix * column[:, None, :]).sum(dim=2) for column in columns]
 
 
 class _PlainSmoothAP(torch.autograd.Function):
