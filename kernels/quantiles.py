@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
+from .spread import evenly_spaced
+from .torch_private import func_transforms_are_active
+
 INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
+BRACKETED = 2**15  # rows from which ranks are bracketed by a sample first
+SAMPLE = 4096
 _SNAP = 1e-9  # relative distance at which a rank counts as an integer: (1 - 0.7) * 10 is 3.0000000000000004
 
 
@@ -89,53 +95,149 @@ def upper_levels(
 ) -> Levels:
     """Return the quantiles of :func:`upper_quantiles` without rounding those between two scores."""
     scores = scores.detach()
-    blends = interpolation in ("linear", "midpoint")
-    if scores.shape[1] == 0:
+    num_rows = scores.shape[1]
+    if num_rows == 0:
         base = scores.new_zeros(scores.shape[0], len(fractions))
-        return Levels(base, base.double() if blends else None)
+        return Levels(base, base.double() if interpolation in ("linear", "midpoint") else None)
+    # Numbers of the host reach the device by copies that do not wait for it.
+    shares = torch.tensor([1.0 - q for q in fractions], dtype=torch.float64, device="cpu")
+    last: Tensor | int = num_rows - 1
     if member is None:
-        count = torch.full(scores.shape[:1], float(scores.shape[1]), dtype=torch.float64, device=scores.device)
+        ranks, weight = _ranks(last * shares[None], interpolation)
+        ranks = ranks.to(scores.device, non_blocking=True)
+        weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:
-        count = member.sum(dim=1, dtype=torch.float64)  # [C]
-    last = (count - 1).clamp_min(0)
-    quantiles, offsets = [torch.empty(0)] * len(fractions), [torch.empty(0)] * len(fractions)
-    for from_top in (True, False):
-        # Two comparisons: torch.compile cannot compare the outcome of one, which may be symbolic, with from_top.
-        chosen = [index for index, q in enumerate(fractions) if (q <= 0.5 if from_top else q > 0.5)]
-        if not chosen:
-            continue
-        # The tail holds enough entries of each class for every chosen quantile, best first.
-        share = max(fractions[index] if from_top else 1.0 - fractions[index] for index in chosen)
-        enough = min(scores.shape[1], math.floor(share * (scores.shape[1] - 1) * (1 + _SNAP)) + 2)
-        last_value = -math.inf if from_top else math.inf
-        tail = scores if member is None else scores.masked_fill(~member, last_value)  # [C, M]
-        tail = tail.topk(enough, dim=1, largest=from_top).values  # [C, k]
-        for index in chosen:
-            lower, upper, weight = _ranks(last, fractions[index], interpolation)
-            places = [
-                (last - rank if from_top else rank).clamp(0, enough - 1).to(torch.int64) for rank in (lower, upper)
-            ]
-            low, high = (tail.gather(1, place[:, None])[:, 0] for place in places)
-            quantiles[index] = torch.where(weight == 1, high, low)
-            if blends:
-                # The difference of two equal infinities is NaN, so equal scores are not blended.
-                between = (weight > 0) & (weight < 1) & (low != high)
-                offsets[index] = torch.where(between, (high.double() - low.double()) * weight, torch.zeros_like(weight))
-    return Levels(torch.stack(quantiles, dim=1), torch.stack(offsets, dim=1) if blends else None)
+        last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
+        ranks, weight = _ranks(last * shares.to(scores.device, non_blocking=True), interpolation)
+    if num_rows >= BRACKETED and _numpy_can_read(scores):
+        found = _bracketed(scores, member, ranks.tolist())
+    else:
+        found = _in_order(scores, member, ranks, last, fractions)
+    if weight is None:
+        return Levels(found, None)
+    low, high = found.tensor_split(2, dim=1)
+    # The difference of two equal infinities is NaN, so equal scores are not blended.
+    between = (weight > 0) & (low != high)
+    return Levels(low, torch.where(between, (high.double() - low.double()) * weight, 0.0))
 
 
-def _ranks(last: Tensor, fraction: float, interpolation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the two neighbouring ranks of (1 - q)(n - 1) and the weight of the upper one, each (C,) float64."""
-    rank = last * (1.0 - fraction)
+def _ranks(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
+    """Return the ranks that are read, int64, and the weights of the upper of two neighbours, float64, if there are two.
+
+    Args:
+        rank: (c, L) float64, the ranks (1 - q)(n - 1).
+        interpolation: see :func:`upper_quantiles`.
+
+    Returns:
+        One rank for each quantile, (c, L), and None; or the lower, then the upper ones, (c, 2 L), and weights (c, L).
+    """
     nearest = (2 * rank).round() / 2  # half-integers too, because "nearest" rounds up or down there
     rank = torch.where((rank - nearest).abs() <= _SNAP * nearest.clamp_min(1), nearest, rank)
-    lower, upper = rank.floor(), rank.ceil()
-    if interpolation == "lower":
-        return lower, upper, torch.zeros_like(rank)
-    if interpolation == "higher":
-        return lower, upper, torch.ones_like(rank)
     if interpolation == "nearest":
-        return lower, upper, (rank.round() > lower).to(rank)
-    if interpolation == "midpoint":
-        return lower, upper, torch.where(upper > lower, 0.5, 0.0).to(rank)
-    return lower, upper, rank - lower
+        return rank.round().to(torch.int64), None
+    if interpolation == "higher":
+        return rank.ceil().to(torch.int64), None
+    lower = rank.floor()
+    if interpolation == "lower":
+        return lower.to(torch.int64), None
+    upper = rank.ceil()
+    weight = (upper - lower) / 2 if interpolation == "midpoint" else rank - lower
+    return torch.cat([lower, upper], dim=1).to(torch.int64), weight
+
+
+def _in_order(
+    scores: Tensor, member: Tensor | None, ranks: Tensor, last: Tensor | int, fractions: Sequence[float]
+) -> Tensor:
+    """Return the members' scores of the ``ranks`` (c, R) as (C, R): from one tail if it holds them all, else sorted.
+
+    ``last`` is the largest rank, of each class (C, 1) or of all.
+    """
+    from_top = max(fractions) <= 0.5
+    if not from_top and min(fractions) <= 0.5:
+        ordered = _filled(scores, member, math.inf).sort(dim=1).values  # [C, M]
+    else:
+        share = max(fractions) if from_top else 1.0 - min(fractions)
+        most = min(scores.shape[1], math.floor(share * (scores.shape[1] - 1) * (1 + _SNAP)) + 2)
+        tail = _filled(scores, member, -math.inf if from_top else math.inf)
+        ordered = tail.topk(most, dim=1, largest=from_top).values  # [C, k]
+        ranks = (last - ranks if from_top else ranks).clamp_max(most - 1)
+    return ordered.gather(1, ranks.expand(scores.shape[0], -1))
+
+
+def _filled(scores: Tensor, member: Tensor | None, value: float) -> Tensor:
+    return scores if member is None else scores.masked_fill(~member, value)
+
+
+def _numpy_can_read(scores: Tensor) -> bool:
+    """Return whether ``scores`` are numbers on the host, and no values of a graph or of a transform."""
+    if torch.compiler.is_compiling() or func_transforms_are_active():
+        return False
+    return scores.is_cpu and scores.dtype in (torch.float32, torch.float64)
+
+
+def _bracketed(scores: Tensor, member: Tensor | None, ranks: list[list[int]]) -> Tensor:
+    """Return the members' scores of the ``ranks``, lists for each class or one for all, as (C, R).
+
+    A sample says between which scores a rank lies, and only the rows between them are ordered. numpy compares, counts
+    and selects several times as fast as torch on one thread.
+    """
+    places = evenly_spaced(SAMPLE, scores.shape[1], scores.device).numpy()
+    found = torch.empty(scores.shape[0], len(ranks[0]), dtype=scores.dtype, device=scores.device)
+    for c, values in enumerate(found.numpy()):
+        inside = None if member is None else member[c].numpy()
+        values[:] = _of_ranks(scores[c].numpy(), inside, ranks[c % len(ranks)], places)
+    return found
+
+
+def _of_ranks(row: Any, inside: Any, ranks: list[int], places: Any) -> list[float]:
+    """Return the scores of the ``ranks``, in any order, among the entries of ``row`` that are ``inside``; None for all.
+
+    Args:
+        row: (M,) array of scores.
+        inside: (M,) array of bools, or None.
+        ranks: counted from the lowest score.
+        places: where the sample is taken.
+    """
+    count = row.size if inside is None else int(numpy.count_nonzero(inside))
+    sample = row[places] if inside is None else row[places][inside[places]]
+    sample.sort()
+    size = sample.size
+    found: dict[int, float] = {}
+    waiting = sorted(set(ranks), reverse=True)
+    usable = size > 0 and not numpy.isnan(row.max())
+    while waiting:
+        chosen = [waiting.pop()]
+        first, beyond = _bracket(chosen[0], count, size)
+        while waiting and _bracket(waiting[-1], count, size)[0] <= beyond:
+            chosen.append(waiting.pop())
+            beyond = _bracket(chosen[-1], count, size)[1]
+        part, below = None, 0
+        if usable and (first >= 0 or beyond < size):
+            part, below = _between(row, inside, sample, first, beyond, count)
+        if part is None or chosen[0] < below or chosen[-1] >= below + part.size:
+            part, below = (row if inside is None else row[inside]), 0  # undefined scores, or an unlucky sample
+        if part.size:
+            ordered = numpy.partition(part, [rank - below for rank in chosen])
+            found |= {rank: ordered[rank - below] for rank in chosen}
+    return [found.get(rank, 0.0) for rank in ranks]
+
+
+def _bracket(rank: int, count: int, size: int) -> tuple[int, int]:
+    """Return places in a sorted sample of ``size`` between which the ``rank`` of ``count`` scores most likely lies."""
+    share = rank / max(1, count - 1)
+    margin = 2 + 4 * math.sqrt(share * (1 - share) * size)  # 4 standard deviations
+    return math.floor(share * size - margin), math.ceil(share * size + margin)
+
+
+def _between(row: Any, inside: Any, sample: Any, first: int, beyond: int, count: int) -> tuple[Any, int]:
+    """Return the scores between two places of the ``sample``, ends included, and how many scores are below them."""
+    below, chosen = 0, inside
+    if first >= 0:
+        chosen = row >= sample[first]
+        if inside is not None:
+            chosen &= inside
+        below = count - int(numpy.count_nonzero(chosen))
+    if beyond < sample.size:
+        up_to = row <= sample[beyond]
+        chosen = up_to if chosen is None else up_to & chosen
+    return row[chosen], below

@@ -1,8 +1,16 @@
 """The spread of scores: the unit of an automatic temperature.
 
 It is the interquartile range of each class divided by 1.349, which is the standard deviation of normal scores, averaged
-over the classes. A sample of about 4,096 scores decides it. The sample depends on the shape alone, so that ranks which
-hold the same rows find the same spread.
+over the classes. Where most scores of a class are tied, or hardly differ, the range says nothing about the others: if
+it is less than a hundredth of the standard deviation without the 1 % most extreme scores at each end, that deviation
+takes its place.
+
+A width at the level of the rounding of the scores counts as 0: a model that gives all rows the same score up to
+rounding must not get a temperature of 1e-9, and gradients of 1e9. Scores that are all numbers of half precision are
+judged by its rounding, whatever their dtype is now.
+
+A sample of about 4,096 scores decides. It depends on the shape alone, so that ranks which hold the same rows find the
+same spread.
 """
 
 from __future__ import annotations
@@ -21,10 +29,14 @@ LEAST_ROWS = 64  # of each class in a sample
 MOST_IN_FULL = 2**20  # scores: a pool of at most this size is used whole if its sample has no spread
 IQR_OF_NORMAL = 1.3489795003921634  # the interquartile range of a normal distribution of standard deviation 1
 TRIMMED = 100  # the standard deviation leaves out one score in so many at each end, at least one
+TIGHT = 0.01  # of the standard deviation: a smaller range is that of scores that hardly differ
 # The smallest and the largest spread: a small part of it, and its inverse, must be normal numbers of the dtype.
 _INFO = {dtype: torch.finfo(dtype) for dtype in (torch.float32, torch.float64)}
 _LIMITS = {dtype: (info.tiny * 2.0**20, info.max) for dtype, info in _INFO.items()}
+# The width, relative to the scores, up to which differences may be rounding alone. In half precision a width of few
+# steps may be all that there is.
 _ROUNDING = {dtype: 8 * info.eps for dtype, info in _INFO.items()}
+_ROUNDING |= {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _GOLDEN = 0.6180339887498949
 _MOST_CLASSES = MOST_SCORES // LEAST_ROWS
 
@@ -32,21 +44,18 @@ _MOST_CLASSES = MOST_SCORES // LEAST_ROWS
 def spread_of(scores: Tensor, member: Tensor | None) -> float:
     """Return the spread of the members' scores, a finite number > 0; waits for the device.
 
-    Infinite and undefined scores are left out. If no class has an interquartile range, because most scores are tied,
-    the standard deviations of the classes take its place, without the 1 % most extreme scores at each end. If these
-    are 0 too, a pool of moderate size is used whole instead of its sample. If that does not help, the spread is 1.
-
-    A width at the level of the rounding of the scores counts as 0: a model that gives all rows the same score up to
-    rounding must not get a temperature of 1e-9, and gradients of 1e9.
+    Infinite and undefined scores are left out, and so are classes without a spread. If no class of the sample has one,
+    a pool of moderate size is used whole. If that does not help, the spread is 1.
 
     Args:
         scores: (C, M), float32 or float64.
         member: (C, M) bool: the rows that take part; None for all.
     """
-    sample = sample_of(scores.detach(), member)
+    scores = scores.detach()
+    sample = sample_of(scores, member)
     found = _of_sample(sample)
     if found == 0.0 and sample.numel() < scores.numel() <= MOST_IN_FULL:
-        found = _of_sample(_marked(scores.detach(), member))
+        found = _of_sample(_marked(scores, member))
     least, most = _LIMITS[scores.dtype]
     return min(max(found or 1.0, least), most)
 
@@ -59,19 +68,27 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     """
     if scores.numel() == 0:
         return scores
-    values, count = _sorted(_rows_of(_marked(scores.detach(), member)))  # [C, n], [C]
+    rows = _rows_of(_marked(scores.detach(), member))
+    values, count = _sorted(rows)  # [C, n], [C]
     center = values.gather(1, ((count - 1).clamp_min(0) // 2)[:, None])  # [C, 1]
     center = torch.where(count[:, None] > 0, center, 0.0)
-    classes = _classes(scores)
-    if classes is not None:
-        values, count = values.index_select(0, classes), count.index_select(0, classes)
-    spread = torch.ones((), dtype=torch.float64, device=scores.device)
-    for widths in (_deviations(values, count, scores.dtype), _quartile_widths(values, count, scores.dtype)):
-        mean = _mean_of_positive(widths)
-        spread = torch.where(mean > 0, mean, spread)
-    spread = spread.clamp(*_LIMITS[scores.dtype]).to(scores.dtype)
-    result = (scores - 2 * center.to(scores.dtype)) / spread
+    if rows.shape == scores.shape and _classes(scores) is None:
+        mean = _mean_of_positive(_widths(values, count, _rounding(rows)))
+        spread = torch.where(mean > 0, mean, 1.0).clamp(*_LIMITS[scores.dtype])
+    else:  # whether the pool must be used whole is known in a call alone
+        spread = _spread_in_a_call(scores.detach(), member)
+    result = (scores - 2 * center.to(scores.dtype)) / spread.to(scores.dtype)
     return result if member is None else torch.where(member, result, 0.0)
+
+
+@torch.library.custom_op("fullrank::spread", mutates_args=())
+def _spread_in_a_call(scores: Tensor, member: Tensor | None) -> Tensor:
+    return torch.tensor(spread_of(scores, member), dtype=torch.float64, device=scores.device)
+
+
+@_spread_in_a_call.register_fake
+def _(scores: Tensor, member: Tensor | None) -> Tensor:
+    return scores.new_empty((), dtype=torch.float64)
 
 
 def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
@@ -123,24 +140,20 @@ def _of_sample(sample: Tensor) -> float:
     """Return the spread of ``sample`` (c, n), NaN where there is no score; 0 if it has none."""
     if sample.numel() == 0:
         return 0.0
-    # The common case first: every score is finite. numpy sorts five to ten times as fast as torch.
+    # The common case first: finite scores whose range is neither rounding nor tight. numpy sorts five to ten times as
+    # fast as torch.
     last = sample.shape[1] - 1
-    found = []
+    widths = []
     for row in numpy.sort(_on_host(sample), axis=1):
-        if not (math.isfinite(row.item(0)) and math.isfinite(row.item(last))):
-            break
-        width = _width(row.item(last // 4), row.item(last - last // 4), sample.dtype)
-        if width:
-            found.append(width)
-    else:
-        if found:
-            return math.fsum(width / len(found) for width in found)
-    values, count = _sorted(sample.cpu())  # on the host, so that the device has no small steps to launch
-    for widths in (_quartile_widths, _deviations):
-        mean = _mean_of_positive(widths(values, count, sample.dtype)).item()
-        if mean > 0.0:
-            return mean
-    return 0.0
+        least, low, high, most = row.item(0), row.item(last // 4), row.item(last - last // 4), row.item(last)
+        half = 0.5 * high - 0.5 * low  # the difference of two finite scores may be infinite
+        width = half * (2 / IQR_OF_NORMAL)
+        is_usual = half > _ROUNDING[torch.bfloat16] * max(abs(low), abs(high)) and width >= TIGHT * 0.5 * (most - least)
+        if not (is_usual and math.isfinite(least) and math.isfinite(most)):  # NaN is the most
+            sample = sample.cpu()  # so that the device has no small steps to launch
+            return _mean_of_positive(_widths(*_sorted(sample), _rounding(sample))).item()
+        widths.append(width)
+    return math.fsum(width / len(widths) for width in widths)
 
 
 def _on_host(sample: Tensor) -> Any:
@@ -148,12 +161,6 @@ def _on_host(sample: Tensor) -> Any:
     if func_transforms_are_active():  # then a tensor is a wrapper that has no array
         return numpy.array(sample.tolist())
     return sample.cpu().numpy()
-
-
-def _width(low: float, high: float, dtype: torch.dtype) -> float:
-    """Return the spread of a class with these quartiles; 0 if it is rounding alone."""
-    half = 0.5 * high - 0.5 * low  # the difference of two finite scores may be infinite
-    return half * (2 / IQR_OF_NORMAL) if half > _rounding(dtype) * max(abs(low), abs(high)) else 0.0
 
 
 def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,15 +174,21 @@ def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(values.isfinite(), values, 0.0), count
 
 
-def _quartile_widths(values: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+def _widths(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
+    """Return the spread of each class (c,), 0 if it has none, from what :func:`_sorted` returned."""
+    ranges, deviations = _quartile_widths(values, count, rounding), _deviations(values, count, rounding)
+    return torch.where(ranges >= TIGHT * deviations, ranges, deviations)
+
+
+def _quartile_widths(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     """Return the interquartile range of each class (c,), over that of normal scores; 0 if it is rounding alone."""
     last = (count - 1).clamp_min(0)
     low, high = (values.gather(1, place[:, None])[:, 0] for place in (last // 4, last - last // 4))  # [c]
-    wide = high - low > 2 * _rounding(dtype) * torch.maximum(low.abs(), high.abs())
+    wide = high - low > 2 * rounding * torch.maximum(low.abs(), high.abs())
     return torch.where(wide, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
 
 
-def _deviations(values: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+def _deviations(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     """Return the standard deviation of each class (c,) without the scores at both ends; 0 if it is rounding alone."""
     count = count[:, None]  # [c, 1]
     cut = (count // TRIMMED).clamp_min(1)
@@ -187,13 +200,17 @@ def _deviations(values: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
     scaled = torch.where(kept, values / unit, 0.0)
     offset = torch.where(kept, scaled - scaled.sum(dim=1, keepdim=True) / number, 0.0)
     deviation = (offset.square().sum(dim=1, keepdim=True) / number).sqrt()
-    wide = deviation > _rounding(dtype)
-    return torch.where(wide, 2 * (deviation * unit), 0.0)[:, 0]
+    return torch.where(deviation > rounding, 2 * (deviation * unit), 0.0)[:, 0]
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    """Return the width, relative to the scores, up to which differences of scores may be rounding alone."""
-    return _ROUNDING[dtype]
+def _rounding(sample: Tensor) -> Tensor:
+    """Return the width, relative to the scores, up to which differences in ``sample`` may be rounding alone."""
+    result = torch.full((), _ROUNDING[sample.dtype], dtype=torch.float64, device=sample.device)
+    finite = sample.isfinite()
+    for dtype in (torch.float16, torch.bfloat16):  # few numbers may fit both: the coarser one decides
+        fits = ((sample.to(dtype).to(sample.dtype) == sample) | ~finite).all()
+        result = torch.where(fits, _ROUNDING[dtype], result)
+    return result
 
 
 def _mean_of_positive(widths: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ _NEAR = 0.0177
 
 def carry_gradient(
     levels: Levels, scores: Tensor, rows: Tensor | None, taus: Tensor, *, levels_are_rows: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     r"""Return the offsets of ``levels``, or their scores if they have no offsets, with a gradient for ``scores``.
 
     It is that of a quantile of the scores smoothed by the sigmoid:
@@ -28,7 +28,7 @@ def carry_gradient(
 
     The sum goes over the finite scores in ``rows``. The levels keep their values. The shares of the sum are exact even
     where all slopes are below the smallest number. An infinite level has no gradient, and neither has one without rows.
-    O(C L M) time and memory.
+    O(C L M) time in backward, O(C M) memory.
 
     Args:
         levels: (C, L) thresholds, detached.
@@ -38,49 +38,71 @@ def carry_gradient(
         levels_are_rows: every finite level without an offset is the score of one of ``rows``.
 
     Returns:
-        The levels (C, L) in the dtype of ``scores``, and which of them have a gradient (C, L) bool; None without any.
+        The levels (C, L) in the dtype of ``scores``.
     """
     if not (torch.is_grad_enabled() and scores.requires_grad):
-        return levels.movable.to(scores.dtype), None
-    point, _, factors = _carry(scores, *levels, taus.to(scores.dtype), rows, levels_are_rows)
-    return point, factors != 0
+        return levels.movable.to(scores.dtype)
+    point: Tensor = _carry(scores, *levels, taus.to(scores.dtype), rows, levels_are_rows)
+    return point
 
 
-def _point_and_slopes(
+def are_carried(levels: Levels, scores: Tensor, rows: Tensor) -> Tensor:
+    """Return which of the ``levels`` have a gradient for one of the ``rows``, (C, L) bool."""
+    return _are_finite(levels.base, levels.offset) & (rows & scores.isfinite()).any(dim=1, keepdim=True)
+
+
+def _are_finite(base: Tensor, offset: Tensor | None) -> Tensor:
+    return base.isfinite() if offset is None else base.isfinite() & offset.isfinite()
+
+
+def _points(
     scores: Tensor, base: Tensor, offset: Tensor | None, taus: Tensor, rows: Tensor | None, levels_are_rows: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output (C, L), slopes (L, C, M) up to a factor for each level, and these factors (C, L).
+) -> Tensor:
+    return base.clone() if offset is None else offset.to(scores.dtype, copy=True)
+
+
+def _gradient(
+    grad: Tensor,
+    scores: Tensor,
+    base: Tensor,
+    offset: Tensor | None,
+    taus: Tensor,
+    rows: Tensor | None,
+    levels_are_rows: bool,
+) -> tuple[Tensor]:
+    """Return the gradient of the scores (C, M): the sum over the levels of their gradients times the shares.
 
     The slopes are computed as they are where a row is near its level, and relative to that of the nearest row if not.
     """
-    finite = base.isfinite() if offset is None else base.isfinite() & offset.isfinite()
-    origin = torch.where(finite, base, torch.zeros_like(base))
-    shift = torch.zeros_like(origin, dtype=torch.float64)
-    if offset is not None:
-        shift = torch.where(finite, offset, shift)
-    slopes, sums = scores.new_empty(base.shape[1], *scores.shape), torch.zeros_like(shift)
+    finite = _are_finite(base, offset)
+    origin = torch.where(finite, base, 0.0)
+    shift = None if offset is None else torch.where(finite, offset, 0.0)
     rates = -taus.reciprocal().clamp_max(torch.finfo(taus.dtype).max)
     # In a small pool it is faster to compute them the accurate way than to wait for the device.
     in_doubt = offset is not None or not levels_are_rows
     accurate = offset is not None or (in_doubt and scores.numel() <= costs_of(scores.device).rows_at_once)
-    for level, slope in enumerate(slopes):
-        start, moved = origin[:, level], shift[:, level]
+    total = scores.new_empty(scores.shape)
+    for level in range(base.shape[1]):
+        slopes, start = torch.empty_like(total) if level else total, origin[:, level]
         if accurate:
-            sums[:, level] = _write_relative_slopes(slope, scores, start, moved, rates, rows)
-            continue
-        sums[:, level], most = _write_slopes(slope, scores, start, rates, rows)
-        if in_doubt:
-            far = (finite[:, level] & (most < _NEAR)).nonzero()[:, 0]
-            if len(far) > 0:
-                part, part_of_rows = slope[far], None if rows is None else rows[far]
-                given = scores[far], start[far], moved[far], rates[far], part_of_rows
-                sums[far, level] = _write_relative_slopes(part, *given)
-                slope[far] = part
-    # The level of a class that is not valid is arbitrary, and the inverse of its slopes may be as large as floats are.
-    counted = finite & (sums >= _NEAR / 2)
-    factors = torch.where(counted, 1 / torch.where(counted, sums, torch.ones_like(sums)), torch.zeros_like(sums))
-    point = base.clone() if offset is None else offset.to(scores.dtype, copy=True)
-    return point, slopes, factors.to(scores.dtype)
+            moved = None if shift is None else shift[:, level]
+            sums = _write_relative_slopes(slopes, scores, start, moved, rates, rows)
+        else:
+            sums, most = _write_slopes(slopes, scores, start, rates, rows)
+            if in_doubt:
+                far = (finite[:, level] & (most < _NEAR)).nonzero()[:, 0]
+                if len(far) > 0:
+                    part, part_of_rows = slopes[far], None if rows is None else rows[far]
+                    sums[far] = _write_relative_slopes(part, scores[far], start[far], None, rates[far], part_of_rows)
+                    slopes[far] = part
+        # The level of a class that is not valid is arbitrary, and the inverse of its sum may be as large as floats are.
+        counted = finite[:, level] & (sums >= _NEAR / 2)
+        scale = (grad[:, level] * torch.where(counted, 1 / sums, 0.0).to(scores.dtype))[:, None]
+        if level:
+            total.addcmul_(slopes, scale)
+        else:
+            total.mul_(scale)
+    return (total,)
 
 
 def _write_slopes(
@@ -103,7 +125,7 @@ def _write_slopes(
 
 
 def _write_relative_slopes(
-    slopes: Tensor, scores: Tensor, origin: Tensor, shift: Tensor, rates: Tensor, rows: Tensor | None
+    slopes: Tensor, scores: Tensor, origin: Tensor, shift: Tensor | None, rates: Tensor, rows: Tensor | None
 ) -> Tensor:
     """Write s'(d / tau), divided by a factor of order s'(d_0 / tau), into ``slopes`` (C, M); return their sums (C,).
 
@@ -114,7 +136,8 @@ def _write_relative_slopes(
     origin = origin.double()
 
     def distances(c: slice, m: slice) -> Tensor:
-        found = (scores[c, m].double() - origin[c, None]).sub_(shift[c, None]).abs_()
+        found = scores[c, m].double() - origin[c, None]
+        found = (found if shift is None else found.sub_(shift[c, None])).abs_()
         return found if rows is None else found.masked_fill_(~rows[c, m], math.inf)
 
     nearest, sums = torch.full_like(origin, math.inf), torch.zeros_like(origin)
@@ -130,25 +153,23 @@ def _write_relative_slopes(
     return sums
 
 
-def _of_scores(grad: Tensor, slopes: Tensor, factors: Tensor) -> tuple[Tensor]:
-    """Return the gradient of the scores (C, M): the sum over the levels of their gradients times the shares."""
-    scale = (grad * factors).t()[:, :, None]  # [L, C, 1]
-    total = slopes[0] * scale[0]
-    for level in range(1, slopes.shape[0]):
-        total = torch.addcmul(total, slopes[level], scale[level])
-    return (total,)
-
-
-def _fake(
-    scores: Tensor, base: Tensor, offset: Tensor | None, taus: Tensor, rows: Tensor | None, levels_are_rows: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(base), scores.new_empty(base.shape[1], *scores.shape), torch.empty_like(base)
+def _fake_gradient(
+    grad: Tensor,
+    scores: Tensor,
+    base: Tensor,
+    offset: Tensor | None,
+    taus: Tensor,
+    rows: Tensor | None,
+    levels_are_rows: bool,
+) -> tuple[Tensor]:
+    return (scores.new_empty(scores.shape),)
 
 
 _carry = register(
     "threshold_gradient",
-    forward=_point_and_slopes,
-    fake=_fake,
-    saved=lambda inputs, outputs: (outputs[1:], ()),
-    backward=_of_scores,
+    forward=_points,
+    fake=_points,
+    saved=lambda inputs, outputs: (inputs[:5], inputs[5:]),
+    backward=_gradient,
+    fake_backward=_fake_gradient,
 )

@@ -132,9 +132,11 @@ def recall_at_quantile(
 
     Automatic temperature:
         The spread is the interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores,
-        and a constant for the gradient. The sample is spread over the rows in a fixed way. If most scores of every
-        class are tied, the standard deviation without the 1 % of scores at each end replaces the range, and 1 replaces
-        it if all are tied. Infinite scores and ignored rows are left out.
+        and a constant for the gradient. The sample is spread over the rows in a fixed way. Where most scores of a class
+        are tied or hardly differ, so that the range is less than a hundredth of the standard deviation without the 1 %
+        of scores at each end, that deviation replaces it. If all scores are equal, up to rounding, the spread is 1.
+        Scores that are all numbers of half precision are judged by its rounding. Infinite scores and ignored rows are
+        left out.
 
     Example:
         >>> import torch

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.quantiles import Levels
-from ..kernels.threshold_gradient import carry_gradient
+from ..kernels.threshold_gradient import are_carried, carry_gradient
 from .pool import Pool
 
 
@@ -32,12 +32,13 @@ def threshold_with_gradient(
     """
     if pool.live is None:
         # A finite level is at or between scores of its reference, all of which are live.
-        return carry_gradient(levels, pool.scores, reference, taus, levels_are_rows=True)[0], None
+        return carry_gradient(levels, pool.scores, reference, taus, levels_are_rows=True), None
     carriers = pool.live.expand_as(pool.positive) if reference is None else reference & pool.live
-    point, carried = carry_gradient(levels, pool.scores, carriers, taus, levels_are_rows=False)
-    if carried is None:
+    point = carry_gradient(levels, pool.scores, carriers, taus, levels_are_rows=False)
+    if not point.requires_grad:
         return point, None
     # At an infinite level, which nothing carries either, no finite positive has a slope.
+    carried = are_carried(levels, pool.scores.detach(), carriers)
     return point, positives & pool.live & carried.any(dim=1, keepdim=True)
 
 

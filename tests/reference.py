@@ -239,26 +239,24 @@ def retrieval_smooth_ap(
 def spread(classes: list[Problem]) -> float:
     """Return the interquartile range over 1.349, the mean over the classes that have one; of all rows, not of a sample.
 
-    Then the standard deviation without 1 % of the scores at each end, at least one; then 1.
+    The standard deviation without 1 % of the scores at each end, at least one, takes its place in a class of which the
+    range is less than a hundredth of it. Without a spread it is 1.
     """
     columns = [sorted(x for row in problem if math.isfinite(x := row.score.item())) for problem in classes]
-    ranges, deviations = [], []
+    widths = []
     for column in columns:
         n = len(column)
         if n == 0:
             continue
-        low, high = column[(n - 1) // 4], column[n - 1 - (n - 1) // 4]
-        if high > low:
-            ranges.append((high - low) / 1.3489795003921634)
-        cut = max(1, n // 100)
+        quartiles = (column[n - 1 - (n - 1) // 4] - column[(n - 1) // 4]) / 1.3489795003921634
+        cut, deviation = max(1, n // 100), 0.0
         inner = column[cut : n - cut]
         if inner and inner[0] < inner[-1]:
             mean = math.fsum(inner) / len(inner)
-            deviations.append(math.sqrt(math.fsum((x - mean) ** 2 for x in inner) / len(inner)))
-    for widths in (ranges, deviations):
-        if widths:
-            return math.fsum(widths) / len(widths)
-    return 1.0
+            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in inner) / len(inner))
+        widths.append(quartiles if quartiles >= 0.01 * deviation else deviation)
+    widths = [width for width in widths if width > 0]
+    return math.fsum(widths) / len(widths) if widths else 1.0
 
 
 def evenly_spaced(count: int, among: int) -> list[int]:

@@ -165,7 +165,12 @@ DEGENERATE: dict[str, tuple[Tensor, float, float]] = {  # scores, and the least 
     "one outlier": (torch.where(torch.arange(N) == 7, 1e30, RAMP), 0.7, 0.8),
     "constant but one outlier": (torch.where(torch.arange(N) == 7, 1e30, torch.ones(N, dtype=torch.float64)), 1, 1),
     "two clusters": (torch.where(torch.arange(N) % 2 == 0, 1e6, -1e6) + RAMP, 1e6, 2e6),
-    "two uneven clusters": (torch.where(torch.arange(N) % 10 == 0, 1e6, 0.0) + RAMP, 0.7, 1.0),
+    "two uneven clusters": (torch.where(torch.arange(N) % 10 == 0, 1e6, 0.0) + RAMP, 2e5, 4e5),
+    "a tight majority": (torch.where(torch.arange(N) % 5 == 0, RAMP, 1e-4 * RAMP), 0.2, 0.3),
+    "a majority that is not tight": (torch.where(torch.arange(N) % 5 == 0, RAMP, 0.1 * RAMP), 0.04, 0.1),
+    "the jitter of bfloat16": ((3 + 0.01 * RAMP.cos()).bfloat16().double(), 1, 1),
+    "the jitter of float16": ((3 + 0.001 * (9 * RAMP).cos()).half().double(), 1, 1),
+    "few steps of bfloat16": ((3 + 0.1 * RAMP).bfloat16().double(), 0.05, 0.1),
     "two tied clusters": (torch.where(torch.arange(N) % 10 == 0, 1e6, 0.0).double(), 2e5, 4e5),
     "mostly tied": (torch.where(torch.arange(N) % 10 == 0, RAMP, torch.zeros_like(RAMP)), 0.05, 0.3),
     "infinities": (torch.where(torch.arange(N) % 5 == 0, -math.inf, RAMP), 0.7, 0.8),
@@ -187,6 +192,46 @@ def test_degenerate_scores_have_a_usable_spread(name: str, dtype: torch.dtype) -
         assert least <= found <= most
         if not given.isnan().any():
             assert standardized(given, None).isfinite().eq(given.isfinite()).all()
+
+
+@pytest.mark.parametrize("name", DEGENERATE)
+@pytest.mark.parametrize("members", [False, True])
+def test_the_form_that_reads_no_value_finds_the_same_spread(name: str, members: bool) -> None:
+    """Two scores at a distance of 1 are added, as a yardstick in the standardized scores."""
+    scores = torch.cat([DEGENERATE[name][0], torch.tensor([5.0, 6.0], dtype=torch.float64)])
+    for given in (scores[None], torch.stack([scores, 3 * scores, torch.zeros_like(scores)])):
+        member = torch.rand(given.shape, generator=torch.Generator().manual_seed(0)) < 0.8 if members else None
+        if member is not None:
+            member[:, -2:] = True
+        standard = standardized(given, member)
+        found = float((standard[0, -1].double() - standard[0, -2].double()).reciprocal())
+        # The difference is lost where the scores are divided by 1e30: then the spread is the ratio of large scores.
+        wanted = spread_of(given, member)
+        if wanted < 1e5:
+            assert found == pytest.approx(wanted, rel=1e-10 * max(1.0, wanted), abs=0)
+
+
+def test_a_tight_majority_is_a_matter_of_a_hundredth() -> None:
+    """Values below and above the ratio at which the deviation takes the place of the range."""
+    for ratio, takes_range in ((0.001, False), (0.006, True)):
+        scores = torch.where(torch.arange(N) % 5 == 0, RAMP, ratio * RAMP)[None]
+        narrow = scores.abs() <= ratio
+        widths = (scores[narrow].max().item(), scores[~narrow].max().item())
+        assert (spread_of(scores, None) < widths[0]) == takes_range
+        assert spread_of(scores, None) == pytest.approx(expected_spread(scores), rel=1e-13)
+        assert spread_of(1e3 + scores, None) == pytest.approx(expected_spread(scores), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_that_differ_by_the_rounding_of_half_precision_have_no_spread(dtype: torch.dtype) -> None:
+    noise = torch.rand(1, N, generator=torch.Generator().manual_seed(0))
+    eps = torch.finfo(dtype).eps
+    rounded = (3 + 1.6 * eps * noise).to(dtype).float()
+    assert len(rounded.unique()) == 2
+    assert spread_of(rounded, None) == 1.0
+    assert spread_of(rounded.double(), None) == 1.0
+    assert spread_of(rounded + 1e-3 * eps * noise, None) < 2 * eps  # a control: these differ in float32
+    assert spread_of((3 + 40 * eps * noise).to(dtype).float(), None) == pytest.approx(40 * eps * 0.37, rel=0.2)
 
 
 def test_the_whole_range_of_float64() -> None:
@@ -385,6 +430,25 @@ def test_compiled_equals_eager(name: str, classes: int) -> None:
             step(compiled, logits + offset, targets), step(FUNCTIONS[name], logits + offset, targets)
         ):
             torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.slow
+@over_functions
+def test_compiled_equals_eager_at_the_edges(name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="eager")
+    sets = {edge: DEGENERATE[edge][0].double() for edge in DEGENERATE if DEGENERATE[edge][0].isfinite().all()}
+    sampled_out = torch.zeros(20_000, dtype=torch.float64)  # has a spread, but its sample has none
+    sampled_out[:8000] = torch.randn(8000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sampled_out[evenly_spaced(spreads.MOST_SCORES, 20_000, sampled_out.device)] = 0.0
+    assert spreads.sample_of(sampled_out[None], None).abs().max() == 0
+    assert spread_of(sampled_out[None], None) != 1
+    sets["a sample without a spread"] = sampled_out
+    for edge, scores in sets.items():
+        rows = scores[:, None], torch.arange(len(scores)) % 8 == 0
+        for ours, plain in zip(step(compiled, *rows), step(FUNCTIONS[name], *rows)):
+            largest = plain.abs().max().item()
+            torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8 * largest, msg=lambda m, e=edge: f"{e}: {m}")
 
 
 @over_functions

@@ -12,7 +12,8 @@ from reference import Rows
 from torch.testing import assert_close
 
 from fullrank import losses
-from fullrank.kernels.quantiles import INTERPOLATIONS, upper_quantiles
+from fullrank.kernels import quantiles
+from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels, upper_quantiles
 from fullrank.losses.batch import Batch, TargetRule
 from fullrank.losses.sampling import draw_rows
 
@@ -548,6 +549,46 @@ def test_quantiles_at_decimal_fractions(interpolation):
         for n in SIZES
     ]
     assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("order", ["random", "sorted", "periodic", "ties", "constant", "infinite"])
+def test_quantiles_bracketed_by_a_sample_are_the_same(order, interpolation, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 2000, generator=generator)
+    scores = {
+        "random": scores,
+        "sorted": scores.sort(dim=1).values,
+        "periodic": scores + 9.0 * (torch.arange(2000) % 5 == 0),
+        "ties": (scores * 2).round() / 2,
+        "constant": torch.full_like(scores, 2.0),
+        "infinite": scores.masked_fill(scores > 1, math.inf).masked_fill(scores < -1, -math.inf),
+    }[order]
+    fractions = [0.0, 0.005, 0.01, 0.25, 0.3, 0.5, 0.75, 0.999, 1.0]
+    for member in (None, torch.rand(3, 2000, generator=generator) < 0.5, torch.arange(2000).expand(3, -1) % 400 == 7):
+        results = []
+        # A sample of 100 scores is bracketed well, one of 3 often fails, and then all scores are ordered.
+        for rows, sample in ((10**9, 100), (1, 100), (1, 3)):
+            monkeypatch.setattr(quantiles, "BRACKETED", rows)
+            monkeypatch.setattr(quantiles, "SAMPLE", sample)
+            results.append(upper_levels(scores, member, fractions, interpolation))
+            one = upper_levels(scores, member, [0.01], interpolation)
+            assert torch.equal(one.base[:, 0], results[-1].base[:, 2])
+        for other in results[1:]:
+            assert torch.equal(other.base, results[0].base)
+            assert (other.offset is None) == (interpolation not in ("linear", "midpoint"))
+            assert other.offset is None or torch.equal(other.offset, results[0].offset)
+    assert torch.equal(results[0].base[:, 0], scores[:, 7::400].amax(dim=1))  # a control that calls no code of ours
+
+
+def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch):
+    scores = torch.arange(100.0)[None].clone()
+    scores[0, 3] = math.nan
+    for rows in (10**9, 1):
+        monkeypatch.setattr(quantiles, "BRACKETED", rows)
+        found = upper_quantiles(scores, None, [0.0, 0.5])
+        assert found[0, 0].isnan()
+        assert found[0, 1] == 51.0
 
 
 def test_a_rank_that_rounding_moves_past_an_integer():
