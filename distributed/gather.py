@@ -20,9 +20,10 @@ from torch.distributed import ProcessGroup
 from ..errors import Words, anchor_of, expected, first_order_only
 from .collectives import reduce_scatter
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import Checksum, Offer, State, agree_on, backend_by_device, refuse_in_backward
+from .header import Checksum, Offer, State, backend_by_device, refuse_in_backward
 from .payload import gather_payload
 from .torch_private import not_compiled
+from .transforms import agree_untransformed, check_no_tangents
 
 
 class Rows(NamedTuple):
@@ -157,11 +158,12 @@ def gather_agreed(
     def bring() -> Offer[tuple[Tensor | None, ...]]:
         tensors, facts, checksum = prepare()
         count = check_rows(tensors)
+        check_no_tangents(*tensors)
         _check_devices(tensors, group)
         facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
         return Offer(tensors, facts, count, checksum=checksum)
 
-    agreed = agree_on(call, group, bring)
+    agreed = agree_untransformed(call, group, bring)
     tensors, rows = agreed.value, agreed.rows
     present = [tensor for tensor in tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)

@@ -6,9 +6,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -58,6 +60,28 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
         marked._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
         marked._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
+
+
+_are_func_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_outside_func_transforms = getattr(torch._C, "_DisableFuncTorch", nullcontext)
+
+
+def func_transforms_are_active() -> bool:
+    """Return True inside ``torch.func.grad``, ``torch.vmap`` and the other transforms of ``torch.func``."""
+    return bool(_are_func_transforms_active())
+
+
+def outside_func_transforms() -> AbstractContextManager[object]:
+    """Return a context in which the transforms of ``torch.func`` around it leave tensors alone."""
+    context: AbstractContextManager[object] = _outside_func_transforms()
+    return context
+
+
+def has_tangent(tensor: object) -> bool:
+    """Return True if ``tensor`` is a dual tensor of forward-mode differentiation."""
+    if not isinstance(tensor, Tensor) or getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
