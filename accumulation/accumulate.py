@@ -197,7 +197,7 @@ class Step:
             discarded. A rank raises at once, alone, only where the others wait for a backward that it cannot run:
             without a loss that has a graph, under FSDP2 or ``sync="each"``.
         """
-        self.scale(loss, num_items=num_items).backward()
+        self._scale(loss, num_items, others_prepare=False).backward()
 
     @not_compiled
     def scale(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> Tensor:
@@ -208,12 +208,16 @@ class Step:
 
         Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
         """
+        return self._scale(loss, num_items, others_prepare=True)
+
+    def _scale(self, loss: Tensor, num_items: Tensor | float | None, *, others_prepare: bool) -> Tensor:
+        """Do what :meth:`scale` does; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
         if self._index < 0:
             fix = "Call it inside the loop over accumulate(...)."
             raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
         self._num_calls += 1
         try:
-            share = self._share(loss, num_items)
+            share = self._share(loss, num_items, others_prepare)
         except Exception as mistake:
             can_run = self._num_calls == 1 and _has_graph(loss) and (self._is_last or self._is_prepared)
             self._note(mistake, keeps_step=self._num_calls > 1 or can_run)
@@ -276,7 +280,7 @@ class Step:
     def _end(self) -> None:
         self._index = -1
 
-    def _share(self, loss: Tensor, num_items: Tensor | float | None) -> Tensor:
+    def _share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
         """Check and add up one micro-batch, and return ``m * S / N``."""
         where = f"of micro-batch {self._index}"
         if self._num_calls > 1:
@@ -286,7 +290,9 @@ class Step:
         wrappers, sync = self._window.wrappers, self._window.sync
         if self._is_last or sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
-            self._is_prepared = wrappers.check_forwards(f"loss {where}", loss, self._used, others_prepare=True)
+            self._is_prepared = wrappers.check_forwards(
+                f"loss {where}", loss, self._used, others_prepare=others_prepare
+            )
         # Half precision would round m / N, and its sums end at 65504.
         total = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss).reshape(())
         if num_items is not None:

@@ -80,8 +80,9 @@ class DeferredMean:
         range of float32 or bfloat16. With float16 gradients use :func:`accumulate`.
     Distributed:
         Each :meth:`backward` is one header of 64 bytes, one reduction by the wrapper, and DDP's broadcast of buffers,
-        which the next forward then leaves out; every rank makes the same calls. Without a process group, or with one
-        rank, nothing is exchanged.
+        which the next forward then leaves out; every rank makes the same calls. For a DDP module that has not run yet,
+        the constructor makes the broadcast of the first forward: construct it on every rank. Without a process group,
+        or with one rank, nothing is exchanged.
 
     Example:
         >>> import torch
@@ -99,7 +100,6 @@ class DeferredMean:
         self._model, self._group, self._given_multiplier = model, group, multiplier
         self._is_replaced = False  # by a newer object for the same parameters
         self._read_wrappers()
-        self._sync.watch_first_forwards()
         self._ranks = find_ranks(model, group)
         self._trainable = _trainable(model)
         older = [one for one in _ALIVE if self._trainable & (one._trainable | _trainable(one._model))]
@@ -110,6 +110,7 @@ class DeferredMean:
             raise RuntimeError(expected("model", "no DeferredMean that is collecting gradients", found, fix))
         for one in older:
             one._is_replaced = True
+        self._sync.prepare_first_forwards()
         self._sums: _Sums = _Sums()
         self._mean_loss: Tensor | None = None
         _ALIVE.add(self)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..distributed.group import Group, is_initialized, resolve_group
-from ..distributed.header import Offer, agree_on
-from ..errors import Words, check_int, expected
+from ..distributed.header import Offer, agree_on, public_class, reason_of
+from ..errors import Words, check_int, expected, is_from_a_check
 from .window import list_micro_batches
 
 B = TypeVar("B")
@@ -133,11 +133,26 @@ def add_counts(micro_batches: Sequence[B], count: Callable[[B], Tensor | float])
         try:
             counted = count(micro_batch)
         except Exception as error:
-            kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), RuntimeError)
-            text = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-            raise kind(f"count of micro-batch {index}: {text}") from error
+            kind, name = public_class(error), f"count of micro-batch {index}"
+            if is_from_a_check(error):
+                raise kind(f"{name}: {error}") from None
+            # From None, and with the line, because the ranks print one traceback each.
+            raise kind(expected(name, "a number", Words(_raised(error)))) from None
         counts.append(check_scalar(f"count of micro-batch {index}", counted))
     return math.fsum(check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts)))
+
+
+def _raised(error: Exception) -> str:
+    """Return the class and text of what a function of the caller has raised, and the line of it that led there."""
+    trace = (
+        error.__traceback__.tb_next if error.__traceback__ is not None else None
+    )  # the first frame is of this module
+    place = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        place = f", raised in {code.co_name} ({code.co_filename}, line {trace.tb_lineno})"
+    text, head = reason_of(error), f"{type(error).__name__}: "
+    return f"{text if text.startswith(head) else head + text}{place}"
 
 
 def check_scalar(name: str, value: Any) -> Tensor | float:

@@ -20,9 +20,10 @@ from torch.distributed import ProcessGroup
 from ..errors import Words, anchor_of, expected, first_order_only
 from .collectives import reduce_scatter
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import Checksum, Offer, State, agree_on, backend_by_device, refuse_in_backward
+from .header import Checksum, Offer, State, backend_by_device, refuse_in_backward
 from .payload import gather_payload
 from .torch_private import not_compiled
+from .transforms import agree_untransformed, check_no_tangents
 
 
 class Rows(NamedTuple):
@@ -91,6 +92,12 @@ def _own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     return own if plan.scale == 1 else own * plan.scale
 
 
+def own_gradient(gathered: Tensor, gradient: Tensor) -> Tensor:
+    """Return what the rows of this rank get from ``gradient``, that of ``gathered``; all of it without a gather."""
+    plan = getattr(gathered.grad_fn, "plan", None)
+    return _own_rows(gradient, plan) if isinstance(plan, _Plan) else gradient
+
+
 def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
     world_size, rank, most = len(plan.rows), plan.group.rank(), max(plan.rows)
@@ -157,11 +164,12 @@ def gather_agreed(
     def bring() -> Offer[tuple[Tensor | None, ...]]:
         tensors, facts, checksum = prepare()
         count = check_rows(tensors)
+        check_no_tangents(*tensors)
         _check_devices(tensors, group)
         facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
         return Offer(tensors, facts, count, checksum=checksum)
 
-    agreed = agree_on(call, group, bring)
+    agreed = agree_untransformed(call, group, bring)
     tensors, rows = agreed.value, agreed.rows
     present = [tensor for tensor in tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from ..errors import anchor_of, expected, first_order_only
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
-from .header import Offer, State, agree_on, refuse_in_backward
+from .header import Offer, State, refuse_in_backward
 from .torch_private import not_compiled
+from .transforms import agree_untransformed, check_no_tangents
 
 
 class Fraction(NamedTuple):
@@ -66,10 +67,11 @@ def mean_agreed(
 
     def bring() -> Offer[Tensor]:
         total, count, facts = prepare()
+        check_no_tangents(total)
         needs_grad = total.requires_grad and torch.is_grad_enabled()
         return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count))
 
-    agreed = agree_on(call, group, bring)
+    agreed = agree_untransformed(call, group, bring)
     total, totals = agreed.value, agreed.totals  # (), [W, 4]
     summed = torch.zeros_like(totals[0])
     for part in totals:  # always in rank order, so that every rank gets the same bits

@@ -6,9 +6,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -58,6 +61,28 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
         marked._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
         marked._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
+
+
+_are_func_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_outside_func_transforms = getattr(torch._C, "_DisableFuncTorch", nullcontext)
+
+
+def func_transforms_are_active() -> bool:
+    """Return True inside ``torch.func.grad``, ``torch.vmap`` and the other transforms of ``torch.func``."""
+    return bool(_are_func_transforms_active())
+
+
+def outside_func_transforms() -> AbstractContextManager[object]:
+    """Return a context in which the transforms of ``torch.func`` around it leave tensors alone."""
+    context: AbstractContextManager[object] = _outside_func_transforms()
+    return context
+
+
+def has_tangent(tensor: object) -> bool:
+    """Return True if ``tensor`` is a dual tensor of forward-mode differentiation."""
+    if not isinstance(tensor, Tensor) or getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
@@ -285,9 +310,30 @@ def forwards_since(module: DistributedDataParallel) -> int:
     return 0 if type(flag) is int else 1 + bool(flag)
 
 
-def last_forward_was_local(module: DistributedDataParallel) -> bool:
-    """Return True if the last forward of DDP ran inside no_sync, or without gradients."""
-    return module.require_forward_param_sync is False
+# Of each DDP module that is watched, whether its last forward with gradients ran inside no_sync.
+_LOCAL_FORWARDS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def holds_unreduced(module: DistributedDataParallel) -> bool:
+    """Return True if DDP has probably not reduced the gradients of ``module``.
+
+    A forward without gradients leaves the same mark as one inside no_sync. A gradient that nothing has written to in
+    place tells them apart, because DDP writes what it has reduced. Several backwards in no_sync write too: then a hook
+    watches which forward is the last one with gradients, and tells from the next call on.
+    """
+    if module.require_forward_param_sync is not False:
+        return False
+    if any(p.grad is not None and p.grad._version == 0 for p in module.parameters() if p.requires_grad):
+        return True
+    if module not in _LOCAL_FORWARDS:
+        _LOCAL_FORWARDS[module] = False
+        module.register_forward_pre_hook(_note_forward)
+    return _LOCAL_FORWARDS[module]
+
+
+def _note_forward(module: nn.Module, _: object) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _LOCAL_FORWARDS[module] = not module.require_backward_grad_sync
 
 
 def leave_as_reduced(module: DistributedDataParallel) -> None:

@@ -40,7 +40,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ..distributed.collectives import all_gather
 from ..distributed.group import is_initialized
 from ..distributed.header import backend_by_device, cause_of, disagreement, failure, public_class, reason_of
-from ..distributed.torch_private import count_unreduced, last_forward_was_local, not_compiled
+from ..distributed.torch_private import count_unreduced, holds_unreduced, not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
@@ -259,11 +259,11 @@ def _measure(
         if any(not one.require_backward_grad_sync for one in wrapped):
             fix = "They differ between the ranks: clip after the backward that reduces, outside of no_sync."
             raise RuntimeError(expected("gradients", "final gradients", Words("those of DDP inside no_sync"), fix))
-        if any(last_forward_was_local(one) and one.process_group.size() > 1 for one in wrapped):
+        if any(holds_unreduced(one) and one.process_group.size() > 1 for one in wrapped):
             warn(
-                f"{call}: the last forward of the DDP module ran inside no_sync or without gradients. If no backward "
-                "has reduced since, the gradients differ between the ranks, and so does their norm: clip after the "
-                "backward that reduces, before any other forward."
+                f"{call}: the last forward of the DDP module with gradients ran inside no_sync, so its backward did "
+                "not reduce. The gradients differ between the ranks, and so does their norm: clip after a forward and "
+                "backward outside of no_sync."
             )
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")

@@ -266,10 +266,12 @@ class GradientSync(NamedTuple):
         for module in self.ddp:
             watch_forward(module)
 
-    def watch_first_forwards(self) -> None:
-        """Let :attr:`forwards_seen` start at the modules that have never run."""
+    def prepare_first_forwards(self) -> None:
+        """Let the modules that have never run broadcast their buffers now, and :attr:`forwards_seen` start at them."""
         for module in self.ddp:
             if has_never_run(module):
+                broadcast_ddp_buffers(module)
+                module.require_forward_param_sync = False
                 watch_forward(module)
 
     @property

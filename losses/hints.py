@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed.gather import own_gradient
 from ..errors import warn
 from .batch import Batch
 from .pool import PerClass, Pool
@@ -22,6 +23,7 @@ _MANY = 0.99  # share of the live positives
 _SMALL_LOSS = 0.05  # below it the positives are ranked well and need no gradient
 _PUSH = 0.5  # share of the gradient that raises all scores
 _MANY_PUSHES = 2  # measurements in a row
+_MOST_OTHERS = 0.5  # of the gradient of this loss for the own rows: what other losses may add there
 
 
 class Setting(NamedTuple):
@@ -42,7 +44,7 @@ class Hints:
         self._loss = loss
         self._given: set[str] = set()
         self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = self._pushes = 0
-        self._copies: list[tuple[torch.Event | None, Tensor, Callable[[list[float]], None]]] = []
+        self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
@@ -83,7 +85,7 @@ class Hints:
             and logits.requires_grad
             and "alone" not in self._given
         ):
-            logits.register_hook(self._watch_push)
+            self._watch_push(logits, live.logits)
 
     def _count_empty_calls(self, valid: list[float]) -> None:
         self._empty_calls = 0 if valid[0] else self._empty_calls + 1
@@ -135,9 +137,32 @@ class Hints:
                 "has it, which follows the spread of the scores.",
             )
 
-    def _watch_push(self, gradient: Tensor) -> None:
-        sums = torch.stack([gradient.detach().double().sum(), gradient.detach().double().abs().sum()])
-        self._read(sums, self._count_push, later=True)
+    def _watch_push(self, logits: Tensor, gathered: Tensor) -> None:
+        """Measure in backward how much of the gradient raises all scores, with the losses that are added to this one.
+
+        Over several ranks this rank knows the gradient of this loss for all rows, and that of the other losses for its
+        own rows alone. So it measures this loss over all rows, and only where it makes up most of the gradient of the
+        own rows. A rank whose own rows say nothing leaves the hint to the other ranks.
+        """
+        if gathered is logits:
+            logits.register_hook(lambda gradient: self._measure_push(gradient.detach().double()))
+            return
+        whole: list[Tensor] = []  # the gradient of this loss for the rows of all ranks; this hook runs first
+
+        def look(gradient: Tensor) -> None:
+            if whole:
+                everyone = whole.pop()
+                own = own_gradient(gathered, everyone)
+                rest = gradient.detach().double() - own
+                is_most = rest.abs().sum() < _MOST_OTHERS * own.abs().sum()
+                self._measure_push(everyone, is_most)
+
+        gathered.register_hook(lambda gradient: whole.append(gradient.detach().double()))
+        logits.register_hook(look)
+
+    def _measure_push(self, gradient: Tensor, counts: Tensor | None = None) -> None:
+        sums = torch.stack([gradient.sum(), gradient.abs().sum()])
+        self._read(sums if counts is None else sums * counts, self._count_push, later=True)
 
     def _count_push(self, sums: list[float]) -> None:
         push = -sums[0] / sums[1] if sums[1] > 0 else 0.0
@@ -151,31 +176,46 @@ class Hints:
             )
 
     def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
-        """Call ``then`` with the numbers in ``values``: now on the CPU, elsewhere, or with ``later``, in a later call.
+        """Call ``then`` with the numbers in ``values``, in this call if they are on the CPU, else in a later one.
+
+        With ``later`` always in a later call.
 
         A warning that is an error must not be raised in a backward, where other ranks communicate.
         """
-        if values.device.type == "cpu":
-            if later:
-                self._copies.append((None, values, then))
-            else:
-                then(values.tolist())
-            return
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or accelerator.type != values.device.type:
-            return  # it has no events, and reading the values would wait
-        copied = torch.Event(values.device.type)
-        host = torch.empty_like(values, device="cpu", pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        copied.record()
-        self._copies.append((copied, host, then))
+        started = start_copy(values)
+        if started is not None:
+            self._copies.append((started, then))
+            if not later:
+                self._read_copies()
 
     def _read_copies(self) -> None:
-        while self._copies and ((event := self._copies[0][0]) is None or event.query()):
-            _, host, then = self._copies.pop(0)
-            then(host.tolist())
+        """Pass on the numbers that have arrived, in the order in which they were asked for."""
+        while self._copies and self._copies[0][0].has_arrived():
+            copy, then = self._copies.pop(0)
+            then(copy.host.tolist())
 
     def _give(self, kind: str, text: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
             warn(f"{self._loss}: {text}")
+
+
+class Copy(NamedTuple):
+    """Numbers on their way to the host."""
+
+    has_arrived: Callable[[], bool]
+    host: Tensor  # not to be read before
+
+
+def start_copy(values: Tensor) -> Copy | None:
+    """Copy ``values`` to the host in the background; None on a device where that would wait."""
+    if values.device.type == "cpu":
+        return Copy(lambda: True, values)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != values.device.type:
+        return None
+    copied = torch.Event(values.device.type)
+    host = torch.empty_like(values, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied.record()
+    return Copy(copied.query, host)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.gather import all_gather_no_grad, all_gather_with_grad, gather_rows
 from ..losses import (
+    HardNegativeCrossEntropyLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
     RetrievalSmoothAPLoss,
@@ -99,7 +100,7 @@ def _binary(targets: Tensor) -> Tensor:
 
 
 def _losses(device: torch.device) -> dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]]:
-    """Return each loss, and the function that gives targets their form."""
+    """Return each loss, and the function that gives targets their form; with a fixed or an automatic temperature."""
 
     def same(targets: Tensor) -> Tensor:
         return targets
@@ -110,7 +111,10 @@ def _losses(device: torch.device) -> dict[str, tuple[DistributedLoss, Callable[[
     losses: dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]] = {
         "SmoothAPLoss": (SmoothAPLoss(_CLASSES, queue_size=_QUEUE, temperature=0.5), same),
         "RecallAtQuantileLoss": (RecallAtQuantileLoss(_CLASSES, 0.3, queue_size=_QUEUE, temperature=0.5), same),
+        "SmoothAPLoss, automatic": (SmoothAPLoss(_CLASSES, queue_size=_QUEUE), same),
+        "RecallAtQuantileLoss, automatic": (RecallAtQuantileLoss(_CLASSES, 0.3, queue_size=_QUEUE), same),
         "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(_CLASSES, queue_size=_QUEUE), same),
+        "HardNegativeCrossEntropyLoss": (HardNegativeCrossEntropyLoss(_CLASSES, 0.3, queue_size=_QUEUE), same),
         "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), same),
         "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
         "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),

@@ -777,7 +777,10 @@ OPENINGS = {
     "list of labels": ("TypeError", "labels: expected a plain torch.Tensor"),
     "negative count": ("ValueError", "count of micro-batch 0: expected a finite number >= 0, got -1."),
     "count with several elements": ("ValueError", "count of micro-batch 0: expected one element"),
-    "count that fails": ("RuntimeError", "count of micro-batch 0: KeyError: 'length'"),
+    "count that fails": (
+        "RuntimeError",
+        "count of micro-batch 0: expected a number, got KeyError: 'length', raised in ",
+    ),
     "count of no kind": ("TypeError", "count: expected a function of a micro-batch, count_valid_tokens, or"),
     "positional count": (
         "TypeError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +103,73 @@ def repeated(rank: int) -> tuple[list[tuple[str, str]], float]:
     return found, error(flat(model), whole(Model(torch.float64), batches).gradient)
 
 
+class Stepping(nn.Module):
+    """Runs a whole window inside the forward of DDP, as Lightning runs ``training_step``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[nn.Module], None]) -> None:
+        run(self.model)
+
+
+def manual_backward(model: DistributedDataParallel, loss: Tensor) -> None:
+    """Prepare the reduction of DDP before the backward, as ``manual_backward`` of Lightning does."""
+    model.require_forward_param_sync = model.require_backward_grad_sync
+    if model.require_backward_grad_sync:
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+    loss.backward()
+
+
+def inside_a_forward(rank: int, fault: str, num_before: int, buffers: bool) -> tuple[tuple[str, str], list[float]]:
+    """Return what a window inside a forward of DDP raises when the last rank leaves out ``manual_backward``.
+
+    And the errors of the windows around it. ``fault``: "last", "every one" or "none" of its micro-batches.
+    """
+    inner = (Counting if buffers else Model)(torch.float64)
+    model, errors, found = DistributedDataParallel(Stepping(inner)), [], ("none", "")
+    batches, odd = make_window("full", rank), rank == dist.get_world_size() - 1
+
+    def window(fault: str, inner: nn.Module) -> None:
+        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens)):
+            loss = sum_loss(inner, batch)
+            if odd and (fault == "every one" or (fault == "last" and index == len(batches) - 1)):
+                step.backward(loss)
+            else:
+                manual_backward(model, step.scale(loss))
+
+    def training_step(fault: str) -> None:
+        model.require_backward_grad_sync = False  # Lightning does so for the forward around a training step
+        try:
+            model(partial(window, fault))
+        finally:
+            model.require_backward_grad_sync = True
+
+    for index in range(num_before + 3):
+        model.zero_grad()
+        if index == num_before:
+            found = error_of(lambda: training_step(fault))
+        else:
+            training_step("none")
+            errors.append(error(flat(model), whole(Model(torch.float64), all_batches("full")).gradient))
+    return found, errors
+
+
+@pytest.mark.parametrize("fault", ["last", "every one", "none"])
+def test_a_rank_that_leaves_out_manual_backward_raises_on_every_rank(pool_of_two: WorkerPool, fault: str) -> None:
+    """In the first and the second window, with and without buffers; with the fault "none" nothing raises."""
+    for buffers in (False, True):
+        for num_before in (0, 1):
+            for found, errors in pool_of_two(inside_a_forward, fault, num_before, buffers):
+                assert found[0] == ("none" if fault == "none" else "ValueError")
+                assert ("failed on rank 1: loss of micro-batch 2: expected a tensor from the forward" in found[1]) == (
+                    fault != "none"
+                )
+                assert max(errors) <= 1e-12
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_loss_that_ddp_does_not_see_raises_on_every_rank(pool_of_two: WorkerPool, verb: str, fault: str) -> None:
@@ -111,8 +180,6 @@ def test_a_loss_that_ddp_does_not_see_raises_on_every_rank(pool_of_two: WorkerPo
         for num_before in (0, 1):
             if buffers and verb == "each" and fault != FAULTS[1]:
                 continue  # every forward broadcasts buffers, after a reduction
-            if buffers and verb == "DeferredMean" and fault == FAULTS[0] and num_before == 0:
-                continue  # the first forward of DDP broadcasts buffers, before DeferredMean has been called
             outcomes = pool_of_two(bypassed, verb, fault, num_before, buffers)
             for found, errors in outcomes:
                 assert "leaf" in found[1] if fault.startswith("leaf") else "forward of the DDP module" in found[1]

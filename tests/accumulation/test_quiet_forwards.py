@@ -195,6 +195,18 @@ def deferred_without_forward(rank: int, num_before: int, buffers: bool) -> tuple
     return found, error(flat(model), expected.gradient)
 
 
+def first_buffers(rank: int, deferred: bool) -> tuple[float, int, int]:
+    """Return a buffer after a first forward, and the broadcasts of the constructor and of that forward."""
+    model = wrap("default", True)
+    model.module.forwards.fill_(10.0 * rank)
+    with CollectiveCounter() as constructor:
+        kept = DeferredMean(model) if deferred else None
+    with CollectiveCounter() as counter:
+        sum_loss(model, make_batch(rank, 0))
+    del kept
+    return float(model.module.forwards), constructor.total, counter.total
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_that_skips_its_only_micro_batch(pool: WorkerPool, form: str) -> None:
     """In the first, the second and the third window, with and without buffers that DDP broadcasts."""
@@ -259,10 +271,22 @@ def test_a_bad_count_in_any_step(pool: WorkerPool, call: int) -> None:
 
 
 def test_a_rank_that_finishes_instead_of_a_forward(pool: WorkerPool) -> None:
-    """With buffers too: after a backward they are broadcast at once, and the next forward communicates nothing."""
+    """With buffers too: they are broadcast by the constructor, and after a backward at once, in no forward."""
     for buffers in (False, True):
-        for num_before in (1, 2):
+        for num_before in (0, 1, 2):
             for found, wrong in pool(deferred_without_forward, num_before, buffers):
                 assert found[0] == "RuntimeError"
-                assert "DeferredMean.finish on rank" in found[1]
+                text = "DeferredMean.finish on rank" if num_before else "expected a backward since the last finish"
+                assert text in found[1]
                 assert wrong <= 1e-12
+
+
+def test_the_constructor_broadcasts_what_the_first_forward_would(pool_of_two: WorkerPool) -> None:
+    """The first forward then communicates nothing; buffers that differ come from rank 0, as without the object."""
+    for buffer, in_constructor, in_forward in pool_of_two(first_buffers, True):
+        assert (buffer, in_constructor, in_forward) == (1.0, 1, 0)
+
+
+def test_control_the_first_forward_of_ddp_broadcasts(pool_of_two: WorkerPool) -> None:
+    for buffer, _, in_forward in pool_of_two(first_buffers, False):
+        assert (buffer, in_forward) == (1.0, 1)

@@ -61,6 +61,53 @@ def unreduced_under_ddp(rank: int) -> list[Any]:
     return [before, after, inside, texts, len(caught)]
 
 
+# Per step: the micro-batches in no_sync, whether one more reduces, and whether a forward without gradients follows.
+WAYS = {
+    "reduced": (0, True, False),
+    "reduced, then evaluated": (0, True, True),
+    "accumulated, then evaluated": (2, True, True),
+    "not reduced": (1, False, False),
+    "not reduced, then evaluated": (1, False, True),
+    "two not reduced": (2, False, False),
+    "two not reduced, then evaluated": (2, False, True),
+}
+
+
+def warnings_of_steps(rank: int, way: str, options: dict[str, bool]) -> list[tuple[int, float]]:
+    """Clip in three steps of one kind and in one that reduces; return the warnings and the norm of each."""
+    model = nn.parallel.DistributedDataParallel(cases.Model(torch.float64), **options)
+    found = []
+    for num_local, reduces, evaluates in [WAYS[way]] * 3 + [WAYS["reduced, then evaluated"]]:
+        model.zero_grad()
+        for index in range(num_local):
+            with model.no_sync():
+                cases.sum_loss(model, cases.make_batch(rank, index)).backward()
+        if reduces:
+            cases.sum_loss(model, cases.make_batch(rank, num_local)).backward()
+        if evaluates:
+            with torch.no_grad():
+                model(cases.make_batch(rank, 5)["tokens"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            norm = float(fullrank.clip_grad_norm_(model, 1.0))
+        found.append((sum("inside no_sync" in str(one.message) for one in caught), norm))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["default", "views"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_warning_comes_where_the_norms_differ_and_nowhere_else(
+    pool_of_two: WorkerPool, way: str, options: dict[str, bool]
+) -> None:
+    """Gradients of several backwards in no_sync look like reduced ones at first: they warn from the second call on."""
+    first, second = pool_of_two(warnings_of_steps, way, options)
+    num_local, reduces, _ = WAYS[way]
+    wanted = [0, 0, 0] if reduces else [1, 1, 1] if num_local == 1 else [0, 1, 1]
+    assert [count for count, _ in first] == [count for count, _ in second] == [*wanted, 0]
+    differ = [abs(one - other) > 1e-6 * one for (_, one), (_, other) in zip(first, second)]
+    assert differ == [not reduces] * 3 + [False]
+
+
 @pytest.mark.parametrize("listed", [False, True], ids=["module", "list"])
 @pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 2), ("hsdp", 4)])
 def test_gradients_that_fsdp_holds_back_are_refused(kind: str, world_size: int, listed: bool) -> None:
@@ -81,7 +128,7 @@ def test_what_ddp_has_not_reduced_differs_between_the_ranks(pool_of_two: WorkerP
     (first, final, inside, texts, count), (second, other, same, *rest) = pool_of_two(unreduced_under_ddp)
     assert [inside, texts, count] == [same, *rest]
     assert count == len(texts) == 1
-    assert "total_grad_norm: the last forward of the DDP module ran inside no_sync" in texts[0]
+    assert "total_grad_norm: the last forward of the DDP module with gradients ran inside no_sync" in texts[0]
     assert inside[0] == "RuntimeError"
     assert "expected final gradients, got those of DDP inside no_sync" in inside[1]
     assert abs(first - second) > 0.01 * first

@@ -68,6 +68,26 @@ def test_aot_autograd_refuses_a_second_derivative_itself(name: str) -> None:
         found.square().sum().backward()
 
 
+@pytest.mark.parametrize("name", ["smooth_ap", "sigmoid_sums"])
+@pytest.mark.parametrize("form", ["compiled", "compiled, backward", "eager"])
+def test_a_penalty_asked_for_the_inputs_alone(name: str, form: str) -> None:
+    """The gap that docs/reliability.md names: AOTAutograd leaves the penalty out when only the inputs are asked for.
+
+    The backward of its graph saves nothing that leads to the inputs, so torch finds no path to them. ``backward()``
+    and the loss that is not compiled raise.
+    """
+    leaf = scores()
+    function = LOSSES[name] if form == "eager" else torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager")
+    value = function(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+    penalised = value + gradient.square().sum()
+    if form == "compiled":
+        assert torch.equal(torch.autograd.grad(penalised, leaf)[0], gradient)
+    else:
+        with pytest.raises(RuntimeError, match=r"double backward|expected a first derivative, got a second one"):
+            penalised.backward() if form == "compiled, backward" else torch.autograd.grad(penalised, leaf)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loss_without_gradient_needs_none(backend: str) -> None:
     with torch.no_grad():

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from fullrank import (
     SigmoidFocalLoss,
     SmoothAPLoss,
 )
-from fullrank.losses import RankingLoss
+from fullrank.losses import RankingLoss, hints
+from fullrank.losses.hints import Copy, Hints
 
 ROWS = 200
 
@@ -141,13 +143,24 @@ def test_a_small_last_batch_does_not_warn():
         )
 
 
-def test_a_loss_of_weight_0_has_no_gradient_to_give():
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_loss_of_weight_0_has_no_gradient_to_give(monkeypatch, is_control):
+    """The control does not see by how much the loss was multiplied."""
+    watch = Hints._watch_positives
+
+    def blind(self, pool, per_class, temperature):
+        watch(self, pool, per_class._replace(values=per_class.values.detach()), temperature)
+
+    if is_control:
+        monkeypatch.setattr(Hints, "_watch_positives", blind)
     loss = SmoothAPLoss(1, temperature=0.1)
-    scores = draw(0)
+    texts = []
     for _ in range(5):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            (0.0 * loss(scores, every(5))).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (0.0 * loss(draw(0), every(5))).backward()
+        texts += [str(one.message) for one in caught]
+    assert ["live positives had no gradient" in text for text in texts] == [True] * is_control
 
 
 def test_a_pointwise_loss_needs_no_other():
@@ -202,6 +215,101 @@ def test_a_copy_of_a_loss_does_not_warn_again(again):
     loss = RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0)
     assert len(texts_of(loss, 3)) == 1
     assert texts_of(again(loss), 5) == []
+
+
+class Late:
+    """Stands for a device: what is copied from it arrives at the third question, and is nonsense before."""
+
+    def __init__(self):
+        self.copies, self.most_at_once = [], 0
+
+    def start(self, values):
+        host, left = torch.full_like(values, -1, dtype=torch.float64), iter([False, False])
+
+        def has_arrived():
+            done = next(left, True)
+            if done:
+                host.copy_(values)
+                self.copies.remove(host_id)
+            return done
+
+        host_id = object()
+        self.copies.append(host_id)
+        self.most_at_once = max(self.most_at_once, len(self.copies))
+        return Copy(has_arrived, host)
+
+
+@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+def test_values_that_arrive_late_give_the_same_hint(monkeypatch, make, steps, fix):
+    late = Late()
+    monkeypatch.setattr(hints, "start_copy", late.start)
+    (text,) = texts_of(make(), 120, **steps)
+    assert fix in text
+    assert 1 <= late.most_at_once < 20, "what has arrived is read"
+
+
+def test_control_nonsense_is_read_where_nothing_is_waited_for(monkeypatch):
+    """A loss that is used rightly, of which every number is read as 0."""
+    monkeypatch.setattr(hints, "start_copy", lambda values: Copy(lambda: True, torch.zeros_like(values)))
+    assert "no class was valid" in texts_of(SmoothAPLoss(1, temperature=0.1), 40)[0]
+
+
+@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make, steps, fix):
+    monkeypatch.setattr(hints, "start_copy", lambda values: None)
+    texts = texts_of(make(), 40, **steps)
+    assert len(texts) == (fix in ("1/quantile = 250", "1/beta = 250", "num_classes=1"))  # these read no value
+
+
+def test_numbers_reach_the_host(device):
+    values = torch.arange(3.0, device=device)
+    copy_ = hints.start_copy(values)
+    assert copy_ is not None
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    assert copy_.has_arrived()
+    assert copy_.host.device.type == "cpu"
+    assert copy_.host.tolist() == [0.0, 1.0, 2.0]
+
+
+# Of two ranks, how many of 100 rows are positives; whether cross-entropy is added; which ranks have a hint.
+SHARES = {
+    "all rows push": ((2, 2), False, [1, 1]),
+    "next to cross-entropy": ((2, 2), True, [0, 0]),
+    "positives on one rank, next to cross-entropy": ((0, 100), True, [0, 0]),
+    "positives on one rank, a balanced pool": ((0, 100), False, [0, 0]),
+    "no rows on one rank": ((4, None), False, [1, 0]),
+}
+
+
+def hints_over_ranks(rank, positives, add, queue_size):
+    """Train a loss with queued negatives on two ranks, and return how often each warned of a push."""
+    loss = SmoothAPLoss(1, temperature=0.1, queue_size=queue_size, queue_keep="negatives")
+    rows = 0 if positives[rank] is None else 100
+    targets = (torch.arange(rows) < (positives[rank] or 0)).long()
+    texts = texts_of(loss, 40, lambda step: draw(2 * step + rank, rows=rows), targets, cross_entropy if add else None)
+    return sum("raises all scores together" in text for text in texts)
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_a_push_is_measured_over_the_rows_of_all_ranks(pool_of_two, case):
+    positives, add, expected = SHARES[case]
+    queue_size = 20 if "balanced" in case else 1024
+    assert pool_of_two(hints_over_ranks, positives, add, queue_size) == expected
+
+
+def own_rows_alone(rank, *case):
+    """Do what ``hints_over_ranks`` does, with the measure of one process."""
+
+    def watch(self, logits, gathered):
+        logits.register_hook(lambda gradient: self._measure_push(gradient.detach().double()))
+
+    with mock.patch.object(Hints, "_watch_push", watch):
+        return hints_over_ranks(rank, *case)
+
+
+def test_control_a_push_of_the_own_rows_alone_blames_a_balanced_pool(pool_of_two):
+    assert pool_of_two(own_rows_alone, (0, 100), False, 20) == [0, 1]
 
 
 def test_a_warning_does_not_change_the_loss():

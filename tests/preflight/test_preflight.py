@@ -16,7 +16,8 @@ import torch.distributed as dist
 from scripts import run_script
 from workers import WorkerPool
 
-from fullrank.losses import smooth_ap
+from fullrank import losses
+from fullrank.losses import DistributedLoss, hard_negative_cross_entropy, smooth_ap
 from fullrank.preflight import checks, command
 from fullrank.preflight.site import Site
 
@@ -44,6 +45,13 @@ class _LocalSmoothAP(checks.SmoothAPLoss):
         return smooth_ap(logits, targets, self.temperature) + 0 * super().forward(logits, targets)
 
 
+class _LocalHardNegative(checks.HardNegativeCrossEntropyLoss):
+    """Takes the hardest negatives of this rank only."""
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return hard_negative_cross_entropy(logits, targets, self.share) + 0 * super().forward(logits, targets)
+
+
 class _Poisoned(checks.SmoothAPLoss):
     """Returns NaN where it gathers, with the right gradient."""
 
@@ -67,6 +75,7 @@ def with_fault(rank: int, fault: str, check: str) -> list[tuple[str, str]]:
     site = Site(rank, dist.get_world_size(), "gloo", torch.device("cpu"), torch.float64, 1e-12)
     replacement: dict[str, Any] = {
         "gradient of one loss": ("SmoothAPLoss", _LocalSmoothAP),
+        "gradient of another loss": ("HardNegativeCrossEntropyLoss", _LocalHardNegative),
         "value of one loss": ("SmoothAPLoss", _Poisoned),
         "rows on one rank": ("gather_rows", _spoil_rows),
         "silence on bad input": ("SmoothAPLoss", _Silent),
@@ -122,6 +131,8 @@ def test_on_one_process(tmp_path):
     ("fault", "check", "text"),
     [
         ("gradient of one loss", "gradient of SmoothAPLoss", "off by "),
+        ("gradient of one loss", "gradient of SmoothAPLoss, automatic", "off by "),
+        ("gradient of another loss", "gradient of HardNegativeCrossEntropyLoss", "off by "),
         ("value of one loss", "gradient of SmoothAPLoss", "off by inf"),
         ("rows on one rank", "gather, equal rows", "rank 1: rows differ"),
         ("silence on bad input", "agreement", "a rank did not raise"),
@@ -134,6 +145,16 @@ def test_a_fault_is_found(pool_of_two: WorkerPool, fault: str, check: str, text:
         assert outcome == "FAILED"
         assert text in detail
         assert after == ("passed", "0 + 0 rows, gradients exact")
+
+
+def test_every_loss_is_checked() -> None:
+    """Each class, and the automatic temperature of those that have it by default."""
+    classes = {name for name in losses.__all__ if isinstance(getattr(losses, name), type)}
+    classes = {name for name in classes if issubclass(getattr(losses, name), DistributedLoss)}
+    bases = {"DistributedLoss", "FocalLoss", "RankingLoss"}
+    assert {name.partition(",")[0] for name in checks.LOSSES} == classes - bases
+    for name, (loss, _) in checks._losses(torch.device("cpu")).items():
+        assert (getattr(loss, "temperature", 0.0) is None) == name.endswith(", automatic")
 
 
 def test_a_failure_is_the_exit_status(monkeypatch, capsys):

@@ -1,0 +1,103 @@
+"""Transforms of torch around a call over ranks: all ranks raise one sentence, whichever of them is inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from workers import WorkerPool, error_of
+
+import fullrank
+from fullrank.distributed import gather
+from fullrank.distributed.header import agree_on
+
+TARGETS = torch.arange(6) % 3 // 2
+
+
+def make_calls() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return every kind of differentiable call over ranks, of rows (6, 1)."""
+    smooth_ap = fullrank.SmoothAPLoss(1, queue_size=32, temperature=0.5)
+    focal, retrieval = fullrank.SigmoidFocalLoss(), fullrank.RetrievalSmoothAPLoss(0.1)
+    return {
+        "gather_rows": lambda x: fullrank.gather_rows(x)[0].square().sum(),  # type: ignore[union-attr]
+        "all_gather_with_grad": lambda x: fullrank.all_gather_with_grad(x, backward="reduce_scatter").square().sum(),
+        "global_mean": lambda x: fullrank.global_mean(x.square().sum(), 3),
+        "SmoothAPLoss": lambda x: smooth_ap(x, TARGETS),
+        "SigmoidFocalLoss": lambda x: focal(x, TARGETS[:, None].double()),
+        "RetrievalSmoothAPLoss": lambda x: retrieval(torch.cat([x, x.square()], 1), TARGETS),
+    }
+
+
+def dual(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """Call with a dual tensor."""
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda call, x: torch.func.grad(call)(x),
+    "grad of grad": lambda call, x: torch.func.grad(lambda y: torch.func.grad(call)(y).sum())(x),
+    "vmap": lambda call, x: torch.vmap(call)(torch.stack([x, x])),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "functionalize": lambda call, x: torch.func.functionalize(call)(x),
+    "dual tensors": dual,
+}
+
+
+def rows_of(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain(call: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
+    """Return the gradient by autograd."""
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(call(leaf), leaf)[0].flatten().tolist()
+
+
+def transformed(rank: int, odd: int | None) -> dict[tuple[str, str, int], tuple[str, str]]:
+    """Transform each call on rank ``odd`` (None: on every rank) before and after a clean step; return the errors.
+
+    The clean steps give the gradients of a run without transforms.
+    """
+    found = {}
+    for transform, apply in TRANSFORMS.items():
+        calls, clean = make_calls(), make_calls()
+        for name, call in calls.items():
+            for step in range(2):
+                is_odd = odd is None or rank == odd
+                run = apply if is_odd else (lambda call, x: plain(call, x))
+                found[name, transform, step] = error_of(
+                    lambda run=run, call=call, step=step: run(call, rows_of(rank, step))
+                )
+                assert plain(call, rows_of(rank, step)) == plain(clean[name], rows_of(rank, step))
+    return found
+
+
+def without_check(rank: int) -> list[tuple[str, str]]:
+    """Return the errors of every transform around ``gather_rows`` on all ranks, without the check."""
+    call, rows = make_calls()["gather_rows"], rows_of(rank, 0)
+    with mock.patch.object(gather, "agree_untransformed", agree_on), mock.patch.object(gather, "check_no_tangents"):
+        return [error_of(lambda apply=apply: apply(call, rows)) for apply in TRANSFORMS.values()]
+
+
+@pytest.mark.parametrize("odd", [None, 0, 1], ids=["all ranks", "rank 0", "rank 1"])
+def test_a_transform_raises_one_sentence_on_every_rank(pool_of_two: WorkerPool, odd: int | None) -> None:
+    for outcomes in pool_of_two(transformed, odd):
+        for (name, transform, step), (kind, text) in outcomes.items():
+            where = "ranks 0, 1" if odd is None else f"rank {odd}"
+            head = f"{name} failed on {where}: differentiation: expected backward() or torch.autograd.grad around"
+            assert kind == "RuntimeError", (name, transform, step)
+            assert text.startswith(head), (name, transform, step, text)
+            assert text.endswith("as with gather_distributed=False.")
+
+
+def test_control_without_the_check_torch_raises(pool_of_two: WorkerPool) -> None:
+    for errors in pool_of_two(without_check):
+        for _, text in errors:
+            assert text
+            assert "gather_distributed=False" not in text
