@@ -41,6 +41,13 @@ _BY_HAND = (
 )
 
 
+class CallTotals(NamedTuple):
+    """What one call of :meth:`DeferredMean.backward` has added, over all ranks."""
+
+    loss_sum: float
+    num_terms: int | float
+
+
 class DeferredMean:
     r"""Collects the gradients of summed losses over any number of calls, and divides them by their count at the end.
 
@@ -116,12 +123,16 @@ class DeferredMean:
         _ALIVE.add(self)
 
     @not_compiled
-    def backward(self, loss_sum: Tensor, n: Tensor | float) -> None:
+    def backward(self, loss_sum: Tensor, n: Tensor | float) -> CallTotals:
         """Back-propagate ``loss_sum`` unscaled, and count its ``n`` terms; the wrapper reduces the gradients.
 
         Args:
             loss_sum: scalar, the *sum* of the losses of this rank's terms; with a graph, also on a rank without terms.
             n: the number of terms, or their mass of weights, on this rank; >= 0.
+
+        Returns:
+            ``CallTotals(loss_sum, num_terms)`` of this call, over all ranks and equal on them. The header has exchanged
+            both already.
 
         Raises:
             TypeError: when ``loss_sum`` is not a floating-point tensor, or ``n`` not a number.
@@ -167,6 +178,7 @@ class DeferredMean:
         num_terms, loss = (math.fsum(column) for column in list(zip(*totals))[:2])
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         self._loss_kind = loss_sum.device, torch.promote_types(loss_sum.dtype, torch.float32)
+        return CallTotals(loss, _as_count(num_terms))
 
     @not_compiled
     @torch.no_grad()
@@ -225,7 +237,7 @@ class DeferredMean:
         device, dtype = self._loss_kind
         self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=dtype, device=device)
         self._sums = _Sums()
-        return int(sums.num_terms) if sums.num_terms.is_integer() else sums.num_terms
+        return _as_count(sums.num_terms)
 
     def mean_loss(self) -> Tensor:
         """Return the loss of the step that was finished last: a detached scalar, the same on every rank of the group.
@@ -307,6 +319,11 @@ class DeferredMean:
             else:
                 for grad in grads:
                     grad.zero_()
+
+
+def _as_count(number: float) -> int | float:
+    """Return an int where ``number`` is whole; a mass of weights stays a float."""
+    return int(number) if number.is_integer() else number
 
 
 class _Sums(NamedTuple):

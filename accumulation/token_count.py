@@ -13,6 +13,7 @@ from torch import Tensor
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, agree_on, public_class, reason_of
 from ..errors import Words, check_int, expected, is_from_a_check
+from ..kernels.documents import SHIFTED_DOCUMENTS, check_tokens, same_document
 from .window import list_micro_batches
 
 B = TypeVar("B")
@@ -22,7 +23,8 @@ def count_valid_tokens(
     micro_batches: Sequence[Any],
     *,
     key: str | tuple[str, ...] = "labels",
-    shift: bool = True,
+    shift: bool | tuple[bool, ...] = True,
+    document_ids_key: str | None = None,
     ignore_index: int = -100,
     group: Group = None,
 ) -> int:
@@ -36,6 +38,10 @@ def count_valid_tokens(
             ``("labels", "target_tokens")``.
         shift: a causal loss predicts each token from those before it, so the first label of a row is never a target
             and is not counted. False for labels that are shifted already, or before the sequence was cut over ranks.
+            A tuple has one for each key: ``key=("labels", "target_tokens"), shift=(True, False)``.
+        document_ids_key: where each micro-batch holds the document of each token, integers of the shape of the labels,
+            if rows hold several documents: the first token of a document is no target. Requires ``shift=True``.
+            Position ids that start at 0 in each document give ``(position_ids == 0).cumsum(-1)``.
         ignore_index: the label that does not count.
         group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``: the ranks that hold *different*
             tokens. With tensor parallelism that is the data-parallel group, or every token counts several times.
@@ -44,8 +50,9 @@ def count_valid_tokens(
         The same int on every rank, exact up to 2**53. Without a process group, this process's count.
 
     Raises:
-        TypeError: when ``micro_batches`` has no length, or labels are not a plain tensor of integers.
-        ValueError: when a micro-batch has none of the keys; when the other arguments differ between ranks.
+        TypeError: when ``micro_batches`` has no length, or labels or document ids are not a plain tensor of integers.
+        ValueError: when a micro-batch has none of the keys; when the shapes of labels and document ids differ; when the
+            other arguments differ between ranks.
 
     Distributed:
         One collective of 64 bytes. Errors are raised on every rank.
@@ -55,7 +62,7 @@ def count_valid_tokens(
         >>> count_valid_tokens([{"labels": torch.tensor([[5, -100, 7, 8], [1, 2, -100, -100]])}])
         3
     """
-    rule = TokenRule(key, shift, ignore_index)
+    rule = TokenRule(key, shift, document_ids_key, ignore_index)
     ranks = resolve_group(group) if group is not None or is_initialized() else None
 
     def bring() -> Offer[None]:
@@ -70,7 +77,8 @@ class TokenRule(NamedTuple):
     """Which labels count: the arguments of :func:`count_valid_tokens`."""
 
     key: str | tuple[str, ...] = "labels"
-    shift: bool = True
+    shift: bool | tuple[bool, ...] = True
+    document_ids_key: str | None = None
     ignore_index: int = -100
 
     @property
@@ -78,38 +86,57 @@ class TokenRule(NamedTuple):
         """The keys in order of preference."""
         return tuple(self.key) if isinstance(self.key, (tuple, list)) else (self.key,)
 
+    @property
+    def shifts(self) -> tuple[bool, ...]:
+        """Whether the labels of each key are to be shifted."""
+        return tuple(self.shift) if isinstance(self.shift, (tuple, list)) else (self.shift,) * len(self.keys)
+
     def check(self) -> TokenRule:
-        """Return the rule itself, or raise TypeError for bad arguments."""
+        """Return the rule itself, or raise TypeError or ValueError for bad arguments."""
         if not self.keys or not all(isinstance(key, str) for key in self.keys):
             raise TypeError(expected("key", "a string or a tuple of strings", self.key))
-        if not isinstance(self.shift, bool):
-            raise TypeError(expected("shift", "True or False", self.shift))
+        if not all(isinstance(shift, bool) for shift in self.shifts):
+            raise TypeError(expected("shift", "True or False, or a tuple with one for each key", self.shift))
+        if len(self.shifts) != len(self.keys):
+            raise ValueError(expected("shift", f"one for each of the {len(self.keys)} keys", self.shift))
+        if self.document_ids_key is not None and not isinstance(self.document_ids_key, str):
+            raise TypeError(expected("document_ids_key", "a string or None", self.document_ids_key))
+        if self.document_ids_key is not None and not all(self.shifts):
+            raise ValueError(expected("shift", "True with document_ids_key", self.shift, SHIFTED_DOCUMENTS))
         check_int("ignore_index", self.ignore_index)
         return self
 
     def num_valid(self, micro_batch: Any) -> Tensor:
         """Return the number of valid tokens in one micro-batch, an int64 scalar on the labels' device."""
-        labels = self._labels(micro_batch)
-        if not isinstance(labels, Tensor) or hasattr(labels, "full_tensor"):
-            fix = "Use torch.as_tensor." if not isinstance(labels, Tensor) else "Pass its local part."
-            raise TypeError(expected("labels", "a plain torch.Tensor", labels, fix))
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            fix = "Pass class indices, and ignore_index where a token does not count."
-            raise TypeError(expected("labels", "integers", labels, fix))
-        if self.shift and labels.ndim == 0:
+        key, shift = self._first_key(micro_batch)
+        labels = check_tokens("labels", _entry(micro_batch, key))
+        if shift and labels.ndim == 0:
             raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
-        return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
+        valid = (labels[..., 1:] if shift else labels) != self.ignore_index
+        if self.document_ids_key is not None:
+            ids = _entry(micro_batch, self.document_ids_key)
+            if ids is None:
+                fix = "Give every micro-batch the document of each token."
+                raise ValueError(expected("micro-batch", f"the key {self.document_ids_key!r}", _held(micro_batch), fix))
+            valid = valid & same_document(self.document_ids_key, ids, labels)
+        return valid.sum()
 
-    def _labels(self, micro_batch: Any) -> Any:
-        """Return what the first key present holds."""
-        is_mapping = isinstance(micro_batch, Mapping)
-        for key in self.keys:
-            found = micro_batch.get(key) if is_mapping else getattr(micro_batch, key, None)
-            if found is not None:
-                return found
-        held = list(micro_batch) if is_mapping else type(micro_batch).__name__
+    def _first_key(self, micro_batch: Any) -> tuple[str, bool]:
+        """Return the first key that is present, and whether its labels are to be shifted."""
+        for key, shift in zip(self.keys, self.shifts):
+            if _entry(micro_batch, key) is not None:
+                return key, shift
         keys = ", ".join(map(repr, self.keys))
-        raise ValueError(expected("micro-batch", f"one of the keys {keys}", held, "Pass key."))
+        raise ValueError(expected("micro-batch", f"one of the keys {keys}", _held(micro_batch), "Pass key."))
+
+
+def _entry(micro_batch: Any, key: str) -> Any:
+    """Return what a mapping, or an object with attributes, holds under ``key``; None if there is nothing."""
+    return micro_batch.get(key) if isinstance(micro_batch, Mapping) else getattr(micro_batch, key, None)
+
+
+def _held(micro_batch: Any) -> Any:
+    return list(micro_batch) if isinstance(micro_batch, Mapping) else type(micro_batch).__name__
 
 
 def token_rule(count: object) -> TokenRule | None:

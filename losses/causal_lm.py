@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +12,34 @@ from torch import Tensor
 
 from ..distributed.global_mean import local_mean
 from ..errors import Words, check_int, check_number, check_tensor, expected
+from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
 from .batch import compute_dtype, has_values
+
+# A keyword that is almost one of these is a slip, not one of transformers.
+_KEYWORDS = (
+    "num_items",
+    "num_items_in_batch",
+    "document_ids",
+    "ignore_index",
+    "shift",
+    "shift_labels",
+    "validate_args",
+)
 
 
 def causal_lm_loss(
     logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
+    vocab_size: int | None = None,
     *,
     num_items: Tensor | float | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    document_ids: Tensor | None = None,
     ignore_index: int = -100,
     shift: bool = True,
+    shift_labels: Tensor | None = None,
     validate_args: bool = True,
+    **unused: Any,
 ) -> Tensor:
     r"""Sum the cross-entropies of the next tokens and divide by a number of items.
 
@@ -29,26 +48,36 @@ def causal_lm_loss(
     .. math:: -\frac{1}{n} \sum_{t:\, y_{t+1} \ne \text{ignore}} \log \mathrm{softmax}(x_t)_{y_{t+1}}
 
     With ``num_items=1`` it is the sum that ``step.backward`` of :func:`~fullrank.accumulate` and
-    :meth:`~fullrank.DeferredMean.backward` take. Hugging Face transformers calls the divisor ``num_items_in_batch``.
+    :meth:`~fullrank.DeferredMean.backward` take. It accepts the arguments of a loss function of Hugging Face
+    transformers: ``model.loss_function = causal_lm_loss``.
 
     Args:
         logits: (..., T, V) raw logits; the one at t predicts token t + 1.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
+        vocab_size: V, if it is to be checked; transformers passes it.
         num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. With 0 the
             sum, which is 0 then, is not divided.
+        num_items_in_batch: the name of ``num_items`` in transformers.
+        document_ids: (..., T) integers, the document of each token, where rows hold several: the first token of a
+            document is not predicted from the last one of another. For position ids that start at 0 in each document
+            use ``(position_ids == 0).cumsum(-1)``.
         ignore_index: the label that does not count.
         shift: move the labels by one. The logits are not cut, because that would copy them; those at the last t get no
             gradient. False for labels that are shifted already, as they must be before a sequence is cut over ranks.
+        shift_labels: (..., T) labels that are shifted already, in place of ``labels``; transformers passes them under
+            sequence parallelism.
         validate_args: check the range of the labels, which waits for the device; skipped while compiling. Types, shapes
             and devices are always checked.
+        **unused: what transformers passes to every loss function has no effect.
 
     Returns:
         Scalar, float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: for logits that are not floating-point, labels that are not integers, DTensors.
+        TypeError: for logits that are not floating-point, labels or document ids that are not integers, DTensors; for
+            a keyword that is almost one of ours.
         ValueError: for shapes or devices that do not fit; for labels out of range; for a number ``num_items`` that is
-            negative or not finite.
+            negative or not finite; for ``document_ids`` with labels that are shifted already.
 
     Degenerate: no valid token gives 0 with zero gradients.
     Numerics: half precision is computed in float32; the gradient has the dtype of the logits. Logits whose label does
@@ -63,8 +92,22 @@ def causal_lm_loss(
         tensor(1.3863)
     """
     check_int("ignore_index", ignore_index)
-    _check_shapes(logits, labels)
+    for name in unused:
+        for ours in difflib.get_close_matches(name, _KEYWORDS, n=1, cutoff=0.85):
+            raise TypeError(f"causal_lm_loss: got the keyword {name}. Use {ours}.")
+    if shift_labels is not None:
+        labels, shift = shift_labels, False
+    if num_items_in_batch is not None:
+        if num_items is not None:
+            raise ValueError(expected("num_items_in_batch", "None with num_items, which means the same", "both"))
+        num_items = num_items_in_batch
+    labels = _check_shapes(logits, labels, vocab_size)
     targets = labels.to(torch.int64)
+    if document_ids is not None:
+        if not shift:
+            raise ValueError(expected("document_ids", "None with labels that are shifted", "both", SHIFTED_DOCUMENTS))
+        within = F.pad(same_document("document_ids", document_ids, labels), (1, 0), value=True)
+        targets = targets.masked_fill(~within, ignore_index)
     if shift:
         targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
     valid = targets != ignore_index
@@ -89,9 +132,11 @@ def causal_lm_loss(
     return total / (num_items or 1)
 
 
-def _check_shapes(logits: Tensor, labels: Tensor) -> None:
+def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None) -> Tensor:
+    """Return the labels, or raise TypeError or ValueError."""
     check_tensor("logits", logits)
     check_tensor("labels", labels)
+    assert labels is not None
     for name, value in (("logits", logits), ("labels", labels)):
         if hasattr(value, "full_tensor"):
             fix = "Use full_tensor(), or to_local() where each rank holds whole sequences."
@@ -102,9 +147,12 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
         raise TypeError(expected("labels", "integer token indices", labels, "Use labels.long()."))
     if logits.ndim < 2 or logits.shape[-1] == 0:
         raise ValueError(expected("logits", "shape (..., T, V) with V >= 1", logits))
+    if vocab_size is not None and vocab_size != logits.shape[-1]:
+        raise ValueError(expected("vocab_size", f"{logits.shape[-1]}, the last size of logits", vocab_size))
     if labels.shape != logits.shape[:-1]:
         what = f"shape {tuple(logits.shape[:-1])} for logits (..., T, V)"
         raise ValueError(expected("labels", what, labels, "Pass the labels of the same tokens; shift=True moves them."))
     if labels.device != logits.device:
         given, fix = Words(f"one on {labels.device}"), "Use labels.to(logits.device)."
         raise ValueError(expected("labels", f"a tensor on {logits.device}, as logits", given, fix))
+    return labels

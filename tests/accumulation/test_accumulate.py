@@ -92,7 +92,9 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
     expected = whole(reference, all_batches("uneven"))
     total = sum(map(num_valid, all_batches("uneven")))
     renamed = [{"tokens": b["tokens"], "target_tokens": b["labels"][:, 1:]} for b in batches]
-    rule = partial(count_valid_tokens, key=("labels", "target_tokens"), shift=False)
+    mixed = [one if index % 2 else other for index, (one, other) in enumerate(zip(renamed, batches))]
+    whole_rows = [{**b, "ids": torch.zeros_like(b["labels"])} for b in batches]
+    rule = partial(count_valid_tokens, key=("labels", "target_tokens"), shift=(True, False))
 
     def losses(run: Callable[[], Tensor]) -> float:
         model.zero_grad()
@@ -118,7 +120,8 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
         step.backward(F.cross_entropy(logits, labels), num_items=(labels != -100).sum())
 
     def shifted(step: Any, batch: Batch) -> None:
-        labels = F.pad(batch["target_tokens"], (1, 0), value=-100)
+        shifted = batch.get("target_tokens")
+        labels = batch["labels"] if shifted is None else F.pad(shifted, (1, 0), value=-100)
         step.backward(sum_loss(model, {"tokens": batch["tokens"], "labels": labels}))
 
     def scaled(step: Any, batch: Batch) -> None:
@@ -134,6 +137,8 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
         "tensor": in_a_loop(torch.tensor([float(total)]), plain),
         "window count": in_a_loop(count_valid_tokens(batches), plain),
         "keys": in_a_loop(rule, shifted, renamed),
+        "keys of both kinds": in_a_loop(rule, shifted, mixed),
+        "documents": in_a_loop(partial(count_valid_tokens, document_ids_key="ids"), plain, whole_rows),
         "mean by hand": in_a_loop(num_valid, mean_by_hand),
         "mean": in_a_loop(count_valid_tokens, torch_mean),
         "scale": in_a_loop(count_valid_tokens, scaled),
@@ -784,11 +789,14 @@ OPENINGS = {
     "count of no kind": ("TypeError", "count: expected a function of a micro-batch, count_valid_tokens, or"),
     "positional count": (
         "TypeError",
-        "count: expected the keywords key, shift, ignore_index only, got positional ones.",
+        "count: expected the keywords key, shift, document_ids_key, ignore_index only, got positional ones.",
     ),
     "group of the count": ("TypeError", "only, got group. The ranks are given by accumulate(..., group=...)."),
     "local count": ("ValueError", "count: 5 over all ranks on rank 0, 6 over all ranks on rank 1"),
-    "another rule": ("ValueError", "shift=True, ignore_index=-100) on rank 0, TokenRule(key='labels', shift=False"),
+    "another rule": (
+        "ValueError",
+        "shift=True, document_ids_key=None, ignore_index=-100) on rank 0, TokenRule(key='labels', shift=False",
+    ),
     "another sync": ("ValueError", "sync: 'last' on rank 0, 'each' on rank 1"),
     "unknown sync": ("ValueError", "sync: expected one of 'last', 'each', 'shard', got 'never'."),
     "another multiplier": ("ValueError", "on rank 0, 7.0 on rank 1"),
@@ -1044,7 +1052,7 @@ def test_count_valid_tokens() -> None:
     assert fullrank.count_valid_tokens([{"labels": labels[:, :0]}]) == 0
     with pytest.raises(TypeError, match="key: expected a string or a tuple of strings, got 3"):
         fullrank.count_valid_tokens([{"labels": labels}], key=3)
-    with pytest.raises(TypeError, match="shift: expected True or False, got 1"):
+    with pytest.raises(TypeError, match="shift: expected True or False, or a tuple with one for each key, got 1"):
         fullrank.count_valid_tokens([{"labels": labels}], shift=1)
     with pytest.raises(ValueError, match="Pass shift=False for single labels"):
         fullrank.count_valid_tokens([{"labels": labels[0, 0]}])

@@ -75,7 +75,17 @@ def exactness(rank: int, kind: str, num_calls: int, dtype: str) -> dict[str, flo
         model.zero_grad()
         everything = [b for other in range(dist.get_world_size()) for b in make_window(layout, other)[:num_calls]]
         expected = whole(reference, everything)
-        count = run_step(deferred, model, make_window(layout, rank)[:num_calls], sync_groups(kind))
+        calls = [
+            deferred.backward(sum_loss(model, batch), num_valid(batch))
+            for batch in make_window(layout, rank)[:num_calls]
+        ]
+        count = deferred.finish(sync_groups(kind))
+        for index, call in enumerate(calls):
+            of_call = [make_window(layout, other)[index] for other in range(dist.get_world_size())]
+            assert (type(call.num_terms), call.num_terms) == (int, sum(map(num_valid, of_call)))
+        errors[f"{layout} calls"] = error(
+            torch.tensor(sum(c.loss_sum for c in calls), dtype=torch.float64), expected.loss.double() * count
+        )
         assert type(count) is int
         assert deferred.mean_loss().dtype == getattr(torch, dtype)
         errors[layout] = error(flat(model), expected.gradient)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullrank import causal_lm_loss
+from fullrank import causal_lm_loss, count_valid_tokens
 
 VOCABULARY = 11
 
@@ -181,3 +183,63 @@ def test_labels_need_not_be_checked() -> None:
     labels[:, 1] = 99
     with pytest.raises(IndexError):
         causal_lm_loss(LOGITS, labels, validate_args=False)
+
+
+# Rows of several documents
+
+
+def by_documents(logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
+    """Return the sum over documents, each a row of its own."""
+    total = logits.new_zeros(())
+    for scores, tokens, documents in zip(logits, labels, ids):
+        for document in documents.unique():
+            at = documents == document
+            total = total + by_rows(scores[at][None], tokens[at][None], 1)
+    return total
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
+
+
+def test_no_document_predicts_the_next() -> None:
+    logits, labels = make_rows()
+    loss = causal_lm_loss(logits, labels, num_items=1, document_ids=IDS)
+    torch.testing.assert_close(loss, by_documents(logits, labels, IDS), rtol=1e-12, atol=0)
+    assert not torch.isclose(loss, causal_lm_loss(logits, labels, num_items=1)), "the control: across the borders"
+    count = count_valid_tokens([{"labels": labels, "ids": IDS}], document_ids_key="ids")
+    torch.testing.assert_close(causal_lm_loss(logits, labels, document_ids=IDS) * count, loss, rtol=1e-12, atol=0)
+    assert count < count_valid_tokens([{"labels": labels}])
+
+
+def test_position_ids_give_documents() -> None:
+    logits, labels = make_rows((1, 6))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    ids = (positions == 0).cumsum(-1)
+    loss = causal_lm_loss(logits, labels, num_items=1, document_ids=ids)
+    torch.testing.assert_close(loss, by_documents(logits, labels, ids), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"document_ids": IDS[:2]}, ValueError, r"document_ids: expected shape \(3, 7\)"),
+        ({"document_ids": IDS.double()}, TypeError, "document_ids: expected integers"),
+        ({"document_ids": IDS, "shift": False}, ValueError, "Labels that were shifted before"),
+        ({"num_items": 1, "num_items_in_batch": 1}, ValueError, "num_items_in_batch: expected None with num_items"),
+        ({"vocab_size": VOCABULARY + 1}, ValueError, "vocab_size: expected 11"),
+        ({"num_item": 3}, TypeError, "got the keyword num_item. Use num_items"),
+        ({"ignore_idx": 3}, TypeError, "Use ignore_index"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        causal_lm_loss(*make_rows(), **options)
+
+
+def test_the_call_of_transformers() -> None:
+    logits, labels = make_rows()
+    expected = causal_lm_loss(logits, labels, num_items=9)
+    call: dict[str, Any] = {"vocab_size": VOCABULARY, "num_items_in_batch": torch.tensor(9), "output_router_logits": 1}
+    assert torch.equal(causal_lm_loss(logits=logits, labels=labels, **call), expected)
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    assert torch.equal(causal_lm_loss(logits=logits, labels=None, shift_labels=shifted, **call), expected)

@@ -186,7 +186,7 @@ LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
 
 def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
-    tested += ["A server, whose calls come one by one"]
+    tested += ["A server, whose calls come one by one", "Packed sequences"]
     assert [len(blocks(section)) for section in tested] == [1] * len(tested)
     assert TEXT.count("```python") == len(NAMES) + 2 + len(tested)
 
@@ -210,6 +210,30 @@ def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_means_with_their_number(pool_of_two: WorkerPool, kind: str) -> None:
     assert max(pool_of_two(gradient, kind, [*NAMES, MEANS])) <= LIMIT
+
+
+def packed(rank: int, blocks: list[str]) -> tuple[float, float]:
+    """Return the errors of the gradient of documents in rows, against documents apart and against rows as they are."""
+
+    def cut_of(batch: Batch) -> Batch:
+        return {
+            **batch,
+            "document_ids": (torch.arange(batch["labels"].shape[1]) >= 2).long().expand_as(batch["labels"]),
+        }
+
+    model = wrap(Model(torch.float64), "ddp")
+    run_blocks([*NAMES, *blocks], model=model, micro_batches=[cut_of(batch) for batch in batches_of(rank)])
+    everything = [batch for r in range(dist.get_world_size()) for batch in batches_of(r)]
+    apart = [
+        {key: value[:, part] for key, value in b.items()} for b in everything for part in (slice(2), slice(2, None))
+    ]
+    return error(flat(model), whole(apart)), error(flat(model), whole(everything))
+
+
+def test_packed_sequences(pool_of_two: WorkerPool) -> None:
+    for apart, across in pool_of_two(packed, blocks("Packed sequences")):
+        assert apart <= LIMIT
+        assert across > 1e-3  # the control
 
 
 def test_experts(pool_of_four: WorkerPool) -> None:

@@ -1,0 +1,41 @@
+"""Rows of tokens that hold several documents: which tokens a causal loss may predict from the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import expected
+
+SHIFTED_DOCUMENTS = (
+    "Labels that were shifted before must have the ignored value where a document ends: set it there, and pass no "
+    "document ids."
+)
+
+
+def check_tokens(name: str, value: Any) -> Tensor:
+    """Return ``value`` if it is a plain tensor of integers, or raise TypeError."""
+    if not isinstance(value, Tensor) or hasattr(value, "full_tensor"):
+        fix = "Use torch.as_tensor." if not isinstance(value, Tensor) else "Pass its local part."
+        raise TypeError(expected(name, "a plain torch.Tensor", value, fix))
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        fix = "Pass class indices, and ignore_index where a token does not count." if name == "labels" else ""
+        raise TypeError(expected(name, "integers", value, fix))
+    return value
+
+
+def same_document(name: str, document_ids: Any, labels: Tensor) -> Tensor:
+    """Return (..., T - 1) bool: token t + 1 belongs to the document of token t.
+
+    Args:
+        name: name of the argument in error messages.
+        document_ids: (..., T) integers, the shape of the labels.
+        labels: (..., T).
+    """
+    ids = check_tokens(name, document_ids)
+    if ids.shape != labels.shape:
+        what = f"shape {tuple(labels.shape)}, that of the labels"
+        raise ValueError(expected(name, what, ids, "Pass the document of each token."))
+    return ids[..., 1:] == ids[..., :-1]
