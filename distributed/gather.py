@@ -9,7 +9,7 @@ gets W equal gradients, whose average is the right one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -27,11 +27,12 @@ from .transforms import agree_untransformed, check_no_tangents
 
 
 class Rows(NamedTuple):
-    """One rank's input of a gather: row-aligned tensors (None passes through), and what must be equal on all ranks."""
+    """One rank's input of a gather: row-aligned tensors (None passes through), and what travels in the header."""
 
     tensors: tuple[Tensor | None, ...]
-    facts: Mapping[str, object] = {}
+    facts: Mapping[str, object] = {}  # must be equal on all ranks
     checksum: Checksum | None = None
+    totals: Sequence[Tensor | float] = ()
 
 
 class Gathered(NamedTuple):
@@ -39,6 +40,7 @@ class Gathered(NamedTuple):
 
     tensors: tuple[Any, ...]  # a tensor or None each, as they were given
     rows: tuple[int, ...]
+    totals: Tensor  # [W, NUM_TOTALS] float64 on the host: those of each rank
 
 
 class _Plan(NamedTuple):
@@ -162,12 +164,12 @@ def gather_agreed(
     """
 
     def bring() -> Offer[tuple[Tensor | None, ...]]:
-        tensors, facts, checksum = prepare()
+        tensors, facts, checksum, totals = prepare()
         count = check_rows(tensors)
         check_no_tangents(*tensors)
         _check_devices(tensors, group)
         facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
-        return Offer(tensors, facts, count, checksum=checksum)
+        return Offer(tensors, facts, count, totals, checksum)
 
     agreed = agree_untransformed(call, group, bring)
     tensors, rows = agreed.value, agreed.rows
@@ -177,7 +179,7 @@ def gather_agreed(
     plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
     anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
     outputs = iter(_GatherRows.apply(plan, len(anchors), *anchors, *present) if present else ())
-    return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows)
+    return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows, agreed.totals)
 
 
 def _check_devices(tensors: tuple[Tensor | None, ...], group: ProcessGroup) -> None:

@@ -72,15 +72,14 @@ def mean_agreed(
         return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count))
 
     agreed = agree_untransformed(call, group, bring)
-    total, totals = agreed.value, agreed.totals  # (), [W, 4]
-    summed = torch.zeros_like(totals[0])
-    for part in totals:  # always in rank order, so that every rank gets the same bits
-        summed = summed + part
-    summed = summed.to(total.device)
-    divisor = torch.where(summed[1] == 0, torch.ones_like(summed[1]), summed[1])
-    ratio = summed[0] / divisor
+    total = agreed.value
+    # On the host, in rank order: every rank gets the same bits, and an accelerator has nothing to launch for each rank.
+    summed, count = (sum(column) for column in agreed.totals.t()[:2].tolist())
+    divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor
+    found = torch.tensor([summed / divisor, scale], dtype=torch.float64, device="cpu")
+    ratio, scale = found.to(total.device, non_blocking=True)
     return _GlobalRatio.apply(call, total, anchor_of(total), ratio, scale)
 
 

@@ -94,11 +94,11 @@ class Offer(Generic[T]):
 
 @dataclass(frozen=True)
 class Agreement(Generic[T]):
-    """This rank's value, and the row counts and float64 totals (W, NUM_TOTALS) of all ranks, in rank order."""
+    """This rank's value, and the row counts and totals of all ranks, in rank order."""
 
     value: T
     rows: tuple[int, ...]
-    totals: Tensor
+    totals: Tensor  # [W, NUM_TOTALS] float64, on the host
 
 
 def refuse_in_backward(call: str) -> None:
@@ -149,7 +149,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             raise
         mine = error
         header = _pack((1, digest({"reason": reason_of(error)}), 0, 0), (), device)
-    gathered = _gather_headers(call, header, ranks)  # [W, 8]
+    gathered = _gather_headers(call, header, ranks).cpu()  # [W, 8]; an accelerator is waited for once, here
     heads = gathered[:, :4].tolist()
     first = heads[0]
     if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):
@@ -175,7 +175,8 @@ def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], devic
             plain.append(0)
             late[slot] = value.detach().reshape(1)
     packed = bytearray(_LAYOUT.pack(*plain, *[0.0] * (_WORDS - len(plain))))
-    header = torch.frombuffer(packed, dtype=torch.int64).to(device)
+    # Without waiting: torch copies so little memory that is not pinned before it returns.
+    header = torch.frombuffer(packed, dtype=torch.int64).to(device, non_blocking=True)
     for slot, value in late.items():
         header[slot : slot + 1] = value if slot < len(words) else value.to(torch.float64).view(torch.int64)
     return header

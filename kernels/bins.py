@@ -62,14 +62,14 @@ def find_bins(scores: Tensor, low: Tensor, high: Tensor, temperature: float, fin
 
     Args:
         scores: (C, M).
-        low: (C,) the lowest score of each class.
+        low: (C,) the lowest score of each class, on the device of the scores or on the host, which then does not wait.
         high: (C,) the highest.
         temperature: > 0.
         fine: F, fine bins per coarse bin.
     """
     bins = cover(low, high, temperature, fine)
     if bins.window <= most_bins(scores.shape[1]):
-        return bins
+        return bins._replace(first=bins.first.to(scores.device, non_blocking=True))
     return cover_bulk(scores[0], temperature, fine) if scores.shape[0] == 1 else None
 
 
@@ -173,24 +173,30 @@ def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None
     """Add the powers of ``u`` (c, m), each times its ``weight``, to ``moments`` (p, c, bins) at ``index`` (c, m).
 
     With more tables than classes there is one class. Its rows are added in equal parts, one to each table, or all to
-    the first table if they do not divide evenly. The sums are float64: with ties a bin holds millions of equal numbers,
-    and a float32 sum of those would stop growing.
+    the first table if they do not divide evenly. With ``Costs.interleaved`` only the remainder goes there. The sums are
+    float64: with ties a bin holds millions of equal numbers, and a float32 sum of those would stop growing.
     """
-    index, wide = _spread(index, moments.shape[1]), _spread(u.double(), moments.shape[1])
+    lanes, takes_turns = moments.shape[1], costs_of(u.device).interleaved and index.shape[0] == 1
+    whole = index.shape[1] - (index.shape[1] % lanes if takes_turns else 0)
     # Ones are written out: scatter_add_ of one expanded number takes twice as long.
-    power = torch.ones_like(wide) if weight is None else _spread(weight.double(), moments.shape[1])
+    wide = u.double()
+    power = torch.ones_like(wide) if weight is None else weight.double()
+    rest, index = index[:, whole:], _spread(index[:, :whole], lanes, takes_turns)
     ours = 2 if weight is None else 1  # from this degree on `power` is no input and may be overwritten
     for degree in range(moments.shape[0]):
         if degree > ours:
             power.mul_(wide)
         elif degree:
             power = power * wide if degree == ours else wide
-        moments[degree].scatter_add_(1, index, power)
+        moments[degree].scatter_add_(1, index, _spread(power[:, :whole], lanes, takes_turns))
+        if rest.shape[1]:
+            moments[degree].scatter_add_(1, rest, power[:, whole:])
 
 
 def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Return the polynomial of each row's bin at the row: coefficients (p, c, bins), index, u and result (c, m)."""
-    lanes = costs_of(u.device).lanes if u.shape[0] == 1 else u.shape[0]
+    costs = costs_of(u.device)
+    lanes = costs.lanes if u.shape[0] == 1 and not costs.interleaved else u.shape[0]
     index, place = _spread(index, lanes), _spread(u, lanes)
     table = coefficients.expand(-1, lanes, -1)
     value = table[-1].gather(1, index)
@@ -199,9 +205,14 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
     return value.view_as(u)
 
 
-def _spread(rows: Tensor, lanes: int) -> Tensor:
-    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; other rows as they are."""
-    return rows.reshape(lanes, -1) if rows.shape[0] == 1 and rows.shape[1] % lanes == 0 else rows
+def _spread(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
+    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; other rows as they are.
+
+    A lane takes a run of rows, or with ``takes_turns`` every ``lanes``-th row.
+    """
+    if rows.shape[0] > 1 or rows.shape[1] % lanes:
+        return rows
+    return rows.reshape(-1, lanes).t() if takes_turns else rows.reshape(lanes, -1)
 
 
 def _is_outside(relative: Tensor, bins: Bins) -> Tensor:

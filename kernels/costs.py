@@ -30,7 +30,8 @@ class Costs(NamedTuple):
     bins_at_once: int  # coarse bins that interact in one matrix product, 2.5 to 5 KiB each, to stay in the cache
     tables_at_once: int  # coarse bins of all classes that are summed together, 6 to 25 KiB each: bounds the memory
     searches_at_once: int  # positives whose neighbours are searched together: bounds the memory
-    lanes: int  # parts of the rows of a single class, each summed into a table of its own by one thread
+    lanes: int  # parts of the rows of a single class, each summed into a table of its own
+    interleaved: bool  # the parts take turns row by row, else each is a run of rows, which one thread sums
     many_rows: int  # rows of a class from which narrower fine bins pay: larger tables, fewer moments for each row
     plain_pairs: int  # pairs of all rows, of all classes, up to which Smooth-AP sums them all without reading a value
     similarities_at_once: int  # entries of a matrix of similarities that are held at a time
@@ -51,17 +52,35 @@ _CPU = Costs(
     tables_at_once=2**14,
     searches_at_once=2**20,
     lanes=4,
+    interleaved=False,
     many_rows=600_000,
     plain_pairs=0,
     similarities_at_once=2**20,
 )
 
-# By device type. The values of "cpu" were measured on two cores. Those of "accelerator", which stands for every type
-# that is not listed, differ where a chunk must be large enough to fill the device; the others are those of "cpu".
-TABLE: dict[str, Costs] = {
-    "cpu": _CPU,
-    "accelerator": _CPU._replace(pairs_at_once=2**25, plain_pairs=2**24, similarities_at_once=2**25),
-}
+# What stands for every type of device that is not listed; nothing of it was measured. The sizes of chunks fill an
+# accelerator and bound the memory, at some 64 bytes for each of 2**24 or 2**25 entries. The seconds follow from the
+# model of benchmarks/launches.py, 2.5e12 bytes a second and 5e-6 seconds a launch. The threads of a warp add
+# neighbouring rows at the same time, so these go to different tables: ties would all be added at one address.
+_ACCELERATOR = Costs(
+    pair=5e-11,
+    fixed=6e-4,
+    row=2e-10,
+    coarse_bin=5e-8,
+    pairs_at_once=2**25,
+    rows_at_once=2**24,
+    bins_at_once=2**18,
+    tables_at_once=2**17,
+    searches_at_once=2**24,
+    lanes=32,
+    interleaved=True,
+    many_rows=0,
+    plain_pairs=2**24,
+    similarities_at_once=2**25,
+)
+
+# By device type. The values of "cpu" were measured on two cores.
+TABLE: dict[str, Costs] = {"cpu": _CPU, "accelerator": _ACCELERATOR}
 
 
 def costs_of(device: torch.device) -> Costs:

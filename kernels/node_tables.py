@@ -56,6 +56,7 @@ class Constants(NamedTuple):
     to_coefficients: Tensor  # [p, p]: values at the fine nodes -> coefficients of the polynomial
     lagrange: Tensor  # [F p, q]: the polynomials of the coarse nodes, at the fine nodes
     nodes: Tensor  # [q]: coarse nodes in [-1, 1]
+    order: Order
 
 
 def _chebyshev(count: int) -> Tensor:
@@ -75,12 +76,20 @@ def _constants_on_cpu(order: Order) -> Constants:
         to_weights, to_coefficients = torch.linalg.inv(vandermonde), torch.linalg.inv(vandermonde.T)
         lagrange = at_places @ at_nodes.T / order.q
         to_coarse = torch.einsum("mk,fmq->kfq", to_weights, lagrange.view(order.fine, order.p, order.q))
-        return Constants(to_weights, to_coarse.reshape(-1, order.q), to_coefficients, lagrange, nodes)
+        return Constants(to_weights, to_coarse.reshape(-1, order.q), to_coefficients, lagrange, nodes, order)
 
 
 def constants(order: Order, device: torch.device) -> Constants:
     """Return the matrices of ``order`` on ``device``."""
-    return Constants(*(matrix.to(device) for matrix in _constants_on_cpu(order)))
+    return _constants_on_cpu(order) if device.type == "cpu" else _constants_on(order, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _constants_on(order: Order, device: torch.device) -> Constants:
+    # A blocking copy, so that the matrices are there for calls in other streams.
+    *matrices, order = _constants_on_cpu(order)
+    to_weights, to_coarse, to_coefficients, lagrange, nodes = (matrix.to(device) for matrix in matrices)
+    return Constants(to_weights, to_coarse, to_coefficients, lagrange, nodes, order)
 
 
 class Kernel(NamedTuple):
@@ -89,6 +98,7 @@ class Kernel(NamedTuple):
     reach: int  # R, in coarse bins
     sigmoid: Tensor  # [2R + 1, q sources, q targets]: s((x_source - x_target) / temperature), sources at the left first
     slope: Tensor  # the same for s' / temperature, which is even
+    both: Tensor  # [2R + 1, q, 2q]: sigmoid, then slope
 
 
 def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) -> Kernel:
@@ -98,16 +108,32 @@ def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) 
     (C, 2R + 1, q, q).
     """
     if isinstance(temperature, Tensor):
-        temperature = temperature.double()[:, None, None, None]
         reach = math.ceil(CUTOFF / 2)
-    else:
-        reach = math.ceil(CUTOFF / (width / temperature))
+        return _kernel(matrices.nodes, reach, width, temperature.double()[:, None, None, None])
+    nodes = matrices.nodes
+    return _cached_kernel(matrices.order, nodes.device, _stream_of(nodes.device), width, temperature)
+
+
+def _stream_of(device: torch.device) -> int:
+    """Return what tells the streams of ``device`` apart: what one has computed must not be read by another."""
+    has_streams = device.type not in ("cpu", "mps")
+    return torch.accelerator.current_stream(device).stream_id if has_streams else 0
+
+
+@functools.lru_cache(maxsize=8)  # some 100 KiB each; a constant temperature needs one
+def _cached_kernel(order: Order, device: torch.device, stream: int, width: float, temperature: float) -> Kernel:
+    reach = math.ceil(CUTOFF / (width / temperature))
+    return _kernel(constants(order, device).nodes, reach, width, temperature)
+
+
+def _kernel(nodes: Tensor, reach: int, width: float, temperature: float | Tensor) -> Kernel:
     h = width / temperature
-    offset = torch.arange(-reach, reach + 1, dtype=torch.float64, device=matrices.nodes.device)[:, None, None] * h
-    nodes = matrices.nodes[None, None, :] * (h / 2)  # of the targets
-    distance = offset + nodes.transpose(-1, -2) - nodes
+    offset = torch.arange(-reach, reach + 1, dtype=torch.float64, device=nodes.device)[:, None, None] * h
+    places = nodes[None, None, :] * (h / 2)  # of the targets
+    distance = offset + places.transpose(-1, -2) - places
     sigmoid = torch.sigmoid(distance)
-    return Kernel(reach, sigmoid, sigmoid * torch.sigmoid(-distance) / temperature)
+    slope = sigmoid * torch.sigmoid(-distance) / temperature
+    return Kernel(reach, sigmoid, slope, torch.cat([sigmoid, slope], dim=-1))
 
 
 def fine_weights(moments: Tensor, matrices: Constants) -> Tensor:
@@ -152,9 +178,11 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
     else:
         padded = F.pad(sources, (0, 0, 0, 1))  # the last row stands for bins that do not exist
         offsets = torch.arange(-reach, reach + 1, device=ids.device)
-    total = sources.new_empty(*sources.shape[:-1], kernel.shape[-1])
     blocks = max(1, math.ceil(sources.numel() / (q * costs_of(sources.device).bins_at_once)))
     step = max(1, math.ceil(count / blocks))
+    if ids is None and step == count:
+        return near.reshape(*near.shape[:-2], -1) @ matrix
+    total = sources.new_empty(*sources.shape[:-1], kernel.shape[-1])
     for first in range(0, count, step):
         some = slice(first, first + step)
         if ids is None:
@@ -169,10 +197,35 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
 
 def beyond_reach(totals: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B) the sum of ``totals`` (..., B) over the bins to the right beyond reach, where a sigmoid is 1."""
-    count = totals.shape[-1]
     if ids is None:
-        first = torch.arange(count, device=totals.device) + reach + 1
-    else:
-        first = torch.searchsorted(ids, ids + reach, right=True)
-    suffix = F.pad(totals.flip(-1).cumsum(-1).flip(-1), (0, 1))  # [..., B + 1]: sum over each bin and all to its right
-    return suffix[..., first.clamp_max(count)]
+        suffix = _suffix_sums(totals[..., reach + 1 :])
+        return F.pad(suffix, (0, totals.shape[-1] - suffix.shape[-1]))
+    first = torch.searchsorted(ids, ids + reach, right=True)
+    suffix = F.pad(_suffix_sums(totals), (0, 1))  # [..., B + 1]: sum over each bin and all to its right
+    return suffix[..., first.clamp_max(totals.shape[-1])]
+
+
+_BLOCK = 256
+
+
+def _suffix_sums(values: Tensor) -> Tensor:
+    """Return (..., n) the sum over each of ``values`` (..., n) and all to its right.
+
+    An accelerator has no deterministic cumsum of floating-point numbers, and torch.use_deterministic_algorithms makes
+    CUDA raise there. So it multiplies blocks by a triangle, which takes fewer kernels too.
+    """
+    count = values.shape[-1]
+    if values.device.type == "cpu":
+        return values.flip(-1).cumsum(-1).flip(-1)
+    if count <= _BLOCK:
+        return values @ _triangle(_BLOCK, values.device)[:count, :count]
+    blocks = F.pad(values, (0, -count % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # [..., blocks, 256]
+    beyond = _suffix_sums(blocks.sum(dim=-1)[..., 1:])  # [..., blocks - 1]
+    sums = blocks @ _triangle(_BLOCK, values.device) + F.pad(beyond, (0, 1))[..., None]
+    return sums.flatten(-2)[..., :count]
+
+
+@functools.lru_cache(maxsize=8)
+def _triangle(size: int, device: torch.device) -> Tensor:
+    # A blocking copy, as for the other constants.
+    return torch.ones(size, size, dtype=torch.float64, device="cpu").tril().to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def smooth_ap_sums(
     weight: Tensor | None,
     temperature: float,
     method: str = "auto",
+    num_positive: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return (C,) the weighted mean over positives i of ``1 - rank_pos_i / rank_i``, and (C,) which classes are valid.
 
@@ -43,6 +45,7 @@ def smooth_ap_sums(
         method: ``"direct"`` sums pair by pair in O(positives x M) time. ``"binned"`` takes O(M) time, or
             O(M log M + interacting pairs) if the rows are so far apart that most bins would be empty. ``"plain"`` sums
             all M^2 pairs and reads no value. ``"auto"`` takes the fastest on the device.
+        num_positive: the number of positives if the host knows it, so that it does not wait for the device to count.
 
     Returns:
         The loss, float64, and the validity, bool. A class is valid if it has a positive of positive weight and a
@@ -54,7 +57,8 @@ def smooth_ap_sums(
     if torch.compiler.is_compiling() and (method == "plain" or (method == "auto" and plain_is_faster(scores))):
         return smooth_ap_plain(scores, positive, member, weight, temperature)
     with_grad = scores.requires_grad and torch.is_grad_enabled()
-    loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method)
+    known = -1 if num_positive is None else num_positive
+    loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method, known)
     return loss, valid
 
 
@@ -66,26 +70,40 @@ def _loss_and_gradient(
     temperature: float,
     with_grad: bool,
     method: str,
+    num_positive: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
     if method == "plain" or (method == "auto" and plain_is_faster(scores)):
         return of_all_pairs(scores, positive, member, weight, temperature, with_grad)
-    pool, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
-    costs, num_pairs = costs_of(scores.device), pool.share.numel() * scores.shape[1]
+    costs, num_rows = costs_of(scores.device), scores.shape[1]
+
+    def pairs_are_best(number: int, num_bins: int = 0) -> bool:
+        few = costs.pairs_are_faster(number * num_rows, scores.numel(), num_bins)
+        return method == "direct" or number * num_rows == 0 or (method == "auto" and few)
+
+    edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
+    if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
+        pool, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
+    else:
+        seen = Seen(num_positive, num_rows, 1.0, None)
+        if num_positive < 0 or member is not None or weight is not None or not pairs_are_best(num_positive):
+            seen = _look(scores, positive, member, weight, num_positive)
+        pool, valid, all_valid = _list_in_order(scores, positive, member, weight, temperature, seen)
+        edges = seen.edges
     undefined = None  # [C] bool: the classes that are NaN
-    if method == "direct" or num_pairs == 0 or (method == "auto" and costs.pairs_are_faster(num_pairs, scores.numel())):
+    if pairs_are_best(pool.share.numel()):
         loss, gradient = smooth_ap_direct(pool, with_grad)
     else:
-        pool, low, high, undefined = _make_finite(pool)
-        order = order_for(scores, scores.shape[1])
+        pool, low, high, undefined = _make_finite(pool, edges)
+        order = order_for(scores, num_rows)
         bins = find_bins(pool.scores, low, high, temperature, order.fine)
         if bins is None:
             loss, gradient = smooth_ap_sorted(pool)
-        elif method == "auto" and costs.pairs_are_faster(num_pairs, scores.numel(), bins.num_coarse * scores.shape[0]):
+        elif pairs_are_best(pool.share.numel(), bins.num_coarse * scores.shape[0]):
             loss, gradient = smooth_ap_direct(pool, with_grad)
         else:
             loss, gradient = smooth_ap_binned(pool, bins, order, with_grad)
-    if not all_valid and scores.shape[1]:  # the sums of a valid class already carry a NaN
+    if not all_valid and num_rows:  # the sums of a valid class already carry a NaN
         has_nan = scores.amax(dim=1).isnan()
         undefined = has_nan if undefined is None else undefined | has_nan
     if undefined is not None:
@@ -99,14 +117,15 @@ def _list_positives(
 ) -> tuple[Pool, Tensor, bool]:
     """List the positives of the valid classes with their shares; return which classes are valid, (C,), and if all are.
 
-    The counts come from the list, because reducing a mask along a dimension takes as long as a pass over the bins.
+    The counts come from the list, because reducing a mask along a dimension takes as long as a pass over the bins. An
+    accelerator is not waited for once the list is made: it keeps the positives of other classes, with shares of 0.
     """
     num_classes = scores.shape[0]
     class_of, row_of = positive.nonzero(as_tuple=True)
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
-        share = class_of.new_full(class_of.shape, 1 / row_of.numel(), dtype=torch.float64)  # waits for no device
+        share = class_of.new_full(class_of.shape, 1 / row_of.numel(), dtype=torch.float64)
         return Pool(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
-    count = torch.bincount(class_of, minlength=num_classes)
+    count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
     mixed = count < (scores.shape[1] if member is None else member.sum(dim=1))  # has negatives too
     if weight is None:
         valid = mixed & (count > 0)
@@ -116,6 +135,9 @@ def _list_positives(
         total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
         valid = mixed & (total > 0)
         share = mass / total[class_of]
+    if scores.device.type != "cpu":
+        share = torch.where(valid[class_of], share, 0.0)
+        return Pool(scores, positive, member, class_of, row_of, share, temperature), valid, False
     all_valid = bool(valid.all())
     if not all_valid:
         counted = valid[class_of]
@@ -123,18 +145,71 @@ def _list_positives(
     return Pool(scores, positive, member, class_of, row_of, share, temperature), valid, all_valid
 
 
-def _make_finite(pool: Pool) -> tuple[Pool, Tensor, Tensor, Tensor | None]:
+class Seen(NamedTuple):
+    """What the host knows of the only class of a pool."""
+
+    num_positive: int
+    num_member: int
+    mass: float  # of the weights of the positives
+    edges: tuple[Tensor, Tensor] | None  # the lowest and the highest score, (1,) each on the host
+
+
+def _look(scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, num_positive: int) -> Seen:
+    """Read what decides how the only class is computed; waits for the device once.
+
+    A ``num_positive`` below 0 is not known.
+    """
+    inside = scores, scores
+    if member is not None:
+        inside = torch.where(member, scores, math.inf), torch.where(member, scores, -math.inf)
+    values = [inside[0].amin(), inside[1].amax()]
+    if num_positive < 0:
+        values.append(positive.sum())
+    if member is not None:
+        values.append(member.sum())
+    if weight is not None:
+        values.append(torch.where(positive, weight, 0.0).sum())
+    read = [*torch.stack([value.to(torch.float64) for value in values]).cpu()]
+    low, high = (read.pop(0).to(scores.dtype)[None] for _ in range(2))
+    num_positive = int(read.pop(0)) if num_positive < 0 else num_positive
+    num_member = scores.shape[1] if member is None else int(read.pop(0))
+    return Seen(num_positive, num_member, 1.0 if weight is None else float(read.pop()), (low, high))
+
+
+def _list_in_order(
+    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, seen: Seen
+) -> tuple[Pool, Tensor, bool]:
+    """Do the same as :func:`_list_positives` for one class, of which ``seen`` is known, without a wait."""
+    rank = positive[0].view(torch.uint8)
+    if member is not None:
+        rank = rank + member[0].view(torch.uint8)  # 2 for positives, 1 for negatives, 0 for rows that take no part
+    rows = rank.argsort(stable=True, descending=True)[: seen.num_member]
+    is_valid = 0 < seen.num_positive < seen.num_member and seen.mass > 0
+    row_of = rows[: seen.num_positive if is_valid else 0]
+    if weight is None:
+        share = torch.full(row_of.shape, 1 / max(1, seen.num_positive), dtype=torch.float64, device=scores.device)
+    else:
+        mass = weight.reshape(-1)[row_of].double()
+        share = mass / mass.sum()
+    class_of = torch.zeros_like(row_of)
+    pool = Pool(scores, positive, member, class_of, row_of, share, temperature, rows)
+    return pool, torch.full((1,), is_valid, device=scores.device), is_valid
+
+
+def _make_finite(pool: Pool, edges: tuple[Tensor, Tensor] | None = None) -> tuple[Pool, Tensor, Tensor, Tensor | None]:
     """Replace infinite scores by finite ones with the same effect; return the range too, and which classes are NaN.
 
     An infinite score moves beyond the reach of every finite one. Two equal infinities, one of them of a positive, have
     no difference: by the definition their class is NaN, like a class with a NaN. Rows that take no part move to a
     positive, so that they do not widen the range. None in place of the classes means that every score was finite.
+
+    The range, (C,) each, is on the host. ``edges`` is that of the members, if it is known.
     """
     scores, positive, member, class_of, row_of, *_ = pool
     if member is not None:
         place = scores.new_zeros(scores.shape[0]).index_put_((class_of,), scores[class_of, row_of])
         scores = torch.where(member, scores, place[:, None])
-    low, high = scores.amin(dim=1), scores.amax(dim=1)  # aminmax along a dimension takes 17 times as long
+    low, high = _edges(scores) if edges is None else edges
     if bool((low.isfinite() & high.isfinite()).all()):
         return pool._replace(scores=scores), low, high, None
     undefined = scores.isnan().any(dim=1)
@@ -149,7 +224,16 @@ def _make_finite(pool: Pool) -> tuple[Pool, Tensor, Tensor, Tensor | None]:
         beyond = (edge + (edge.abs() * 1e-3).clamp_min(64 * pool.temperature)).clamp_max(limit)
         scores = torch.where(infinite, sign * beyond[:, None], scores)
     scores = scores.nan_to_num(nan=0.0)
-    return pool._replace(scores=scores), scores.amin(dim=1), scores.amax(dim=1), undefined
+    return pool._replace(scores=scores), *_edges(scores), undefined
+
+
+def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest score of each class, (C,) each on the host; waits for the device once."""
+    low, high = scores.amin(dim=1), scores.amax(dim=1)  # aminmax along a dimension takes 17 times as long
+    if scores.device.type == "cpu":
+        return low, high
+    low, high = torch.stack([low, high]).cpu()
+    return low, high
 
 
 def _fake(
@@ -160,6 +244,7 @@ def _fake(
     temperature: float,
     with_grad: bool,
     method: str,
+    num_positive: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, valid = (scores.new_empty(scores.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool))
     return loss, torch.empty_like(scores) if with_grad else scores.new_empty(0), valid

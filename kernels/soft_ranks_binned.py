@@ -12,6 +12,7 @@ pair with itself cancels::
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,14 +47,16 @@ def smooth_ap_binned(pool: Pool, bins: Bins, order: Order, with_grad: bool) -> t
         order: the numbers of fine bins and of nodes.
         with_grad: compute the gradient too.
     """
-    scores, positive, member, class_of, row_of, share, temperature = pool
-    loss = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
+    scores, positive, member, class_of, row_of, share, temperature, _ = pool
     gradient = scores.new_empty(scores.shape if with_grad else 0)
     step = max(1, costs_of(scores.device).tables_at_once // bins.num_coarse)  # classes whose tables fit
-    for first in range(0, scores.shape[0], step):
-        part, own = slice(first, first + step), slice(None)
-        if step < scores.shape[0]:
-            own = slice(*torch.searchsorted(class_of, class_of.new_tensor([first, first + step])).tolist())
+    if step >= scores.shape[0]:
+        return _sum_by_bins(pool, bins, order, gradient if with_grad else None), gradient
+    loss = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
+    firsts = torch.arange(0, scores.shape[0] + step, step, device=scores.device)
+    ends = torch.searchsorted(class_of, firsts).tolist()  # of the positives of each part
+    for number, first in enumerate(range(0, scores.shape[0], step)):
+        part, own = slice(first, first + step), slice(*ends[number : number + 2])
         some = Pool(
             scores[part],
             positive[part],
@@ -71,20 +74,21 @@ def smooth_ap_binned(pool: Pool, bins: Bins, order: Order, with_grad: bool) -> t
 def _sum_by_bins(pool: Pool, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
     grid = make_grid(bins, order, pool.scores.device, pool.temperature)
-    positives = locate_positives(pool, bins)
+    rows = locate_rows(pool, bins)
+    positives = locate_positives(pool, bins, rows)
     # With many bins a table is as large as the rows: none is kept for longer than it is needed.
-    everyone, counted = sum_rows(pool, bins, order), sum_positives(pool, bins, order, positives, None)
-    moments = split_moments(everyone, counted)
-    del everyone, counted
+    counted, weighted = sum_positives(pool, bins, order, positives)
+    weights = weights_of(weighted, grid)
+    moments = split_moments(sum_rows(pool, bins, order, rows), counted)
+    del counted, weighted
     fields = fields_of(moments, grid)
     del moments
-    weights = weights_of(sum_positives(pool, bins, order, positives, pool.share), grid)
     loss = loss_of(fields, weights)
     if gradient is None:
         return loss
     polynomials = polynomials_of(fields, weights, grid)
     del fields, weights
-    read_gradient(polynomials, pool, bins, positives, gradient)
+    read_gradient(polynomials, pool, bins, rows, positives, gradient)
     return loss
 
 
@@ -102,7 +106,7 @@ class Places(NamedTuple):
     """Where the positives are."""
 
     bin_of: Tensor  # [1, P] int64: fine bin, in one table of all classes with B F + 1 bins each
-    u: Tensor  # [1, P]: position in the bin
+    u: Tensor  # [1, P] float64: position in the bin
 
 
 class Fields(NamedTuple):
@@ -124,30 +128,51 @@ def make_grid(bins: Bins, order: Order, device: torch.device, temperature: float
 # Rows -> tables. The moments of a table add up over parts of the rows.
 
 
-def sum_rows(pool: Pool, bins: Bins, order: Order) -> Tensor:
+class Rows(NamedTuple):
+    """The places of all rows in one chunk, (C, M) each; see :func:`locate`."""
+
+    bin_of: Tensor
+    u: Tensor
+
+
+def locate_rows(pool: Pool, bins: Bins) -> Rows | None:
+    """Return the places of the rows, or None if they are too many to be kept: then each use computes them again."""
+    if len([*chunks(pool.scores)]) > 1:
+        return None
+    return Rows(*_locate_chunk(pool, bins, slice(None), slice(None)))
+
+
+def sum_rows(pool: Pool, bins: Bins, order: Order, rows: Rows | None = None) -> Tensor:
     """Return the moments (p, C, B F + 1) float64 of all rows; the last bin holds the rows that take no part."""
     scores, size = pool.scores, bins.num_fine + 1
     lanes = num_lanes(scores, size)
     table = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
     for c, m in chunks(scores):
-        add_moments(table[:, c] if lanes == 1 else table, *_locate_rows(pool, bins, c, m))
+        add_moments(table[:, c] if lanes == 1 else table, *(rows or _locate_chunk(pool, bins, c, m)))
     return table if lanes == 1 else table.sum(dim=1, keepdim=True)
 
 
-def locate_positives(pool: Pool, bins: Bins) -> Places:
+def locate_positives(pool: Pool, bins: Bins, rows: Rows | None = None) -> Places:
     """Return the bins and positions of the listed positives."""
+    if rows is not None:
+        bin_of, u = (values[pool.class_of, pool.row_of] for values in rows)
+        if pool.scores.shape[0] > 1:
+            bin_of = bin_of + pool.class_of * (bins.num_fine + 1)
+        return Places(bin_of[None], u.double()[None])
     # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
     values = pool.scores[pool.class_of, pool.row_of][:, None]
     index, u = locate(bins._replace(first=bins.first[pool.class_of]), values, slice(None))
-    return Places((index.view(-1) + pool.class_of * (bins.num_fine + 1))[None], u.view(1, -1))
+    return Places((index.view(-1) + pool.class_of * (bins.num_fine + 1))[None], u.double().view(1, -1))
 
 
-def sum_positives(pool: Pool, bins: Bins, order: Order, positives: Places, weight: Tensor | None) -> Tensor:
-    """Return the moments (p, C, B F + 1) float64 of the listed positives, each times its ``weight`` (P,)."""
-    scores = pool.scores
-    table = scores.new_zeros(order.p, scores.shape[0], bins.num_fine + 1, dtype=torch.float64)
-    add_moments(table.view(order.p, 1, -1), *positives, None if weight is None else weight[None])
-    return table
+def sum_positives(pool: Pool, bins: Bins, order: Order, positives: Places) -> tuple[Tensor, Tensor]:
+    """Return the moments (p, C, B F + 1) float64 of the listed positives, and those of each times its share."""
+    shape = pool.scores.shape[0], bins.num_fine + 1
+    table = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=pool.scores.device)
+    weights = torch.stack([torch.ones_like(pool.share), pool.share])
+    add_moments(table, positives.bin_of.expand(2, -1), positives.u.expand(2, -1), weights)
+    counted, weighted = table.unflatten(-1, shape).unbind(dim=1)
+    return counted, weighted
 
 
 def split_moments(everyone: Tensor, positives: Tensor) -> Tensor:
@@ -163,7 +188,7 @@ def fields_of(moments: Tensor, grid: Grid) -> Fields:
     """Return the sums over negatives and positives at the fine nodes from the moments (p, C, 2, B F) of both."""
     moments, matrices, kernel = moments.unflatten(-1, grid.layout), grid.matrices, grid.kernel
     sources, q = sources_of(moments, matrices), matrices.nodes.numel()  # [C, 2, B, q]
-    near = interact(sources, torch.cat([kernel.sigmoid, kernel.slope], dim=2), kernel.reach, grid.ids)  # [C, 2, B, 2q]
+    near = interact(sources, kernel.both, kernel.reach, grid.ids)  # [C, 2, B, 2q]
     far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, grid.ids)  # [C, 2, B]
     values = at_fine_nodes(near[..., :q], matrices).add_(far[..., None])
     slopes = at_fine_nodes(near[..., q:], matrices).neg_()
@@ -199,24 +224,25 @@ def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
 # The gradient at rows.
 
 
-def read_gradient(polynomials: Tensor, pool: Pool, bins: Bins, positives: Places, gradient: Tensor) -> None:
+def read_gradient(
+    polynomials: Tensor, pool: Pool, bins: Bins, rows: Rows | None, positives: Places, gradient: Tensor
+) -> None:
     """Write the gradient of the rows of ``pool`` into ``gradient`` (C, M)."""
     # Every row is treated as a negative first, then the positives are overwritten.
     pull = polynomials[:, 0].to(pool.scores.dtype)
     for c, m in chunks(pool.scores):
-        gradient[c, m] = evaluate(pull[:, c], *_locate_rows(pool, bins, c, m))
+        gradient[c, m] = evaluate(pull[:, c], *(rows or _locate_chunk(pool, bins, c, m)))
     # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
     # either, so it is taken before the values are rounded to the dtype of the scores.
+    tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)]
     for _, some in chunks(pool.share[None]):
-        at = positives.bin_of[:, some], positives.u[:, some].double()
-        pushed, own = (
-            evaluate(polynomials[:, table].reshape(polynomials.shape[0], 1, -1), *at).view(-1) for table in (1, 2)
-        )
+        at = positives.bin_of[:, some].expand(2, -1), positives.u[:, some].expand(2, -1)
+        pushed, own = evaluate(tables, *at)
         value = (pushed + own * pool.share[some]).to(gradient.dtype)
         gradient[pool.class_of[some], pool.row_of[some]] = value
 
 
-def _locate_rows(pool: Pool, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
+def _locate_chunk(pool: Pool, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the fine bin and the position of each row, (c, m) each; rows that take no part go to the extra bin."""
     index, u = locate(bins, pool.scores[classes, rows], classes)
     if pool.member is not None:

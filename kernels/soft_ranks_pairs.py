@@ -37,11 +37,12 @@ class Pool(NamedTuple):
     row_of: Tensor  # [P] int64: its row
     share: Tensor  # [P] float64: its weight in the mean of its class
     temperature: float
+    rows: Tensor | None = None  # [n] int64: the positives, then the negatives, of the only class; None if not listed
 
 
 def smooth_ap_direct(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
-    scores, positive, member, class_of, row_of, share, temperature = pool
+    scores, positive, member, class_of, row_of, share, temperature, _ = pool
     if scores.shape[0] == 1:
         return _direct_of_one_class(pool, with_grad)
     loss = share.new_zeros(scores.shape[0])
@@ -69,9 +70,10 @@ def smooth_ap_direct(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
 
 def _direct_of_one_class(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Do the same for C = 1. All positives have the same keys; with the positive keys first, masks become slices."""
-    scores, positive, member, _, row_of, share, temperature = pool
-    negative = ~positive[0] if member is None else member[0] & ~positive[0]
-    order = torch.cat([row_of, negative.nonzero()[:, 0]])
+    scores, positive, member, _, row_of, share, temperature, order = pool
+    if order is None or row_of.numel() == 0:
+        negative = ~positive[0] if member is None else member[0] & ~positive[0]
+        order = torch.cat([row_of, negative.nonzero()[:, 0]])
     keys, weight, count = scores[0].index_select(0, order), share.to(scores.dtype), row_of.numel()
     loss, gradient = share.new_zeros(1), torch.zeros_like(keys)
     step = chunk_size(scores, keys.numel())
@@ -114,7 +116,7 @@ def smooth_ap_sorted(pool: Pool) -> tuple[Tensor, Tensor]:
     If no two rows are within the cutoff of each other, the whole gradient is smaller than what the cutoff leaves out.
     There are few such pairs, so they are summed as far as the dtype of the scores can hold their gradient.
     """
-    scores, positive, member, class_of, row_of, share, temperature = pool
+    scores, positive, member, class_of, row_of, share, temperature, _ = pool
     num_classes, num_rows = scores.shape
     ordered, order = scores.contiguous().sort(dim=1)
     is_positive = positive.gather(1, order)

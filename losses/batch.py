@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,11 +24,29 @@ class Batch(NamedTuple):
     sample_weight: Tensor | None = None  # [N]
     indexes: Tensor | None = None  # [N] int64, the query of each row
     complete: bool = False  # True: no target is ignored. False: not known, which costs one more pass over the targets.
+    num_positive: int | None = None  # of a single class; None if the host does not know
+    num_stored: int | None = None  # rows that may enter a queue; None if the host does not know
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The row-aligned tensors, in the order of the fields."""
         return self[:5]
+
+    @property
+    def known(self) -> tuple[float, float, float]:
+        """What :meth:`with_known` adds over the ranks; NaN where the host does not know."""
+        if self.targets.shape[0] == 0:
+            return 0.0, 0.0, 0.0
+        num_positive, num_stored = (
+            math.nan if number is None else float(number) for number in (self.num_positive, self.num_stored)
+        )
+        return 0.0 if self.complete else 1.0, num_positive, num_stored
+
+    def with_known(self, totals: Tensor) -> Batch:
+        """Return the rows of all ranks with what the host knows of them, from :attr:`known` of each, (W, 3 or more)."""
+        num_incomplete, *counts = (sum(column) for column in totals.t()[:3].tolist())
+        counts = [None if number != number else int(number) for number in counts]
+        return self._replace(complete=num_incomplete == 0, num_positive=counts[0], num_stored=counts[1])
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""
@@ -74,10 +94,13 @@ def check_batch(
     *,
     indexes: Tensor | None = None,
     validate_args: bool = True,
+    stored: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Batch:
     """Return the checked rows, or raise TypeError or ValueError.
 
-    The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling.
+    The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling. Weights
+    are one wait, and targets another, which also brings what the host will need later: the number of positives, and
+    that of the rows for which ``stored(logits, targets)`` is True.
     """
     check_tensor("logits", logits)
     check_tensor("targets", targets)
@@ -88,7 +111,7 @@ def check_batch(
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
         fix = "Flatten leading dimensions; for binary scores (N,) use logits.unsqueeze(1) and num_classes=1."
         raise ValueError(expected("logits", f"shape (N, {rule.num_classes})", logits, fix))
-    targets, complete = _check_targets(logits, targets, rule, validate_args)
+    checked = _check_targets(logits, targets, rule, validate_args, stored)
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
@@ -105,11 +128,25 @@ def check_batch(
             fix = "A query ranks its rows by one score; without indexes the columns are classes."
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
         indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
-    return Batch(logits, targets, iid_mask, sample_weight, indexes, complete)
+    return Batch(logits, checked.targets, iid_mask, sample_weight, indexes, *checked[1:])
 
 
-def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_args: bool) -> tuple[Tensor, bool]:
-    """Return the checked targets, and True if they are known to hold no ignored value."""
+class _Checked(NamedTuple):
+    """Targets, and what is known of them; the last three as in :class:`Batch`."""
+
+    targets: Tensor
+    complete: bool = False
+    num_positive: int | None = None
+    num_stored: int | None = None
+
+
+def _check_targets(
+    logits: Tensor,
+    targets: Tensor,
+    rule: TargetRule,
+    validate_args: bool,
+    stored: Callable[[Tensor, Tensor], Tensor] | None,
+) -> _Checked:
     if targets.is_floating_point() or targets.is_complex():
         raise TypeError(expected("targets", "integers or bools", targets, "Use targets.long() on class indices."))
     check_device("targets", targets, logits)
@@ -122,22 +159,24 @@ def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_a
             if bool(bad.any()):
                 what = f"0, 1 or ignore_index={rule.ignore_index}"
                 raise ValueError(expected("targets", what, int(targets[bad][0])))
-        return targets.to(multi_hot_dtype(rule.ignore_index)), False  # the ranks must send the same dtype
+        return _Checked(targets.to(multi_hot_dtype(rule.ignore_index)))  # the ranks must send the same dtype
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
     if tuple(targets.shape) != (count,):
         fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
         raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
     targets = targets.to(torch.int64)
+    num_stored = None
     if validate_args and count:
-        low, high = (int(edge) for edge in targets.aminmax())
-        if low >= 0 and high < max(2, rule.num_classes):
-            return targets, not low <= rule.ignore_index <= high  # the common case takes one pass over the targets
+        low, high, num_positive, num_stored = _read(logits, targets, rule, stored)
+        if low >= 0 and high < max(2, rule.num_classes):  # the common case takes one pass over the targets
+            complete = not low <= rule.ignore_index <= high
+            return _Checked(targets, complete, num_positive if complete else None, num_stored)
     ignored = targets == rule.ignore_index
     if rule.num_classes > 1:
         if validate_args:
             check_class_range(targets, ignored, rule.num_classes, rule.ignore_index)
-        return targets, False
+        return _Checked(targets, num_stored=num_stored)
     if validate_args:
         odd = (targets != 0) & (targets != 1) & ~ignored
         if bool(odd.any()):
@@ -147,7 +186,22 @@ def _check_targets(logits: Tensor, targets: Tensor, rule: TargetRule, validate_a
                 f"targets: expected 0 or 1 with num_classes=1, got {values}. "
                 f"Every value but 0 counts as positive. {fix}"
             )
-    return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False
+    return _Checked(torch.where(ignored, targets, (targets != 0).to(torch.int64)), num_stored=num_stored)
+
+
+def _read(
+    logits: Tensor, targets: Tensor, rule: TargetRule, stored: Callable[[Tensor, Tensor], Tensor] | None
+) -> tuple[int, int, int | None, int | None]:
+    """Return the lowest and the highest target, and the two numbers of :class:`Batch`; waits for the device once."""
+    values = [*targets.aminmax()]
+    if targets.device.type == "cpu":  # nothing waits: what is not needed now may be counted when it is
+        return int(values[0]), int(values[1]), None, None
+    if rule.num_classes == 1:
+        values.append((targets == 1).sum())
+    if stored is not None:
+        values.append(stored(logits.detach(), targets).sum())
+    low, high, *counts = torch.stack(values).tolist()
+    return low, high, counts[0] if rule.num_classes == 1 else None, counts[-1] if stored is not None else None
 
 
 def check_class_range(targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
@@ -198,5 +252,5 @@ def may_hold(targets: Tensor, value: int) -> bool:
     """Return False if one pass over the targets shows that none is ``value``; True otherwise, and while compiling."""
     if not has_values(targets) or targets.numel() == 0:
         return True
-    low, high = targets.aminmax()
-    return bool((low <= value) & (value <= high))
+    low, high = torch.stack(targets.aminmax()).tolist()
+    return bool(low <= value <= high)

@@ -26,6 +26,7 @@ class Pool(NamedTuple):
     live: Tensor | None = None  # [M] bool: not from the queue; None for all True
     weight: Tensor | None = None  # [M], None for all 1; only ratios matter, and no sum of them overflows
     indexes: Tensor | None = None  # [M] int64: the query of each row, with C = 1; None for one query
+    num_positive: int | None = None  # of a single class; None if the host does not know
 
     @property
     def negative(self) -> Tensor:
@@ -98,7 +99,7 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
     else:
         scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
     weight = None if batch.sample_weight is None else batch.sample_weight / weight_unit(batch.sample_weight)
-    return Pool(scores, positive, member, batch.iid_mask, live, weight, batch.indexes)
+    return Pool(scores, positive, member, batch.iid_mask, live, weight, batch.indexes, batch.num_positive)
 
 
 def local_pool(

@@ -215,7 +215,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 fix = "A draw would take rows out of their queries."
                 raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
             given = (logits, targets, iid_mask, sample_weight)
-            return check_batch(*given, self._rule, indexes=indexes, validate_args=self.validate_args)
+            stored = self.queue.wanted if self._enqueues else None
+            return check_batch(*given, self._rule, indexes=indexes, validate_args=self.validate_args, stored=stored)
 
         def prepare() -> Rows:
             self._check_not_gathered(group, logits=logits, targets=targets)
@@ -229,14 +230,14 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
                 "with indexes": indexes is not None,
             }
-            return Rows(live.tensors, facts, checksum)
+            return Rows(live.tensors, facts, checksum, live.known)
 
         group = self._resolve_group()
         if group is None:
             live = check()
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
-            live = Batch(*gathered.tensors)
+            live = Batch(*gathered.tensors).with_known(gathered.totals)
         return self._join(live), live
 
     @property
@@ -287,13 +288,15 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             torch.cat([live.targets, queued.targets.to(live.targets)]),
             torch.cat([iid, queued.iid_mask.to(device)]),
             weight,
+            complete=live.complete and not self.multi_hot,  # a row whose target is ignored never enters the queue
         )
 
     def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass) -> None:
         """Enqueue the live rows, and warn of a likely misuse."""
         is_full = len(self.queue) == self.queue_size
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
-            self.queue.enqueue(live.logits, live.targets, live.iid_mask, live.sample_weight)
+            weight = live.sample_weight
+            self.queue.enqueue(live.logits, live.targets, live.iid_mask, weight, num_stored=live.num_stored)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             setting = Setting(
                 self._width_of_step(),

@@ -150,7 +150,8 @@ def _per_class(pool: Pool, temperature: float) -> PerClass:
             fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
             raise RuntimeError(expected("indexes", "a tensor with values", pool.indexes, fix))
         return _per_query(pool, pool.indexes, temperature)
-    return PerClass(*smooth_ap_sums(pool.scores, pool.positive, pool.member, pool.weight, temperature))
+    given = (pool.scores, pool.positive, pool.member, pool.weight, temperature)
+    return PerClass(*smooth_ap_sums(*given, num_positive=pool.num_positive))
 
 
 @not_compiled

@@ -121,7 +121,13 @@ class MemoryQueue(nn.Module):
 
     @torch.no_grad()
     def enqueue(
-        self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None = None, sample_weight: Tensor | None = None
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+        *,
+        num_stored: int | None = None,
     ) -> None:
         """Store rows in place of the oldest ones. Rows with a non-finite logit or an ignored target are left out.
 
@@ -132,6 +138,8 @@ class MemoryQueue(nn.Module):
             targets: (N,) class indices, or (N, C) with ``multi_hot``.
             iid_mask: (N,) bool, None for all True.
             sample_weight: (N,), None for all 1.
+            num_stored: the number of rows that :meth:`wanted` marks, if the host knows it. None makes the host wait for
+                the device to count them.
 
         Raises:
             ValueError: when shapes do not fit.
@@ -151,12 +159,15 @@ class MemoryQueue(nn.Module):
         if self.capacity == 0 or logits.shape[0] == 0:
             return
         self._follow(logits)
-        wanted = self._wanted(logits, targets)
         device, count = self._logits.device, logits.shape[0]
         iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
         weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
         stored = (self._logits, self._targets, self._iid, self._weight)
-        rows = [new[wanted].to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        rows = [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        if num_stored is None or num_stored < count:
+            wanted = self.wanted(logits, targets)
+            index = wanted.nonzero()[:, 0] if num_stored is None else _first(wanted, num_stored)
+            rows = [new.index_select(0, index) for new in rows]
         count = rows[0].shape[0]
         self._checksum = self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
@@ -177,8 +188,8 @@ class MemoryQueue(nn.Module):
             self._weight = self._weight.to(logits.device, dtype)
             self._move(logits.device)
 
-    def _wanted(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return (N,) bool: the rows to store."""
+    def wanted(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return (N,) bool: the rows that :meth:`enqueue` would store."""
         wanted = logits.isfinite().all(dim=1)
         taking_part = targets != self.ignore_index
         if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
@@ -195,15 +206,13 @@ class MemoryQueue(nn.Module):
         bits = torch.int64 if logits.dtype == torch.float64 else torch.int32
         count, columns = logits.shape
         place = torch.arange(columns, device=logits.device) * 2 + 1
-        cells = _mix(logits.contiguous().view(bits).to(torch.int64) + place * _MIX[0])  # [N, C]
-        if self.multi_hot:
-            cells = cells + _mix(targets.to(torch.int64) + place * _MIX[1])
-        rows = cells.sum(dim=1)  # [N]
-        if not self.multi_hot:
-            rows = rows + _mix(targets + _MIX[1])
-        rows = rows + iid * _MIX[1] + _mix(weight.contiguous().view(bits).to(torch.int64))
+        parts = [logits.contiguous().view(bits).to(torch.int64) + place * _MIX[0]]  # [N, C]
+        parts.append(targets.to(torch.int64) + place * _MIX[1] if self.multi_hot else (targets + _MIX[1])[:, None])
+        parts.append(weight.contiguous().view(bits).to(torch.int64)[:, None])
         sequence = torch.arange(self._num_enqueued, self._num_enqueued + count, device=logits.device)
-        return _mix(rows ^ _mix(sequence + _MIX[2])).sum()
+        mixed = _mix(torch.cat([*parts, (sequence + _MIX[2])[:, None]], dim=1))
+        rows = mixed[:, :-1].sum(dim=1) + iid * _MIX[1]  # [N]
+        return _mix(rows ^ mixed[:, -1]).sum()
 
     @not_compiled
     def assert_synchronized(self, group: Group = None) -> None:
@@ -304,6 +313,11 @@ def _mix(values: Tensor) -> Tensor:
     for shift, factor in ((31, _MIX[0]), (30, _MIX[1])):
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return values ^ ((values >> 29) & ((1 << 35) - 1))
+
+
+def _first(mask: Tensor, number: int) -> Tensor:
+    """Return (number,) the places where ``mask`` (N,) is True, ascending, without waiting for the device."""
+    return mask.view(torch.uint8).argsort(stable=True, descending=True)[:number]
 
 
 def _write_ring(ring: Tensor, rows: Tensor, start: int) -> None:
