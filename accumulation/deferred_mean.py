@@ -96,7 +96,7 @@ class DeferredMean:
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> deferred = DeferredMean(model)
         >>> for rows in [torch.tensor([[1.0]]), torch.tensor([[2.0], [6.0]])]:
-        ...     deferred.backward(model(rows).sum(), len(rows))
+        ...     _ = deferred.backward(model(rows).sum(), len(rows))
         >>> deferred.finish()
         3
         >>> model.weight.grad

@@ -159,7 +159,7 @@ ALLOWED_IMPORTS = {
     "distributed": {"errors"},
     "queues": {"errors", "distributed"},
     "gradients": {"errors", "distributed"},
-    "accumulation": {"errors", "distributed", "gradients"},
+    "accumulation": {"errors", "kernels", "distributed", "gradients"},
     "losses": {"errors", "kernels", "distributed", "queues"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
     "integrations": {"errors", "accumulation", "losses"},
