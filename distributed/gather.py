@@ -21,7 +21,7 @@ from ..errors import Words, anchor_of, expected, first_order_only
 from .collectives import reduce_scatter
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Checksum, Offer, State, backend_by_device, refuse_in_backward
-from .payload import gather_payload
+from .payload import gather_payload, padded_places
 from .torch_private import not_compiled
 from .transforms import agree_untransformed, check_no_tangents
 
@@ -104,9 +104,9 @@ def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
     world_size, rank, most = len(plan.rows), plan.group.rank(), max(plan.rows)
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    padded = wide.new_zeros(world_size, most, *grad.shape[1:])
-    for index, part in enumerate(wide.split(plan.rows)):
-        padded[index, : plan.rows[index]] = part
+    padded = wide.new_zeros(world_size * most, *grad.shape[1:])
+    padded.index_copy_(0, padded_places(plan.rows, grad.device), wide)
+    padded = padded.unflatten(0, (world_size, most))
     staged = padded.cpu() if backend_by_device(plan.group).get(grad.device.type) == "gloo" else padded
     own = staged.new_empty(max(most * grad[:0].new_empty(1, *grad.shape[1:]).numel(), 1))
     flat = staged.reshape(-1) if staged.numel() else staged.new_zeros(world_size)

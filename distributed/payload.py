@@ -38,11 +38,13 @@ def gather_payload(
     if len(tensors) == 1 and min(rows) == most and tensors[0].numel() > 0:
         return [_gather_as_it_stands(tensors[0], group, call)]
     gathered = _all_gather(_pack(tensors, most), group, call)  # [W, bytes]
+    device = tensors[0].device
+    places = padded_places(rows, device) if min(rows) < most and device.type != "cpu" else None
     outputs, offset = [], 0
     for tensor in tensors:
         size = most * _row_bytes(tensor)
         column = gathered[:, offset : offset + size].view(tensor.dtype)
-        outputs.append(_unpack(column.view(len(rows), most, *tensor.shape[1:]), rows))
+        outputs.append(_unpack(column.view(len(rows), most, *tensor.shape[1:]), rows, places))
         offset += _aligned(size)
     return outputs
 
@@ -67,12 +69,27 @@ def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
     return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(_ALIGN)
 
 
-def _unpack(padded: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...).
+def padded_places(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return (sum N_r,) int64: where each row is among the W * max(N_r) rows of a padded block.
+
+    The number of kernels does not depend on the number of ranks, and nothing waits for the device.
+    """
+    counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    padding = counts.max() - counts
+    before = padding.cumsum(0) - padding  # in the parts of earlier ranks
+    ends, before = torch.stack([counts.cumsum(0), before]).to(device, non_blocking=True)
+    row = torch.arange(sum(rows), device=device)
+    return row + before[torch.searchsorted(ends, row, right=True)]
+
+
+def _unpack(padded: Tensor, rows: Sequence[int], places: Tensor | None) -> Tensor:
+    """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...), which leaves out ``places``.
 
     Always a copy, because the caller could not change a view of the block in place.
     """
-    if min(rows) < max(rows):
+    if places is not None:
+        return padded.flatten(0, 1).index_select(0, places)
+    if min(rows) < max(rows):  # on the CPU, where a copy of each part is faster than one of each row
         return torch.cat([padded[rank, :count] for rank, count in enumerate(rows)])
     output = padded.new_empty(sum(rows), *padded.shape[2:])
     output.view(padded.shape).copy_(padded)

@@ -3,7 +3,7 @@
 Every rank of the group makes the same collectives, whatever its data::
 
     header    number of parameters, and whether this rank failed its checks
-    words     one word per parameter: a hash of its layout, and whether it has a gradient on this rank
+    words     a hash of all layouts, and one bit per parameter: whether it has a gradient on this rank
     buckets   all-reduces of at most 25 MiB, over the gradients that at least one rank has
 
 The ranks compare layouts before the first bucket, so a mismatch raises on every rank with the gradients untouched.
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     Numerics:
         Half precision is added in float32 and rounded once. NaN and inf propagate.
     Distributed:
-        One header of 64 bytes, 8 bytes per parameter, and one all-reduce per 25 MiB of gradients of one dtype. A larger
+        One header of 64 bytes, one bit per parameter, and one all-reduce per 25 MiB of gradients of one dtype. A larger
         gradient is reduced alone, in its own memory. Tensors and DTensors stay the same objects. Errors are raised on
         every rank of ``group``.
 
@@ -230,21 +231,33 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -
     _check_counts(agreed.totals[:, 0].tolist(), group)
     if not summands:
         return []
-    # One int64 per parameter: a hash of its layout, whose last bit is replaced by whether there is a gradient.
-    own = [digest({"layout": one.layout}) & ~1 | (one.held is not None) for one in summands]
-    sent = torch.tensor(own, dtype=torch.int64, device=header_device(group))
-    gathered = sent.new_empty(group.size() * len(own))
-    all_gather(gathered, sent, group, call=CALL, what="the all-gather of which gradients there are")
-    words = gathered.view(group.size(), -1).cpu()  # [W, parameters]
-    layouts = words & ~1
-    differs = (layouts != layouts[0]).any(dim=0).tolist()
-    if any(differs):
-        first = summands[differs.index(True)]
-        held: list[Any] = [None] * group.size()
-        dist.all_gather_object(held, (first.name, first.layout), group=group)
-        raise disagreement(group_ranks(group), [{"call": CALL, held[0][0]: layout} for _, layout in held])
-    is_present = (words & 1).any(dim=0).tolist()
+    hashes = [digest({"layout": one.layout}) for one in summands]
+    bits = numpy.packbits([one.held is not None for one in summands]).tobytes()
+    sent = digest({"layouts": repr(hashes)}).to_bytes(8, "big", signed=True) + bits
+    seen = _gather_words(sent, group, "the all-gather of which gradients there are")  # [W, 8 + parameters / 8]
+    if (seen[:, :8] != seen[0, :8]).any():
+        _raise_difference(summands, hashes, group)
+    is_present = numpy.unpackbits(numpy.bitwise_or.reduce(seen[:, 8:], axis=0), count=len(summands))
     return [summand for summand, present in zip(summands, is_present) if present]
+
+
+def _raise_difference(summands: list[Summand], hashes: list[int], group: ProcessGroup) -> None:
+    """Raise RankValueError on every rank, which names the first parameter whose layouts differ."""
+    sent = b"".join(one.to_bytes(8, "big", signed=True) for one in hashes)
+    seen = _gather_words(sent, group, "the all-gather of the layouts, which differ,")
+    differs = (seen != seen[0]).any(axis=0)
+    first = summands[int(differs.argmax()) // 8]
+    held: list[Any] = [None] * group.size()
+    dist.all_gather_object(held, (first.name, first.layout), group=group)
+    raise disagreement(group_ranks(group), [{"call": CALL, held[0][0]: layout} for _, layout in held])
+
+
+def _gather_words(data: bytes, group: ProcessGroup, what: str) -> Any:
+    """Return ``data`` of all ranks, which are equally long, as an array (W, bytes)."""
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(header_device(group), non_blocking=True)
+    gathered = sent.new_empty(group.size() * sent.numel())
+    all_gather(gathered, sent, group, call=CALL, what=what)
+    return gathered.view(group.size(), -1).cpu().numpy()
 
 
 @torch.no_grad()

@@ -190,7 +190,7 @@ def _list_in_order(
         share = torch.full(row_of.shape, 1 / max(1, seen.num_positive), dtype=torch.float64, device=scores.device)
     else:
         mass = weight.reshape(-1)[row_of].double()
-        share = mass / mass.sum()
+        share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)  # in the order of the rows
     class_of = torch.zeros_like(row_of)
     pool = Pool(scores, positive, member, class_of, row_of, share, temperature, rows)
     return pool, torch.full((1,), is_valid, device=scores.device), is_valid

@@ -157,7 +157,9 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute ``func`` on the memory of its tensors; raise where a device would, and count."""
     if func.namespace not in ("aten", "c10d"):  # an operator written in Python: look inside
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-    name, draws, is_mutable = _traits(func)
+    name, draws, is_mutable, is_composite = _traits(func)
+    if is_composite:  # autograd takes it apart, but not where it is off, as inside the operators of the package
+        return func.decompose(*args, **kwargs)
     tensors = [*_tensors((args, tuple(kwargs.values())))]
     ours = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)}
     if len(ours) < len(tensors) and name not in ("_to_copy", "copy_", "set_") and func.namespace == "aten":
@@ -186,10 +188,11 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _traits(func: Any) -> tuple[str, bool, bool]:
-    """Return the name of an operator, whether it draws random numbers, and whether it writes into its arguments."""
+def _traits(func: Any) -> tuple[str, bool, bool, bool]:
+    """Return the name of an operator, and whether it draws random numbers, writes into its arguments, calls others."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return func.__name__.split(".")[0], draws, func._schema.is_mutable
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return func.__name__.split(".")[0], draws, func._schema.is_mutable, is_composite
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:

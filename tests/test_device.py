@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss
+from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, smooth_ap
 
 ROWS = torch.arange(6.0)
 
@@ -117,7 +117,7 @@ def test_operators_of_the_package_are_seen_through() -> None:
     rows, targets = ROWS[:, None].to(DEVICE), (ROWS > 2).long().to(DEVICE)
     operator = torch.ops.fullrank.smooth_ap
     with count() as counts:
-        operator(rows.t(), targets[None] == 1, None, None, 0.5, False, "direct")
+        operator(rows.t(), targets[None] == 1, None, None, 0.5, False, "direct", -1)
     assert counts.launches > 10
     assert counts.waits >= 1  # it lists the positives
     assert any(line.startswith("kernels/") for _, line in counts.launched)
@@ -147,23 +147,26 @@ def losses() -> dict[str, tuple[nn.Module, str]]:
     return made
 
 
+@pytest.fixture(params=["as on the CPU", "as on an accelerator"])
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[torch.dtype, float]:
+    """How much may differ: nothing if the same sums are made in the same chunks, else what the package promises."""
+    if request.param == "as on the CPU":
+        monkeypatch.setitem(TABLE, "accelerator", TABLE["cpu"])
+        return {torch.float32: 0.0, torch.float64: 0.0}
+    return {torch.float32: 2e-6, torch.float64: 1e-12}
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Return the norm of the difference over the norm."""
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300))
+
+
 @pytest.mark.filterwarnings("ignore:.*is drawn down to max_pool_size")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", losses())
-def test_steps_of_a_loss_give_the_bits_of_the_cpu(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_steps_of_a_loss_equal_those_of_the_cpu(
+    name: str, dtype: torch.dtype, limits: dict[torch.dtype, float]
 ) -> None:
-    """With the chunks and the forms that an accelerator chooses, the rounding differs; with those of the CPU no bit."""
-    limit = 2e-6 if dtype == torch.float32 else 1e-12
-    for ours, theirs in zip(*steps_of(name, dtype)):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=limit * max(1.0, float(theirs.abs().max())))
-    monkeypatch.setitem(TABLE, "accelerator", TABLE["cpu"])
-    for ours, theirs in zip(*steps_of(name, dtype)):
-        assert torch.equal(ours, theirs)
-
-
-def steps_of(name: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Return the losses and gradients of three steps on the CPU, and those on the device."""
     results = []
     for device in ("cpu", DEVICE):
         loss, inputs = losses()[name]
@@ -181,7 +184,39 @@ def steps_of(name: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
             assert rows.logits.grad.device.type == torch.device(device).type
             found += [value.detach().cpu(), rows.logits.grad.cpu()]
         results.append(found)
-    return results
+    for theirs, ours in zip(*results):
+        assert relative(ours, theirs) <= limits[dtype]
+
+
+# Rows, classes and the share of positives; from bins of one and of several classes to many ties.
+LARGE = {"bins": (20_001, 1, 0.3), "ties": (30_003, 1, 0.3), "classes": (3_000, 20, None), "wide": (20_001, 1, 0.3)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "some ignored, weighted"])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_pools_equal_those_of_the_cpu(
+    name: str, masked: bool, dtype: torch.dtype, limits: dict[torch.dtype, float]
+) -> None:
+    num_rows, num_classes, share = LARGE[name]
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).to(dtype)
+    logits = (logits * 2).round() if name == "ties" else logits
+    logits[5] = 1e30 if name == "wide" else logits[5]
+    targets = torch.randint(0, num_classes, (num_rows,), generator=generator)
+    if share is not None:
+        targets = (torch.rand(num_rows, generator=generator) < share).long()
+    weight = torch.rand(num_rows, generator=generator).to(dtype) if masked else None
+    targets[::7] = -100 if masked else targets[::7]
+    results = []
+    for device in ("cpu", DEVICE):
+        leaf = logits.detach().to(device).requires_grad_()
+        given = None if weight is None else weight.to(device)
+        value = smooth_ap(leaf, targets.to(device), 0.1, sample_weight=given)
+        value.backward()
+        results.append((value.detach().cpu(), leaf.grad.cpu()))
+    for theirs, ours in zip(*results):
+        assert relative(ours, theirs) <= limits[dtype]
 
 
 def test_accumulating_and_clipping_give_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
