@@ -125,6 +125,18 @@ class DistributedLoss(nn.Module):
         }
 
 
+class CurrentTemperature:
+    """What a loss with an automatic temperature says about it: ``temperature`` may be None, a number, or missing."""
+
+    _last_temperature: float | None = None
+
+    @property
+    def current_temperature(self) -> float | None:
+        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
+        temperature: float | None = getattr(self, "temperature", None)
+        return self._last_temperature if temperature is None else temperature
+
+
 def saved_temperature(temperature: float | None) -> float:
     """Return what a saved state holds for ``temperature``: -1 for None, because it holds numbers alone."""
     return -1.0 if temperature is None else float(temperature)

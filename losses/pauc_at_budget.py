@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
 from ..distributed.group import Group
-from ..kernels.entropic_risk import entropic_risk
-from ..kernels.quantiles import Levels
-from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..queues.memory_queue import Keep
-from .band import (
+from .distributed_loss import compiled_where_local
+from .partial_area import (
     SMALLEST_SCALE,
-    Band,
     BudgetBasis,
+    PartialArea,
     PosNumerator,
     Surrogate,
     TauScale,
-    band_thresholds,
-    check_band,
+    check_area,
+    missed_area,
 )
-from .batch import has_values
-from .distributed_loss import compiled_where_local
 from .pool import (
     LossWithClasses,
-    PerClass,
-    Pool,
     Reduction,
     SharedOptions,
     local_pool,
     loss_of,
-    positive_shares,
-    spread_nan,
 )
 from .ranking import RankingLoss
-from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -228,8 +218,7 @@ def pauc_at_budget(
         Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
     budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
-    band = Band(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget)
-    check_band(band)
+    area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget))
     pool = local_pool(
         logits,
         targets,
@@ -241,102 +230,7 @@ def pauc_at_budget(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    return loss_of(_per_class(pool, band, temperature).per_class, pool, reduction, return_per_class)
-
-
-class _Outcome(NamedTuple):
-    per_class: PerClass
-    stats: dict[str, Tensor]  # each [C]: NaN, or 0 for counts, where the class is not valid
-    flat: Tensor  # [C] bool: the class has positives and reference rows, but their scores do not differ
-
-
-def _per_class(pool: Pool, band: Band, temperature: float) -> _Outcome:
-    """Return the loss of each class of ``pool``, and its diagnostics."""
-    iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
-    edges = band_thresholds(pool, iid, band, temperature)
-    live = pool.positive if pool.live is None else pool.positive & pool.live
-    numerator = live if band.pos_numerator == "live" else pool.positive
-    share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
-    at_least_beta, _ = edges.beta.compare(pool.scores)
-    _, at_most_alpha = edges.alpha.compare(pool.scores)
-    in_band = pool.negative & at_least_beta & at_most_alpha
-    valid = has_positive & pool.has_negative & edges.resolved
-    if band.surrogate == "trapezoid":
-        mask, queries, shares = numerator, pool.scores, share
-        weights = torch.full_like(edges.knots.base, 1.0 / (band.n_knots - 1))  # the trapezoid rule, on an interval of 1
-        weights[:, 0] /= 2
-        weights[:, -1] /= 2
-    else:
-        rivals = iid & pool.negative if band.surrogate == "dro" else in_band
-        valid = valid & rivals.any(dim=1)
-        mask, queries, shares = _compact(numerator, pool.scores, share)
-        shares = shares * mask
-        inside, points = _compact(rivals, pool.scores)  # [C, K]
-        weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
-    # Entries that do not count are at the lower edge of the band, where they neither widen the range nor give NaN.
-    filling = torch.where(edges.beta.base.isfinite() & valid[:, None], edges.beta.base, 0.0)
-    queries = torch.where(mask & valid[:, None], queries, filling)
-    if band.surrogate == "trapezoid":
-        knots = edges.knots.where(valid)
-        points, drawing = knots.movable.to(queries.dtype), None
-        if band.threshold_gradient:
-            points, drawing = threshold_with_gradient(knots, pool, edges.reference, numerator, edges.tau)
-        missed = hold_others(_sums_at_levels(queries, knots, points, weights, edges.tau), drawing)
-    else:
-        points = torch.where(inside & valid[:, None], points, filling)
-        if band.surrogate == "dro":
-            missed = entropic_risk(queries, points, inside | ~valid[:, None], edges.tau, band.dro_lambda)  # [C, P]
-            # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
-            missed = torch.where(shares > 0, missed, 0.0)
-        else:
-            sums = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], edges.tau)
-            missed = sums[:, :, 0]  # [C, P]
-    per_class = PerClass(spread_nan((missed * shares).sum(dim=1), pool), valid)
-    variance = _variance(missed.detach(), mask).to(pool.scores.dtype)
-    t_alpha, t_beta = edges.alpha.value[:, 0], edges.beta.value[:, 0]
-    floats = {"t_alpha": t_alpha, "t_beta": t_beta, "tau_eff": edges.tau, "pauc_var": variance}
-    counts = {"band_neg_count": (in_band & iid).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
-    stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
-    stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
-    return _Outcome(per_class, stats, has_positive & edges.has_reference & ~edges.resolved)
-
-
-def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
-    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K).
-
-    ``points`` (C, K) are ``knots.movable``, in the dtype of the queries and perhaps with a gradient.
-    """
-    if knots.offset is None:
-        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau)[:, :, 0]
-    # Each knot is a class of its own, on a line with its base in 0.
-    distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
-    offsets, tau = points.reshape(-1, 1), tau.repeat_interleave(weights.shape[1])
-    sums = sigmoid_sums_of_classes(distances, offsets, weights.reshape(-1, 1, 1), tau)
-    return sums.view(*weights.shape, -1).sum(dim=1)
-
-
-def _compact(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return ``mask`` and ``tensors`` (C, M) reduced to (C, K): the entries of each row's mask first, then padding.
-
-    K is the largest number of entries of any row. Reading it waits for the device once. Where values cannot be read,
-    as while compiling, the tensors are returned unchanged.
-    """
-    if not has_values(mask):
-        return mask, *tensors
-    count = mask.sum(dim=1)
-    width = int(count.max()) if count.numel() else 0
-    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
-    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
-    kept = torch.arange(width, device=mask.device)[None] < count[:, None]
-    return kept, *(tensor.gather(1, index) for tensor in tensors)
-
-
-def _variance(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the variance of each row's entries in ``mask``, (C,); 0 without any."""
-    count, inside = mask.sum(dim=1).clamp_min(1), mask.to(values)
-    mean = (values * inside).sum(dim=1) / count
-    return ((values - mean[:, None]) ** 2 * inside).sum(dim=1) / count
+    return loss_of(missed_area(pool, area, temperature, with_stats=False).per_class, pool, reduction, return_per_class)
 
 
 class PAUCAtBudgetLoss(RankingLoss):
@@ -485,12 +379,11 @@ class PAUCAtBudgetLoss(RankingLoss):
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
         self.quantile_interpolation = quantile_interpolation
         self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
-        check_band(self.band)
+        check_area(self._area)
 
     @property
-    def band(self) -> Band:
-        """The arguments that define the partial area, as they are now."""
-        return Band(*(getattr(self, name) for name in Band._fields))
+    def _area(self) -> PartialArea:
+        return PartialArea(*(getattr(self, name) for name in PartialArea._fields))
 
     @overload  # type: ignore[override]
     def forward(
@@ -571,18 +464,18 @@ class PAUCAtBudgetLoss(RankingLoss):
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
         pool, live = self._pool(logits, targets, iid_mask, sample_weight)
-        per_class, stats, flat = _per_class(pool, self.band, self.temperature)
-        if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
+        per_class, flat_class, stats = missed_area(pool, self._area, self.temperature, with_stats=return_diagnostics)
+        if self.validate_args and flat_class is not None:
             other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
             self._warn_once(
                 "flat",
-                f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "
-                f"hardly differ: the scale by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. "
-                f"Enlarge queue_size, widen the band, or try {other}.",
+                f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
+                f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
+                f"band, or try {other}.",
             )
         result = loss_of(per_class, pool, self.reduction, return_per_class)
         self._finish(logits, pool, live, per_class)
-        if not return_diagnostics:
+        if stats is None:
             return result
         if isinstance(result, LossWithClasses):
             return LossWithClassesAndStats(*result, stats)
@@ -603,4 +496,4 @@ class PAUCAtBudgetLoss(RankingLoss):
         return None if self.surrogate == "dro" else self.temperature
 
     def _own_arguments(self) -> tuple[str, ...]:
-        return Band._fields
+        return PartialArea._fields

@@ -16,6 +16,7 @@ from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_que
 from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
 from .distributed_loss import (
     SAME_TEMPERATURE,
+    CurrentTemperature,
     DistributedLoss,
     compiled_where_local,
     loaded_temperature,
@@ -38,7 +39,7 @@ from .sampling import draw_rows
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
 
-class RankingLoss(DistributedLoss):
+class RankingLoss(CurrentTemperature, DistributedLoss):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
     The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
@@ -101,7 +102,6 @@ class RankingLoss(DistributedLoss):
         self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
         if self.has_temperature:
             self.temperature = check_temperature(temperature, self.spread_multiple is not None)
-        self._last_temperature: float | None = None
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
@@ -175,12 +175,6 @@ class RankingLoss(DistributedLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
-
-    @property
-    def current_temperature(self) -> float | None:
-        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
-        temperature: float | None = getattr(self, "temperature", None)
-        return self._last_temperature if temperature is None else temperature
 
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""

@@ -23,7 +23,13 @@ from ..kernels.registration import check_not_batched, register
 from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from .batch import check_device, compute_dtype, has_values, is_integer
-from .distributed_loss import SAME_TEMPERATURE, DistributedLoss, loaded_temperature, saved_temperature
+from .distributed_loss import (
+    SAME_TEMPERATURE,
+    CurrentTemperature,
+    DistributedLoss,
+    loaded_temperature,
+    saved_temperature,
+)
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
@@ -85,7 +91,7 @@ def retrieval_smooth_ap(
     return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index)[0]
 
 
-class RetrievalSmoothAPLoss(DistributedLoss):
+class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
@@ -147,7 +153,6 @@ class RetrievalSmoothAPLoss(DistributedLoss):
     ) -> None:
         super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
         self.temperature = check_temperature(temperature, automatic=True)
-        self._last_temperature: float | None = None
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
 
@@ -188,11 +193,6 @@ class RetrievalSmoothAPLoss(DistributedLoss):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
-
-    @property
-    def current_temperature(self) -> float | None:
-        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
-        return self._last_temperature if self.temperature is None else self.temperature
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training: the temperature."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..losses.band import Band, BudgetBasis, check_band
+from ..losses.partial_area import BudgetBasis, PartialArea, check_area
 from ..losses.pool import PerClass, Pool
 from .ranking_metric import Average, RankingMetric
 
@@ -57,7 +57,7 @@ def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=1)
 
 
-def exact_pauc(pool: Pool, band: Band) -> PerClass:
+def exact_pauc(pool: Pool, band: PartialArea) -> PerClass:
     """Return the partial area of each class of ``pool``, over the width of the band."""
     flagged = _count_flagged(pool)
     positives, negatives = pool.positive.sum(dim=1, keepdim=True), pool.negative.sum(dim=1, keepdim=True)  # [C, 1]
@@ -130,12 +130,12 @@ class PAUCAtBudget(RankingMetric):
     ) -> None:
         super().__init__(num_classes, average, ignore_index, **kwargs)
         self.alpha, self.beta, self.budget_basis = alpha, beta, budget_basis
-        check_band(self.band)
+        check_area(self.band)
 
     @property
-    def band(self) -> Band:
+    def band(self) -> PartialArea:
         """The arguments that define the partial area."""
-        return Band(self.alpha, self.beta, surrogate="trapezoid", budget_basis=self.budget_basis)
+        return PartialArea(self.alpha, self.beta, surrogate="trapezoid", budget_basis=self.budget_basis)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class."""

@@ -16,7 +16,8 @@ from torch.testing import assert_close
 from fullrank import PAUCAtBudgetLoss
 from fullrank.kernels import entropic_risk
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import pauc_at_budget
+from fullrank.kernels.quantiles import Levels
+from fullrank.losses import partial_area, pauc_at_budget
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 LAMBDAS = [1.0, 0.05, 0.3, 4.0]
@@ -297,3 +298,23 @@ def test_queued_rows_carry_no_gradient_and_the_live_ones_are_pulled_against_them
     assert result.stats["band_neg_count"].item() >= 1
     live = rows.logits.grad[rows.targets >= 0, 0]
     assert bool((live != 0).all())
+
+
+@pytest.mark.parametrize("surrogate", ["dro", "trapezoid", "pairwise"])
+def test_diagnostics_are_computed_on_request_alone(surrogate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = INPUTS["classes"].rows(weighted=True)
+    asked: list[int] = []
+    quantiles = partial_area.upper_levels
+
+    def counted(scores: Tensor, member: Tensor | None, fractions: list[float], interpolation: str) -> Levels:
+        asked.append(len(fractions))
+        return quantiles(scores, member, fractions, interpolation)
+
+    monkeypatch.setattr(partial_area, "upper_levels", counted)
+    module = PAUCAtBudgetLoss(3, beta=BAND, surrogate=surrogate, queue_size=0)
+    plain = cases.call(module, rows)
+    assert asked == ([] if surrogate == "dro" else [4])  # both edges and both quartiles
+    result = cases.call(module, rows, return_diagnostics=True)
+    assert torch.equal(result.loss, plain)
+    assert asked[-1] == (2 if surrogate == "dro" else 4)
+    assert set(result.stats) == {"t_alpha", "t_beta", "tau_eff", "pauc_var", "band_neg_count", "grad_pos_count"}

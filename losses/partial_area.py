@@ -1,0 +1,264 @@
+"""The surrogates of the partial area under the ROC curve: their arguments, thresholds, values and diagnostics."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import check_choice, check_number, check_positive, expected
+from ..kernels.entropic_risk import entropic_risk
+from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
+from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
+from .batch import has_values
+from .pool import PerClass, Pool, positive_shares, spread_nan
+from .threshold import hold_others, threshold_with_gradient
+
+Surrogate = Literal["trapezoid", "pairwise", "dro"]
+TauScale = Literal["iqr", "band"]
+PosNumerator = Literal["pool", "live"]
+BudgetBasis = Literal["fpr", "population"]
+
+SMALLEST_SCALE = 1e-12  # at or below it the reference scores do not differ, and no temperature follows from them
+
+
+class PartialArea(NamedTuple):
+    """The arguments that define the partial area; :func:`check_area` checks them."""
+
+    alpha: float = 0.0
+    beta: float = 0.005
+    surrogate: Surrogate = "dro"
+    n_knots: int = 2
+    tau_scale: TauScale | None = None
+    pos_numerator: PosNumerator = "pool"
+    budget_basis: BudgetBasis = "fpr"
+    quantile_interpolation: str = "higher"
+    dro_lambda: float = 1.0
+    threshold_gradient: bool = True
+
+    @property
+    def scale(self) -> str | None:
+        """What differences of scores are divided by: ``"iqr"``, ``"band"``, or None for 1."""
+        return self.tau_scale if self.surrogate == "dro" else self.tau_scale or "iqr"
+
+
+def check_area(area: PartialArea) -> PartialArea:
+    """Return ``area`` unchanged, or raise TypeError or ValueError."""
+    check_number("alpha", area.alpha)
+    check_number("beta", area.beta)
+    if not 0 <= area.alpha < area.beta <= 1:
+        raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", (area.alpha, area.beta)))
+    if isinstance(area.n_knots, bool) or not isinstance(area.n_knots, int) or area.n_knots < 2:
+        raise ValueError(expected("n_knots", "an int >= 2", area.n_knots))
+    check_choice("surrogate", area.surrogate, ("trapezoid", "pairwise", "dro"))
+    check_positive("dro_lambda", area.dro_lambda)
+    if area.surrogate == "dro" and area.alpha != 0:
+        raise ValueError(
+            expected("alpha", "0 with surrogate='dro'", area.alpha, "For a band use surrogate='pairwise'.")
+        )
+    if area.tau_scale is not None:
+        check_choice("tau_scale", area.tau_scale, ("iqr", "band"))
+    check_choice("pos_numerator", area.pos_numerator, ("pool", "live"))
+    check_choice("budget_basis", area.budget_basis, ("fpr", "population"))
+    check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
+    return area
+
+
+class Outcome(NamedTuple):
+    """The loss of each class, and what is reported next to it."""
+
+    per_class: PerClass
+    # The first class that has positives and reference rows, but whose scores do not differ. None if there is none, and
+    # where no value may be read.
+    flat_class: int | None
+    stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
+
+
+class _Thresholds(NamedTuple):
+    edges: Levels | None  # [C, E] the upper edge of the band, further knots, the lower edge; None if none is needed
+    tau: Tensor  # [C], 1 where the scale gives no temperature
+    resolved: Tensor  # [C] bool: the class has reference rows, and their scale gives a temperature
+    has_reference: Tensor  # [C] bool: the class has reference rows
+
+
+def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> Outcome:
+    """Return the loss of each class of ``pool``, with diagnostics if they are asked for."""
+    negative = pool.negative
+    iid_negative = negative if pool.iid is None else negative & pool.iid
+    by_rate = area.budget_basis == "fpr"
+    reference = iid_negative if by_rate else pool.everyone if pool.iid is None else pool.everyone & pool.iid
+    found = _thresholds(pool, reference, area, temperature, with_stats)
+    live = pool.positive if pool.live is None else pool.positive & pool.live
+    numerator = live if area.pos_numerator == "live" else pool.positive
+    share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
+    valid = has_positive & found.resolved
+    if not by_rate:
+        valid = valid & negative.any(dim=1)
+    flat = None if area.scale is None else has_positive & found.has_reference & ~found.resolved
+    if area.surrogate == "trapezoid":
+        missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), _first(flat)
+        mask: Tensor | None = numerator
+    else:
+        rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, found)
+        if not (by_rate and area.surrogate == "dro"):  # then the rivals are the reference
+            valid = valid & rivals.any(dim=1)
+        (mask, queries, share), (inside, points), flat_class = _compact(
+            (numerator, pool.scores, share), (rivals, pool.scores), flat
+        )
+        queries, points, inside = _usable(queries, mask, points, inside, valid, found)
+        if mask is not None:
+            share = share * mask
+        if area.surrogate == "dro":
+            missed = entropic_risk(queries, points, inside | ~valid[:, None], found.tau, area.dro_lambda)  # [C, P]
+            # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
+            missed = torch.where(share > 0, missed, 0.0)
+        else:
+            weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
+            missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], found.tau)[:, :, 0]
+    per_class = PerClass(spread_nan((missed * share).sum(dim=1), pool), valid)
+    if not with_stats:
+        return Outcome(per_class, flat_class, None)
+    assert found.edges is not None
+    band = _in_band(pool, negative, found)
+    variance = _variance(missed.detach(), torch.ones_like(share, dtype=torch.bool) if mask is None else mask)
+    ends = found.edges.value
+    floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": found.tau, "pauc_var": variance.to(ends)}
+    counts = {"band_neg_count": (band & iid_negative).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
+    stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
+    stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
+    return Outcome(per_class, flat_class, stats)
+
+
+def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> _Thresholds:
+    """Return the thresholds that are needed, and the temperature of each class, or the scale of "dro", all detached."""
+    has_reference, fractions = reference.any(dim=1), []
+    if area.surrogate != "dro" or area.scale == "band" or with_stats:
+        # Equally spaced rates. The first and the last are the band edges to the last bit.
+        steps = area.n_knots - 1 if area.surrogate == "trapezoid" else 1
+        inner = [area.alpha + (area.beta - area.alpha) * k / steps for k in range(1, steps)]
+        fractions = [area.alpha, *inner, area.beta]
+    num_edges = len(fractions)
+    if area.scale == "iqr":
+        fractions = [*fractions, 0.25, 0.75]
+    one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
+    if not fractions:
+        return _Thresholds(None, one, has_reference, has_reference)
+    levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation).where(has_reference)
+    edges = levels.take(slice(0, num_edges)) if num_edges else None
+    if area.scale is None:
+        return _Thresholds(edges, one, has_reference, has_reference)
+    upper, lower = (num_edges, num_edges + 1) if area.scale == "iqr" else (0, num_edges - 1)
+    scale = levels.take(upper).minus(levels.take(lower))[:, 0]
+    # A NaN scale counts as usable: the loss is then NaN instead of being left out.
+    usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
+    if area.surrogate != "dro":
+        scale = scale * temperature
+    return _Thresholds(edges, torch.where(usable, scale.to(one), one), has_reference & usable, has_reference)
+
+
+def _in_band(pool: Pool, negative: Tensor, found: _Thresholds) -> Tensor:
+    """Return the negatives between the edges of the band, both ends included, (C, M) bool."""
+    assert found.edges is not None
+    at_least_beta, _ = found.edges.take(slice(-1, None)).compare(pool.scores)
+    _, at_most_alpha = found.edges.take(0).compare(pool.scores)
+    return negative & at_least_beta & at_most_alpha
+
+
+def _trapezoid(
+    pool: Pool, reference: Tensor, numerator: Tensor, found: _Thresholds, valid: Tensor, area: PartialArea
+) -> Tensor:
+    """Return (C, M) the area that each positive misses, by the trapezoid rule over the knots."""
+    assert found.edges is not None
+    filling = _filling(found, valid)
+    queries = torch.where(numerator & valid[:, None], pool.scores, filling)
+    weights = torch.full_like(found.edges.base, 1.0 / (area.n_knots - 1))  # on an interval of length 1
+    weights[:, 0] /= 2
+    weights[:, -1] /= 2
+    knots, drawing = found.edges.where(valid), None
+    points = knots.movable.to(queries.dtype)
+    if area.threshold_gradient:
+        points, drawing = threshold_with_gradient(knots, pool, reference, numerator, found.tau)
+    return hold_others(_sums_at_levels(queries, knots, points, weights, found.tau), drawing)
+
+
+def _filling(found: _Thresholds, valid: Tensor) -> Tensor:
+    """Return (C, 1) the lower edge of the band, where entries that do not count are put.
+
+    There they neither widen the range nor give NaN.
+    """
+    assert found.edges is not None
+    lowest = found.edges.base[:, -1:]
+    return torch.where(lowest.isfinite() & valid[:, None], lowest, 0.0)
+
+
+def _usable(
+    queries: Tensor, mask: Tensor | None, points: Tensor, inside: Tensor | None, valid: Tensor, found: _Thresholds
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and points without those that do not count, and which points count, (C, K) bool."""
+    filling: Tensor | float = 0.0 if found.edges is None else _filling(found, valid)
+    kept = valid[:, None]
+    inside = torch.ones_like(points, dtype=torch.bool) if inside is None else inside
+    queries = torch.where(kept if mask is None else mask & kept, queries, filling)
+    return queries, torch.where(inside & kept, points, filling), inside
+
+
+def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
+    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K).
+
+    ``points`` (C, K) are ``knots.movable``, in the dtype of the queries and perhaps with a gradient.
+    """
+    if knots.offset is None:
+        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau)[:, :, 0]
+    # Each knot is a class of its own, on a line with its base in 0.
+    distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
+    offsets, tau = points.reshape(-1, 1), tau.repeat_interleave(weights.shape[1])
+    sums = sigmoid_sums_of_classes(distances, offsets, weights.reshape(-1, 1, 1), tau)
+    return sums.view(*weights.shape, -1).sum(dim=1)
+
+
+def _compact(
+    positives: tuple[Tensor, Tensor, Tensor], negatives: tuple[Tensor, Tensor], flat: Tensor | None
+) -> tuple[tuple[Tensor | None, Tensor, Tensor], tuple[Tensor | None, Tensor], int | None]:
+    """Return both groups (C, M), a mask first, reduced to the entries of the masks, and the first of the ``flat``.
+
+    In (C, K) the entries of a class come first, then padding; K is the largest number of entries of any class. The
+    mask says which are which, None without padding. All numbers are read at once, so the device is waited for once.
+    Where values cannot be read, as while compiling, the groups are returned unchanged.
+    """
+    if not has_values(positives[0]):
+        return positives, negatives, None
+    counts = [group[0].sum(dim=1) for group in (positives, negatives)]  # [C] each
+    if counts[0].numel() == 0:
+        return positives, negatives, None
+    numbers = torch.stack([count.max() for count in counts] + ([] if flat is None else [flat.any()]))
+    widths = numbers.tolist()
+    first = None if flat is None or not widths[2] else int(flat.nonzero()[0, 0])
+    some, others = (_take(group, count, width) for group, count, width in zip((positives, negatives), counts, widths))
+    return some, others, first  # type: ignore[return-value]
+
+
+def _take(group: tuple[Tensor, ...], count: Tensor, width: int) -> tuple[Tensor | None, ...]:
+    mask, *tensors = group
+    if mask.shape[0] == 1:
+        rows = torch.nonzero_static(mask[0], size=width)[:, 0]
+        return None, *(tensor.index_select(1, rows) for tensor in tensors)
+    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
+    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
+    kept = torch.arange(width, device=mask.device)[None] < count[:, None]
+    return kept, *(tensor.gather(1, index) for tensor in tensors)
+
+
+def _first(flat: Tensor | None) -> int | None:
+    """Return the first class that is flat, None without one."""
+    if flat is None or not has_values(flat) or not bool(flat.any()):
+        return None
+    return int(flat.nonzero()[0, 0])
+
+
+def _variance(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the variance of each row's entries in ``mask``, (C,); 0 without any."""
+    count, inside = mask.sum(dim=1).clamp_min(1), mask.to(values)
+    mean = (values * inside).sum(dim=1) / count
+    return ((values - mean[:, None]) ** 2 * inside).sum(dim=1) / count
