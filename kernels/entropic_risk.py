@@ -57,6 +57,8 @@ def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: 
     m = _num_powers(tilt, queries, keys)
     if m and keys.shape[1]:
         terms, most, _ = _powers(queries, keys, inside, scales, m)
+        if m == 1:
+            return tilt * _softplus(most)
         total = torch.stack([_minus(term, most).exp_() for term in terms]).sum(dim=0)
         return tilt * _softplus(most + total.log())
     risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
@@ -83,6 +85,10 @@ def _gradients(
     m = _num_powers(tilt, queries, keys)
     if m and keys.shape[1]:
         terms, most, z_keys = _powers(queries, keys, inside, scales, m)
+        if m == 1:
+            pull = grad * tilt * most.sigmoid()
+            of_keys = _softmax(z_keys) * pull.sum(dim=1, keepdim=True)
+            return (-pull).to(queries.dtype), of_keys.to(keys.dtype)
         parts = [_minus(term, most).exp_() for term in terms]  # m of [C, Q]
         total = torch.stack(parts).sum(dim=0)
         pull = grad * tilt * (most + total.log()).sigmoid() / total
@@ -90,7 +96,7 @@ def _gradients(
         for n, part in enumerate(parts, 1):
             flow = n * part * pull
             of_queries -= flow
-            of_keys += _softmax(n * z_keys)[0] * flow.sum(dim=1, keepdim=True)
+            of_keys += _softmax(n * z_keys) * flow.sum(dim=1, keepdim=True)
         return of_queries.to(queries.dtype), of_keys.to(keys.dtype)
     grads = torch.zeros_like(grad), torch.zeros(keys.shape, dtype=torch.float64, device=keys.device)
     if keys.shape[1] == 0:
@@ -112,9 +118,9 @@ def _powers(
     """Return log C(m, n) + L_n - n z_q for n = 1..m, each (C, Q), the largest of them, and z of the keys (C, K)."""
     # Differences to the largest finite key are exact where the scores are large and close together.
     usable = inside & keys.isfinite()
-    centre = keys.masked_fill(~usable, -math.inf).amax(dim=1, keepdim=True)
-    centre = torch.where(centre.isfinite(), centre, 0.0).double()  # [C, 1]
-    z_keys = ((keys.double() - centre) / scales[:, None]).masked_fill_(~inside, -math.inf)
+    centre = torch.where(usable, keys, -math.inf).amax(dim=1, keepdim=True)
+    centre = torch.where(centre == -math.inf, 0.0, centre).double()  # [C, 1]
+    z_keys = torch.where(inside, (keys.double() - centre) / scales[:, None], -math.inf)
     z_queries = (queries.double() - centre) / scales[:, None]
     # A key and a query at -inf have no distance, as in a sum over pairs.
     lowest = (inside & (keys == -math.inf)).any(dim=1, keepdim=True)
@@ -122,17 +128,22 @@ def _powers(
     count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
     terms = []
     for n in range(1, m + 1):
-        log_mean = _softmax(n * z_keys)[1] - count.log()  # L_n [C, 1]
+        parts, highest = _exponentials(n * z_keys)
+        log_mean = parts.sum(dim=1, keepdim=True).log() + highest - count.log()  # L_n [C, 1]
         terms.append(math.log(math.comb(m, n)) + log_mean - n * z_queries)
-    return terms, torch.stack(terms).amax(dim=0), z_keys
+    return terms, terms[0] if m == 1 else torch.stack(terms).amax(dim=0), z_keys
 
 
-def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax of each row (C, K), and the logarithm of the sum of exponentials (C, 1)."""
+def _softmax(z: Tensor) -> Tensor:
+    """Return the softmax of each row (C, K), 0 in a row of -inf."""
+    parts, _ = _exponentials(z)
+    return parts / _or_one(parts.sum(dim=1, keepdim=True))
+
+
+def _exponentials(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the exponentials of each row (C, K), over that of its largest entry, and this entry (C, 1)."""
     most = z.amax(dim=1, keepdim=True)
-    parts = torch.where(z == -math.inf, 0.0, _minus(z, most).exp_())
-    total = parts.sum(dim=1, keepdim=True)
-    return parts / _or_one(total), total.log() + most
+    return torch.where(z == -math.inf, 0.0, _minus(z, most).exp_()), most
 
 
 def _distances(queries: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
@@ -151,7 +162,7 @@ def _minus(x: Tensor, most: Tensor) -> Tensor:
 
 
 def _or_one(total: Tensor) -> Tensor:
-    return torch.where(total == 0, torch.ones_like(total), total)
+    return torch.where(total == 0, 1.0, total)
 
 
 def _fake_risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:

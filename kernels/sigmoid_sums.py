@@ -114,11 +114,15 @@ def _sums(
     if parts > 1:
         of_each = _split(parts, temperatures, queries, keys, weights)
         return torch.cat([_sums(q, k, w, temperature, method, t) for t, q, k, w in of_each])
-    sums = queries.new_empty(*queries.shape, weights.shape[-1])
+    sums = None
     for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
-        sums[c, q] = torch.sigmoid(_differences(queries[c, q], keys[c], divisor)) @ weights[c]
-    return sums
+        some = torch.sigmoid(_differences(queries[c, q], keys[c], divisor)) @ weights[c]
+        if some.shape[:2] == queries.shape:  # one chunk
+            return some
+        sums = queries.new_empty(*queries.shape, weights.shape[-1]) if sums is None else sums
+        sums[c, q] = some
+    return queries.new_zeros(*queries.shape, weights.shape[-1]) if sums is None else sums
 
 
 def _gradients(
@@ -147,15 +151,19 @@ def _gradients(
         found = (_gradients(g, q, k, w, t, temperature, method) for t, g, q, k, w in of_each)
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
-    grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights)
+    grads = None
     for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
         sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], divisor))
         slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
-        grads[0][c, q] = -slope.sum(dim=2)
-        grads[1][c] += slope.sum(dim=1)
-        grads[2][c] += sigmoid.transpose(1, 2) @ grad[c, q]
-    return grads
+        some = -slope.sum(dim=2), slope.sum(dim=1), sigmoid.transpose(1, 2) @ grad[c, q]
+        if some[0].shape == queries.shape:  # one chunk
+            return some
+        grads = grads or (torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights))
+        grads[0][c, q] = some[0]
+        grads[1][c] += some[1]
+        grads[2][c] += some[2]
+    return grads or (torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights))
 
 
 # Pairs or bins

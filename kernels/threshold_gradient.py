@@ -52,7 +52,8 @@ def are_carried(levels: Levels, scores: Tensor, rows: Tensor) -> Tensor:
 
 
 def _are_finite(base: Tensor, offset: Tensor | None) -> Tensor:
-    return base.isfinite() if offset is None else base.isfinite() & offset.isfinite()
+    finite = base - base == 0  # isfinite takes four operators
+    return finite if offset is None else finite & (offset - offset == 0)
 
 
 def _points(
@@ -108,11 +109,12 @@ def _gradient(
 def _write_slopes(
     slopes: Tensor, scores: Tensor, origin: Tensor, rates: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Write s'(d / tau) into ``slopes`` (C, M); return their sums and the largest (0 without ``rows``), (C,) each.
+    """Write s'(d / tau) into ``slopes`` (C, M); return their sums and, with ``rows``, the largest, (C,) each.
 
     ``rates`` (C,) are -1 / tau.
     """
-    sums, most = torch.zeros_like(origin, dtype=torch.float64), torch.zeros_like(origin)
+    sums = torch.zeros_like(origin, dtype=torch.float64)
+    most = torch.zeros_like(origin) if rows is not None else origin
     for c, m in chunks(scores):
         slope = slopes[c, m]
         torch.sub(scores[c, m], origin[c, None], out=slope).abs_().mul_(rates[c, None]).sigmoid_()

@@ -166,7 +166,7 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
         mass = mass * pool.weight
     total = mass.sum(dim=1)  # [C]
     valid = total > 0
-    return mass / torch.where(valid, total, torch.ones_like(total))[:, None], valid
+    return mass / torch.where(valid, total, 1.0)[:, None], valid
 
 
 def spread_nan(values: Tensor, pool: Pool) -> Tensor:
