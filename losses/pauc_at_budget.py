@@ -35,7 +35,7 @@ from .pool import (
     positive_shares,
     spread_nan,
 )
-from .ranking import RankingLoss
+from .ranking import PoolForm, RankingLoss
 from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
@@ -397,6 +397,10 @@ class PAUCAtBudgetLoss(RankingLoss):
             all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
         threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
             them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -464,6 +468,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         name: str | None = None,
         dro_lambda: float = 1.0,
         threshold_gradient: bool = True,
+        pool: PoolForm = "gathered",
     ) -> None:
         super().__init__(
             num_classes,
@@ -480,6 +485,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,
+            pool=pool,
         )
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
@@ -570,7 +576,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        pool, live = self._pool(logits, targets, iid_mask, sample_weight)
+        pool, live, found = self._pool(logits, targets, iid_mask, sample_weight, needs_rows=True)
         per_class, stats, flat = _per_class(pool, self.band, self.temperature)
         if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
             other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
@@ -581,7 +587,7 @@ class PAUCAtBudgetLoss(RankingLoss):
                 f"Enlarge queue_size, widen the band, or try {other}.",
             )
         result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._finish(logits, pool, live, per_class)
+        self._finish(logits, pool, live, per_class, found)
         if not return_diagnostics:
             return result
         if isinstance(result, LossWithClasses):

@@ -25,7 +25,7 @@ from .pool import (
     positive_shares,
     spread_nan,
 )
-from .ranking import RankingLoss
+from .ranking import PoolForm, RankingLoss
 from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
@@ -247,6 +247,10 @@ class RecallAtQuantileLoss(RankingLoss):
             equal arguments, names let ranks that call them in different orders raise.
         threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
             them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -299,6 +303,7 @@ class RecallAtQuantileLoss(RankingLoss):
         validate_args: bool = True,
         name: str | None = None,
         threshold_gradient: bool = True,
+        pool: PoolForm = "gathered",
     ) -> None:
         super().__init__(
             num_classes,
@@ -315,6 +320,7 @@ class RecallAtQuantileLoss(RankingLoss):
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,
+            pool=pool,
         )
         self.quantile, self.threshold_gradient = check_quantile(quantile), threshold_gradient
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
