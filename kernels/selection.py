@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bins import chunks
-from .quantiles import Levels, _ranks
+from .quantiles import BLENDED, Levels, blend, ranks_of
 
 MOST_BITS = 11  # of a digit
 MOST_COUNTS = 2**17  # in one round, 1 MiB, as long as a digit has MIN_BITS
@@ -53,7 +53,8 @@ def select_levels(
         add: returns the sum of a float64 tensor (n,) over the parts.
         extra: float64 (k,), numbers to be summed along.
     """
-    scores, num_classes, wanted = scores.detach(), scores.shape[0], 2 * len(fractions)
+    scores, num_classes = scores.detach(), scores.shape[0]
+    wanted = len(fractions) * (2 if interpolation in BLENDED else 1)
     bits = _plan(_WIDTH[scores.dtype], num_classes, wanted)
     shift, size = _WIDTH[scores.dtype] - bits[0], 1 << bits[0]
     # The first digit, of all scores. Its highest bit is the sign.
@@ -67,11 +68,10 @@ def select_levels(
     extra = counts[num_classes * size :]
     cumulated = counts[: num_classes * size].view(num_classes, size).cumsum(dim=1)
     count = cumulated[:, -1]
-    last = (count - 1).clamp_min(0)
-    lows, highs, weights = zip(*(_ranks(last, q, interpolation) for q in fractions))
-    rest = torch.stack([*lows, *highs], dim=1)  # [C, 2 L] ranks from the bottom
-    digit, rest = _digit_of(cumulated[:, None].expand(-1, wanted, -1), rest)
-    prefix = digit - (size >> 1)  # [C, 2 L]
+    shares = count.new_tensor([1.0 - q for q in fractions])
+    ranks, weight = ranks_of((count[:, None] - 1).clamp_min(0) * shares, interpolation)  # [C, wanted] from the bottom
+    digit, rest = _digit_of(cumulated[:, None].expand(-1, wanted, -1), ranks.double())
+    prefix = digit - (size >> 1)  # [C, wanted]
 
     # Ranks with the same digits so far share a slot, and only scores in a slot are looked at.
     slot = _first_equal(prefix)
@@ -103,14 +103,15 @@ def select_levels(
             inside = found >= 0
             key = key[inside]
             group = (group[inside] // wanted) * wanted + found[inside]
-    low, high = _floats(prefix, scores.dtype).chunk(2, dim=1)
-    weight = torch.stack(weights, dim=1)
-    base = torch.where(weight == 1, high, low)
-    if interpolation not in ("linear", "midpoint"):
-        return Selected(Levels(base, None), count, extra)
-    between = (weight > 0) & (weight < 1) & (low != high)
-    offset = torch.where(between, (high.double() - low.double()) * weight, torch.zeros_like(weight))
-    return Selected(Levels(base, offset), count, extra)
+    found = _floats(prefix, scores.dtype)
+    return Selected(blend(found, weight), count, extra)
+
+
+def num_counts(dtype: torch.dtype, num_classes: int, num_fractions: int, interpolation: str) -> int:
+    """Return how many numbers :func:`select_levels` adds up over the parts, without ``extra``."""
+    wanted = num_fractions * (2 if interpolation in BLENDED else 1)
+    first, *later = _plan(_WIDTH[dtype], num_classes, wanted)
+    return num_classes * ((1 << first) + wanted * sum(1 << width for width in later))
 
 
 def _plan(width: int, num_classes: int, wanted: int) -> list[int]:

@@ -71,26 +71,52 @@ class Thresholds(NamedTuple):
 def band_thresholds(pool: Pool, iid: Tensor, band: Band, temperature: float) -> Thresholds:
     """Return the band edges, the knots and the temperature, or the scale of "dro", of each class, all detached."""
     reference = iid if band.budget_basis == "population" else iid & ~pool.positive
-    fractions: list[float] = [band.alpha, band.beta]
+    fractions = fractions_of(band)
+    has_reference = reference.any(dim=1)
+    levels = upper_levels(pool.scores, reference, fractions, band.quantile_interpolation)
+    return thresholds_of(levels, band, temperature, has_reference, reference)
+
+
+def fractions_of(band: Band) -> list[float]:
+    """Return the fractions of the quantiles that :func:`thresholds_of` takes."""
+    fractions = [band.alpha, band.beta]
     if band.surrogate == "trapezoid":
         # Equally spaced rates. The first and the last are the band edges to the last bit.
         steps = band.n_knots - 1
         inner = [band.alpha + (band.beta - band.alpha) * k / steps for k in range(1, steps)]
         fractions += [band.alpha, *inner, band.beta]
-    is_absolute = band.surrogate == "dro" and band.tau_scale is None  # the scores are logits as they are
-    has_quartiles = not is_absolute and band.tau_scale != "band"
-    if has_quartiles:
-        fractions += [0.25, 0.75]
-    has_reference = reference.any(dim=1)
-    levels = upper_levels(pool.scores, reference, fractions, band.quantile_interpolation).where(has_reference)
-    ends = (len(fractions) - 2, len(fractions) - 1) if has_quartiles else (0, 1)
+    return [*fractions, 0.25, 0.75] if _has_quartiles(band) else fractions
+
+
+def _is_absolute(band: Band) -> bool:
+    return band.surrogate == "dro" and band.tau_scale is None  # the scores are logits as they are
+
+
+def _has_quartiles(band: Band) -> bool:
+    return not _is_absolute(band) and band.tau_scale != "band"
+
+
+def thresholds_of(
+    levels: Levels, band: Band, temperature: float, has_reference: Tensor, reference: Tensor
+) -> Thresholds:
+    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`.
+
+    Args:
+        levels: (C, L); those of a class without a reference are arbitrary.
+        band: the arguments.
+        temperature: > 0.
+        has_reference: (C,) bool.
+        reference: (C, M) bool.
+    """
+    levels, count = levels.where(has_reference), levels.base.shape[1]
+    ends = (count - 2, count - 1) if _has_quartiles(band) else (0, 1)
     scale = levels.take(ends[0]).minus(levels.take(ends[1]))[:, 0]
-    if is_absolute:
+    if _is_absolute(band):
         scale = torch.ones_like(scale)
     # A NaN scale counts as usable: the loss is then NaN instead of being left out.
     usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
     if band.surrogate != "dro":
         scale = scale * temperature
-    tau = torch.where(usable, scale, torch.ones_like(scale)).to(pool.scores.dtype)
+    tau = torch.where(usable, scale, torch.ones_like(scale)).to(levels.base.dtype)
     knots = levels.take(slice(2, 2 + (band.n_knots if band.surrogate == "trapezoid" else 0)))
     return Thresholds(levels.take(0), levels.take(1), knots, tau, has_reference & usable, has_reference, reference)

@@ -36,6 +36,8 @@ from .pool import (
     spread_nan,
 )
 from .ranking import PoolForm, RankingLoss
+from .sharded import Shared
+from .sharded_threshold import trapezoid_of_part
 from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
@@ -420,7 +422,9 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
-        the same value and holds the same queue.
+        the same value and holds the same queue. With ``pool="sharded"`` and ``"trapezoid"`` the header, three sums over
+        the ranks for float32 and six for float64, which find the knots, and one exchange of the sums at them. The other
+        surrogates gather the rows, and so do diagnostics; the queue stays sharded.
 
     Example:
         >>> import torch
@@ -576,16 +580,14 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        pool, live, found = self._pool(logits, targets, iid_mask, sample_weight, needs_rows=True)
-        per_class, stats, flat = _per_class(pool, self.band, self.temperature)
-        if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
-            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
-            self._warn_once(
-                "flat",
-                f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "
-                f"hardly differ: the scale by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. "
-                f"Enlarge queue_size, widen the band, or try {other}.",
-            )
+        given = logits, targets, iid_mask, sample_weight
+        pool, live, found = self._pool(*given, needs_rows=return_diagnostics)
+        stats: dict[str, Tensor] = {}  # diagnostics take the rows, so that a sharded pool is gathered for them
+        if found is not None and found.per_class is not None:
+            per_class = found.per_class
+        else:
+            per_class, stats, flat = _per_class(pool, self.band, self.temperature)
+            self._warn_if_flat(flat)
         result = loss_of(per_class, pool, self.reduction, return_per_class)
         self._finish(logits, pool, live, per_class, found)
         if not return_diagnostics:
@@ -596,6 +598,27 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
+
+    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+        if self.surrogate != "trapezoid":
+            return None
+        found = trapezoid_of_part(pool, shared, self.band, self.temperature)
+        if found is None:
+            return None
+        per_class, flat = found
+        self._warn_if_flat(flat)
+        return per_class
+
+    def _warn_if_flat(self, flat: Tensor) -> None:
+        """Warn once when a class of ``flat`` (C,) is left out."""
+        if self.validate_args and "flat" not in self._warned and has_values(flat) and bool(flat.any()):
+            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
+            self._warn_once(
+                "flat",
+                f"{type(self).__name__}: class {int(flat.nonzero()[0, 0])} is left out. Its reference scores "
+                f"hardly differ: the scale by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. "
+                f"Enlarge queue_size, widen the band, or try {other}.",
+            )
 
     def _few_rows(self, rows: int) -> str | None:
         if rows * self.beta >= 1 or self.surrogate == "dro":  # which has no band

@@ -26,6 +26,8 @@ from .pool import (
     spread_nan,
 )
 from .ranking import PoolForm, RankingLoss
+from .sharded import Shared
+from .sharded_threshold import recall_of_part
 from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
@@ -267,7 +269,9 @@ class RecallAtQuantileLoss(RankingLoss):
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
-        the same value and holds the same queue.
+        the same value and holds the same queue. With ``pool="sharded"`` the header, three sums over the ranks for
+        float32 and six for float64, which find the threshold, and one exchange of the sums at it; one more with an
+        automatic temperature. Every rank gets the same value to the last bit, and the gradient of its own rows.
 
     Example:
         >>> import torch
@@ -329,6 +333,13 @@ class RecallAtQuantileLoss(RankingLoss):
         """Return one minus the smooth recall of each class."""
         scaled, temperature = self._at_temperature(pool)
         return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
+
+    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+        temperature = self._shared_temperature(pool, shared)
+        if temperature is None:
+            return None
+        threshold = self.quantile, self.quantile_interpolation, self.threshold_gradient
+        return recall_of_part(pool, shared, temperature, *threshold)
 
     def _few_rows(self, rows: int) -> str | None:
         if rows * self.quantile >= 1:

@@ -424,11 +424,12 @@ SHORT_S = 2  # where the timeout itself is what ends the others
 FORWARD = [(name, 1) for name in CALLS]
 FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoid_focal", "global_mean")]
 FORWARD.remove(("wrapper_in_warmup", 2))
-FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5)]
+FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
 # What is reduced in a collective after the header; elsewhere rows are gathered.
 REDUCED = {("smooth_ap_by_moments", 2): "ranges", ("smooth_ap_by_positives", 2): "ranges"}
 REDUCED |= {("smooth_ap_by_moments", 3): "moments", ("smooth_ap_by_positives", 5): "gradients of the positives"}
-REDUCED |= {("smooth_ap_sharded", 2): "ranges"}
+REDUCED |= {("smooth_ap_sharded", 2): "ranges", ("recall_by_sums", 2): "counts", ("recall_by_sums", 7): "counts"}
+REDUCED |= {("pauc_trapezoid_by_sums", 2): "counts"}
 
 
 def assert_named(fates: list[Fate], *texts: str) -> None:

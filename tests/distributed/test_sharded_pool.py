@@ -16,7 +16,7 @@ from torch import Tensor
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank.losses import sharded_smooth_ap
+from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 STEPS = 4
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
@@ -116,7 +116,9 @@ class Outcome(NamedTuple):
 
 
 def forced(form: str) -> Any:
-    """Let Smooth-AP take ``form`` wherever it can; "auto" leaves the choice to it."""
+    """Let a loss take ``form`` wherever it can; "auto" leaves the choice to it, "sums" is that of thresholds."""
+    if form == "sums":
+        return mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30})
     # Bins that are too many cost infinitely much, and then the positives travel.
     costs = {name: 1.0 if name == form or form == "auto" else 1e30 for name in sharded_smooth_ap.COSTS}
     costs["gather"] = costs["gather"] ** 2
@@ -193,6 +195,33 @@ def test_smooth_ap_on_four_ranks(pool_of_four: WorkerPool, form: str) -> None:
     assert_exact(pool_of_four, cases_of("smooth_ap", form))
 
 
+THRESHOLDS: dict[str, dict[str, Any]] = {
+    "linear": {"options": (("quantile_interpolation", "linear"),)},
+    "linear_queue": {"options": (("quantile_interpolation", "linear"),), "queue_size": 90, "num_classes": 2},
+    "detached": {"options": (("threshold_gradient", False),), "queue_size": 40},
+}
+BANDS: dict[str, dict[str, Any]] = {
+    "population": {"options": (("budget_basis", "population"), ("n_knots", 4)), "num_classes": 3, "masked": True},
+    "live": {"options": (("pos_numerator", "live"), ("tau_scale", "band")), "queue_size": 90, "weighted": True},
+}
+
+
+@pytest.mark.parametrize("loss", ["recall", "trapezoid"])
+def test_losses_at_thresholds_equal_one_process(pool_of_two: WorkerPool, loss: str) -> None:
+    kinds = [*THRESHOLDS.values(), *(BANDS.values() if loss == "trapezoid" else [])]
+    more = [Case(loss, "sums", dtype, **kind) for dtype in LIMITS for kind in kinds]
+    cases = cases_of(loss, "sums") + more
+    if loss == "trapezoid":
+        cases = [case._replace(temperature=case.temperature or 0.3) for case in cases]
+    assert_exact(pool_of_two, cases)
+
+
+@pytest.mark.parametrize("loss", ["recall", "trapezoid", "pairwise", "dro"])
+def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> None:
+    kinds = [{"queue_size": 90}, {"num_classes": 3, "weighted": True, "masked": True, "split": "empty"}]
+    assert_exact(pool_of_two, [Case(loss, "gather", dtype, **kind) for dtype in LIMITS for kind in kinds])
+
+
 @pytest.mark.parametrize(
     ("case", "number"),
     [
@@ -203,6 +232,10 @@ def test_smooth_ap_on_four_ranks(pool_of_four: WorkerPool, form: str) -> None:
         (Case(form="positives"), 4),  # header, positives, sums, gradients
         (Case(form="gather"), 2),
         (Case(form="gather", queue_size=40), 3),
+        (Case("recall", "sums", "float32"), 5),  # header, three digits, sums
+        (Case("recall", "sums"), 8),
+        (Case("trapezoid", "sums", "float32", queue_size=40), 5),
+        (Case("trapezoid", "sums", "float32", num_classes=3), 5),
     ],
     ids=str,
 )
@@ -266,14 +299,51 @@ def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str) -> None:
     assert pool_of_two(of_sets, form, dtype) == [[], []]
 
 
+def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
+    """Do the same for recall, against the pure function in float64."""
+    dtype, world_size, wrong = getattr(torch, dtype_name), dist.get_world_size(), []
+    extremes = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "nan": {1: torch.nan}}
+    for name, make in SETS.items():
+        for temperature in (1e-4, 0.1, 10.0):
+            for kind in extremes if name in ("normal", "cauchy") else ("finite",):
+                scores = make()[::2].to(dtype)[:, None].clone()
+                targets = (torch.rand(scores.shape[0], generator=score_generator()) < 0.05).long()
+                for row, value in extremes[kind].items():
+                    scores[row] = value
+                step = Step(scores, targets, None, None)
+                counts = counts_of("uneven", scores.shape[0], world_size, 0)
+                leaf = scores.double().clone().requires_grad_()
+                expected = fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature)
+                expected.backward()
+                with forced("sums"):
+                    loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature, pool="sharded")
+                    value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+                assert leaf.grad is not None
+                if expected.isnan():
+                    right = bool(value.isnan())
+                else:
+                    reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                    error = (gradient.double() / world_size - reference).norm()
+                    right = bool(error <= LIMITS[dtype_name] * leaf.grad.norm().clamp_min(1e-12))
+                    right &= bool((value - expected).abs() <= LIMITS[dtype_name])
+                if not right:
+                    wrong.append(f"{name} {kind} {temperature} {value} {expected} {leaf.grad.norm()} {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_recall_of_any_scores(pool_of_two: WorkerPool, dtype: str) -> None:
+    assert pool_of_two(recall_of_sets, dtype) == [[], []]
+
+
 # Controls
 
 
-def without_the_others(rank: int, what: str) -> float:
+def without_the_others(rank: int, what: str, case: Case) -> float:
     """Return the error of the gradient when a rank takes one thing from its own rows."""
     from fullrank.distributed.exchange import Exchange
 
-    if what == "table":  # that of one rank
+    if what == "table":  # that of one rank, and so its thresholds
         patched: Any = mock.patch.object(Exchange, "sum", lambda self, tensor, named: tensor)
     else:  # bins that begin where this rank's rows do
         original = sharded_smooth_ap.cover
@@ -284,12 +354,14 @@ def without_the_others(rank: int, what: str) -> float:
 
         patched = mock.patch.object(sharded_smooth_ap, "cover", shifted)
     with patched:
-        return run_case(rank, Case()).gradient
+        return run_case(rank, case).gradient
 
 
-@pytest.mark.parametrize("what", ["table", "ranges"])
-def test_control_what_one_rank_knows_is_not_enough(pool_of_two: WorkerPool, what: str) -> None:
-    assert max(pool_of_two(without_the_others, what)) > 1e-3
+@pytest.mark.parametrize(
+    ("what", "case"), [("table", Case()), ("ranges", Case()), ("table", Case("recall", "sums"))], ids=str
+)
+def test_control_what_one_rank_knows_is_not_enough(pool_of_two: WorkerPool, what: str, case: Case) -> None:
+    assert max(pool_of_two(without_the_others, what, case)) > 1e-3
 
 
 def bytes_sent(rank: int, num_rows: int) -> int:
