@@ -1,4 +1,4 @@
-"""The two collectives that move tensors. When one fails, the error names the public call that made it.
+"""The collectives that move tensors. When one fails, the error names the public call that made it.
 
 torch's error says which connection was closed or how long it waited, but not in which call. When a rank dies, the other
 ranks fail in their next collective, so the name of that call is the first thing to know.
@@ -6,10 +6,13 @@ ranks fail in their next collective, so the name of that call is the first thing
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .torch_private import all_gather_flat, reduce_scatter_flat
+
+all_reduce_flat = dist.all_reduce
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup, *, call: str, what: str) -> None:
@@ -38,6 +41,17 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: ProcessGroup, *, call:
     """
     try:
         reduce_scatter_flat(output, tensor, group)
+    except RuntimeError as error:
+        raise lost(call, what, error) from error
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, *, largest: bool = False, call: str, what: str) -> None:
+    """Replace ``tensor`` by its sum over the ranks, or by the largest of each element; the same bits on every rank.
+
+    The other arguments and errors are those of :func:`all_gather`.
+    """
+    try:
+        all_reduce_flat(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     except RuntimeError as error:
         raise lost(call, what, error) from error
 

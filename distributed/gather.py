@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from ..errors import Words, anchor_of, expected, first_order_only
 from .collectives import reduce_scatter
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import Checksum, Offer, State, backend_by_device, refuse_in_backward
+from .header import Agreement, Checksum, Offer, State, backend_by_device, refuse_in_backward
 from .payload import gather_payload, padded_places
 from .torch_private import not_compiled
 from .transforms import agree_untransformed, check_no_tangents
@@ -162,6 +162,13 @@ def gather_agreed(
         gradient_reduction: see :func:`all_gather_with_grad`.
         backward: see :func:`all_gather_with_grad`.
     """
+    agreed = agree_on_rows(call, group, prepare)
+    outputs = gather_after(call, group, agreed.value, agreed.rows, gradient_reduction, backward)
+    return Gathered(outputs, agreed.rows, agreed.totals)
+
+
+def agree_on_rows(call: str, group: ProcessGroup, prepare: Callable[[], Rows]) -> Agreement[tuple[Tensor | None, ...]]:
+    """Agree on a call whose arguments are row-aligned tensors: the header of :func:`gather_agreed`."""
 
     def bring() -> Offer[tuple[Tensor | None, ...]]:
         tensors, facts, checksum, totals = prepare()
@@ -171,15 +178,34 @@ def gather_agreed(
         facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
         return Offer(tensors, facts, count, totals, checksum)
 
-    agreed = agree_untransformed(call, group, bring)
-    tensors, rows = agreed.value, agreed.rows
+    return agree_untransformed(call, group, bring)
+
+
+def gather_after(
+    call: str,
+    group: ProcessGroup,
+    tensors: tuple[Tensor | None, ...],
+    rows: tuple[int, ...],
+    gradient_reduction: str | int = "mean",
+    backward: Literal["local", "reduce_scatter"] = "local",
+) -> tuple[Any, ...]:
+    """Return ``tensors`` with the rows of all ranks: the payload of :func:`gather_agreed`, after its header.
+
+    Args:
+        call: name of the call.
+        group: the group.
+        tensors: those of this rank; None passes through.
+        rows: the number of rows of every rank, from the header.
+        gradient_reduction: see :func:`all_gather_with_grad`.
+        backward: see :func:`all_gather_with_grad`.
+    """
     present = [tensor for tensor in tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad)
     plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
     anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
     outputs = iter(_GatherRows.apply(plan, len(anchors), *anchors, *present) if present else ())
-    return Gathered(tuple(None if tensor is None else next(outputs) for tensor in tensors), rows, agreed.totals)
+    return tuple(None if tensor is None else next(outputs) for tensor in tensors)
 
 
 def _check_devices(tensors: tuple[Tensor | None, ...], group: ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from .spread import evenly_spaced
 from .torch_private import func_transforms_are_active
 
 INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
+BLENDED = ("linear", "midpoint")  # the quantile may lie between two scores
 BRACKETED = 2**15  # rows from which ranks are bracketed by a sample first
 SAMPLE = 4096
 _SNAP = 1e-9  # relative distance at which a rank counts as an integer: (1 - 0.7) * 10 is 3.0000000000000004
@@ -98,30 +99,25 @@ def upper_levels(
     num_rows = scores.shape[1]
     if num_rows == 0:
         base = scores.new_zeros(scores.shape[0], len(fractions))
-        return Levels(base, base.double() if interpolation in ("linear", "midpoint") else None)
+        return Levels(base, base.double() if interpolation in BLENDED else None)
     # Numbers of the host reach the device by copies that do not wait for it.
     shares = torch.tensor([1.0 - q for q in fractions], dtype=torch.float64, device="cpu")
     last: Tensor | int = num_rows - 1
     if member is None:
-        ranks, weight = _ranks(last * shares[None], interpolation)
+        ranks, weight = ranks_of(last * shares[None], interpolation)
         ranks = ranks.to(scores.device, non_blocking=True)
         weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:
         last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
-        ranks, weight = _ranks(last * shares.to(scores.device, non_blocking=True), interpolation)
+        ranks, weight = ranks_of(last * shares.to(scores.device, non_blocking=True), interpolation)
     if num_rows >= BRACKETED and _numpy_can_read(scores):
         found = _bracketed(scores, member, ranks.tolist())
     else:
         found = _in_order(scores, member, ranks, last, fractions)
-    if weight is None:
-        return Levels(found, None)
-    low, high = found.tensor_split(2, dim=1)
-    # The difference of two equal infinities is NaN, so equal scores are not blended.
-    between = (weight > 0) & (low != high)
-    return Levels(low, torch.where(between, (high.double() - low.double()) * weight, 0.0))
+    return blend(found, weight)
 
 
-def _ranks(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
+def ranks_of(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
     """Return the ranks that are read, int64, and the weights of the upper of two neighbours, float64, if there are two.
 
     Args:
@@ -143,6 +139,16 @@ def _ranks(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
     upper = rank.ceil()
     weight = (upper - lower) / 2 if interpolation == "midpoint" else rank - lower
     return torch.cat([lower, upper], dim=1).to(torch.int64), weight
+
+
+def blend(found: Tensor, weight: Tensor | None) -> Levels:
+    """Return the quantiles from the scores ``found`` at the ranks of :func:`ranks_of`, and its weights."""
+    if weight is None:
+        return Levels(found, None)
+    low, high = found.tensor_split(2, dim=1)
+    # The difference of two equal infinities is NaN, so equal scores are not blended.
+    between = (weight > 0) & (low != high)
+    return Levels(low, torch.where(between, (high.double() - low.double()) * weight, 0.0))
 
 
 def _in_order(

@@ -111,6 +111,21 @@ def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
     return ((number + (number * _GOLDEN).frac()) * (among / count)).to(torch.int64)
 
 
+def sampled_places(num_classes: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the classes (c,) and the rows (n,) of which :func:`sample_of` takes the scores, ascending int64."""
+    count, few = max(LEAST_ROWS, MOST_SCORES // max(1, num_classes)), min(num_classes, _MOST_CLASSES)
+    every = num_rows <= count
+    rows = torch.arange(num_rows, device=device) if every else evenly_spaced(count, num_rows, device)
+    return torch.arange(few, device=device) * num_classes // max(1, few), rows
+
+
+def spread_of_sample(sample: Tensor) -> float | None:
+    """Return the spread of ``sample`` (c, n), NaN where there is no score; None if it has none."""
+    found = _of_sample(sample)
+    least, most = _LIMITS[sample.dtype]
+    return min(max(found, least), most) if found else None
+
+
 def _rows(scores: Tensor) -> Tensor | None:
     """Return the rows of the sample, None for all."""
     num_classes, num_rows = scores.shape

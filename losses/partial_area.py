@@ -75,7 +75,9 @@ class Outcome(NamedTuple):
     stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
 
 
-class _Thresholds(NamedTuple):
+class Thresholds(NamedTuple):
+    """The thresholds of each class and its temperature, all detached."""
+
     edges: Levels | None  # [C, E] the upper edge of the band, further knots, the lower edge; None if none is needed
     tau: Tensor  # [C], 1 where the scale gives no temperature
     resolved: Tensor  # [C] bool: the class has reference rows, and their scale gives a temperature
@@ -97,7 +99,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         valid = valid & negative.any(dim=1)
     flat = None if area.scale is None else has_positive & found.has_reference & ~found.resolved
     if area.surrogate == "trapezoid":
-        missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), _first(flat)
+        missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), first_flat(flat)
         mask: Tensor | None = numerator
     else:
         rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, found)
@@ -130,34 +132,52 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     return Outcome(per_class, flat_class, stats)
 
 
-def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> _Thresholds:
+def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> Thresholds:
     """Return the thresholds that are needed, and the temperature of each class, or the scale of "dro", all detached."""
-    has_reference, fractions = reference.any(dim=1), []
+    has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
+    if not fractions:
+        one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
+        return Thresholds(None, one, has_reference, has_reference)
+    levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation)
+    return thresholds_of(levels, area, temperature, has_reference)
+
+
+def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:
+    """Return the fractions of the quantiles that :func:`thresholds_of` takes."""
+    fractions = []
     if area.surrogate != "dro" or area.scale == "band" or with_stats:
         # Equally spaced rates. The first and the last are the band edges to the last bit.
         steps = area.n_knots - 1 if area.surrogate == "trapezoid" else 1
         inner = [area.alpha + (area.beta - area.alpha) * k / steps for k in range(1, steps)]
         fractions = [area.alpha, *inner, area.beta]
-    num_edges = len(fractions)
-    if area.scale == "iqr":
-        fractions = [*fractions, 0.25, 0.75]
-    one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
-    if not fractions:
-        return _Thresholds(None, one, has_reference, has_reference)
-    levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation).where(has_reference)
+    return [*fractions, 0.25, 0.75] if area.scale == "iqr" else fractions
+
+
+def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_reference: Tensor) -> Thresholds:
+    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`; L >= 1.
+
+    Args:
+        levels: those of a class without a reference are arbitrary.
+        area: the arguments.
+        temperature: > 0.
+        has_reference: (C,) bool.
+    """
+    levels = levels.where(has_reference)
+    num_edges = levels.base.shape[1] - (2 if area.scale == "iqr" else 0)
+    one = torch.ones(has_reference.shape, dtype=levels.base.dtype, device=levels.base.device)
     edges = levels.take(slice(0, num_edges)) if num_edges else None
     if area.scale is None:
-        return _Thresholds(edges, one, has_reference, has_reference)
+        return Thresholds(edges, one, has_reference, has_reference)
     upper, lower = (num_edges, num_edges + 1) if area.scale == "iqr" else (0, num_edges - 1)
     scale = levels.take(upper).minus(levels.take(lower))[:, 0]
     # A NaN scale counts as usable: the loss is then NaN instead of being left out.
     usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
     if area.surrogate != "dro":
         scale = scale * temperature
-    return _Thresholds(edges, torch.where(usable, scale.to(one), one), has_reference & usable, has_reference)
+    return Thresholds(edges, torch.where(usable, scale.to(one), one), has_reference & usable, has_reference)
 
 
-def _in_band(pool: Pool, negative: Tensor, found: _Thresholds) -> Tensor:
+def _in_band(pool: Pool, negative: Tensor, found: Thresholds) -> Tensor:
     """Return the negatives between the edges of the band, both ends included, (C, M) bool."""
     assert found.edges is not None
     at_least_beta, _ = found.edges.take(slice(-1, None)).compare(pool.scores)
@@ -166,7 +186,7 @@ def _in_band(pool: Pool, negative: Tensor, found: _Thresholds) -> Tensor:
 
 
 def _trapezoid(
-    pool: Pool, reference: Tensor, numerator: Tensor, found: _Thresholds, valid: Tensor, area: PartialArea
+    pool: Pool, reference: Tensor, numerator: Tensor, found: Thresholds, valid: Tensor, area: PartialArea
 ) -> Tensor:
     """Return (C, M) the area that each positive misses, by the trapezoid rule over the knots."""
     assert found.edges is not None
@@ -182,7 +202,7 @@ def _trapezoid(
     return hold_others(_sums_at_levels(queries, knots, points, weights, found.tau), drawing)
 
 
-def _filling(found: _Thresholds, valid: Tensor) -> Tensor:
+def _filling(found: Thresholds, valid: Tensor) -> Tensor:
     """Return (C, 1) the lower edge of the band, where entries that do not count are put.
 
     There they neither widen the range nor give NaN.
@@ -193,7 +213,7 @@ def _filling(found: _Thresholds, valid: Tensor) -> Tensor:
 
 
 def _usable(
-    queries: Tensor, mask: Tensor | None, points: Tensor, inside: Tensor | None, valid: Tensor, found: _Thresholds
+    queries: Tensor, mask: Tensor | None, points: Tensor, inside: Tensor | None, valid: Tensor, found: Thresholds
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and points without those that do not count, and which points count, (C, K) bool."""
     filling: Tensor | float = 0.0 if found.edges is None else _filling(found, valid)
@@ -250,7 +270,7 @@ def _take(group: tuple[Tensor, ...], count: Tensor, width: int) -> tuple[Tensor 
     return kept, *(tensor.gather(1, index) for tensor in tensors)
 
 
-def _first(flat: Tensor | None) -> int | None:
+def first_flat(flat: Tensor | None) -> int | None:
     """Return the first class that is flat, None without one."""
     if flat is None or not has_values(flat) or not bool(flat.any()):
         return None

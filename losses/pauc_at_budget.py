@@ -21,12 +21,16 @@ from .partial_area import (
 )
 from .pool import (
     LossWithClasses,
+    PerClass,
+    Pool,
     Reduction,
     SharedOptions,
     local_pool,
     loss_of,
 )
-from .ranking import RankingLoss
+from .ranking import PoolForm, RankingLoss
+from .sharded import Shared
+from .sharded_threshold import trapezoid_of_part
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -291,6 +295,10 @@ class PAUCAtBudgetLoss(RankingLoss):
             all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
         threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
             them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -310,7 +318,9 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
-        the same value and holds the same queue.
+        the same value and holds the same queue. With ``pool="sharded"`` and ``"trapezoid"`` the header, three sums over
+        the ranks for float32 and six for float64, which find the knots, and one exchange of the sums at them. The other
+        surrogates gather the rows, and so do diagnostics; the queue stays sharded.
 
     Example:
         >>> import torch
@@ -358,6 +368,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         name: str | None = None,
         dro_lambda: float = 1.0,
         threshold_gradient: bool = True,
+        pool: PoolForm = "gathered",
     ) -> None:
         super().__init__(
             num_classes,
@@ -374,6 +385,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,
+            pool=pool,
         )
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
@@ -463,18 +475,18 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        pool, live = self._pool(logits, targets, iid_mask, sample_weight)
-        per_class, flat_class, stats = missed_area(pool, self._area, self.temperature, with_stats=return_diagnostics)
-        if self.validate_args and flat_class is not None:
-            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
-            self._warn_once(
-                "flat",
-                f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
-                f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
-                f"band, or try {other}.",
+        given = logits, targets, iid_mask, sample_weight
+        pool, live, found = self._pool(*given, needs_rows=return_diagnostics)
+        stats = None  # diagnostics take the rows, so that a sharded pool is gathered for them
+        if found is not None and found.per_class is not None:
+            per_class = found.per_class
+        else:
+            per_class, flat_class, stats = missed_area(
+                pool, self._area, self.temperature, with_stats=return_diagnostics
             )
+            self._warn_if_flat(flat_class)
         result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._finish(logits, pool, live, per_class)
+        self._finish(logits, pool, live, per_class, found)
         if stats is None:
             return result
         if isinstance(result, LossWithClasses):
@@ -483,6 +495,27 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
+
+    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+        if self.surrogate != "trapezoid":
+            return None
+        found = trapezoid_of_part(pool, shared, self._area, self.temperature)
+        if found is None:
+            return None
+        per_class, flat_class = found
+        self._warn_if_flat(flat_class)
+        return per_class
+
+    def _warn_if_flat(self, flat_class: int | None) -> None:
+        """Warn once when the class ``flat_class`` is left out."""
+        if self.validate_args and flat_class is not None:
+            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
+            self._warn_once(
+                "flat",
+                f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
+                f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
+                f"band, or try {other}.",
+            )
 
     def _few_rows(self, rows: int) -> str | None:
         if rows * self.beta >= 1 or self.surrogate == "dro":  # which has no band

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from ..distributed.gather import Rows, gather_agreed
-from ..distributed.group import Group
-from ..distributed.header import Checksum, State, refuse_in_backward
+from ..distributed.exchange import Exchange
+from ..distributed.gather import Rows, agree_on_rows, check_rows, gather_after, gather_agreed
+from ..distributed.group import Group, gradient_scale
+from ..distributed.header import Agreement, Checksum, State, refuse_in_backward
+from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
-from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, check_saved_queues
-from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values
+from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
+from ..queues.own_queue import OwnQueue
+from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values, weight_unit
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
@@ -35,6 +38,10 @@ from .pool import (
     one_vs_rest,
 )
 from .sampling import draw_rows
+from .sharded import Found, Shared, agreed_temperature, totals_of
+
+PoolForm = Literal["gathered", "sharded"]
+POOL_FORMS = ("gathered", "sharded")
 
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
@@ -70,6 +77,10 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
     """
 
     has_temperature: ClassVar[bool] = True
@@ -94,8 +105,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
+        pool: PoolForm = "gathered",
     ) -> None:
         super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
+        self.pool = check_choice("pool", pool, POOL_FORMS)
+        if pool == "sharded" and max_pool_size is not None:
+            fix = "No rank holds a sharded pool, so that none has too many rows, and a draw needs them all."
+            raise ValueError(expected("max_pool_size", "None with pool='sharded'", max_pool_size, fix))
         self.num_classes = check_count("num_classes", num_classes, 1)
         self.queue_size = check_count("queue_size", queue_size, 0)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -105,11 +121,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
-        self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
+        queue = MemoryQueue if pool == "gathered" else OwnQueue
+        self.queue = queue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
         self._hints = Hints(type(self).__name__)
         self.register_load_state_dict_pre_hook(check_saved_queues)
+        self.register_load_state_dict_pre_hook(_check_own_rows)
 
     @overload
     def forward(
@@ -188,11 +206,34 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             self._last_temperature = temperature
         return scaled, temperature
 
-    def _loss(self, logits: Tensor, pool: Pool, live: Batch, return_per_class: bool) -> Tensor | LossWithClasses:
+    def _shared_temperature(self, pool: Pool, shared: Shared) -> float | None:
+        """Return the temperature for the parts of a sharded pool; None if that takes a look at all of its rows."""
+        assert self.spread_multiple is not None
+        temperature = agreed_temperature(pool, shared, self.temperature, self.spread_multiple)
+        self._last_temperature = temperature
+        return temperature
+
+    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+        """Return the loss of each class over the parts of a pool that the ranks hold, the same on every rank.
+
+        None asks for the rows to be gathered, for ``compute_per_class``; that is what a subclass without a form of
+        its own does. The choice depends on what is equal on all ranks, such as ``shared``, alone.
+
+        Args:
+            pool: this rank's live rows, then its queued rows.
+            shared: what every rank knows of the others.
+        """
+        return None
+
+    def _loss(
+        self, logits: Tensor, pool: Pool, live: Batch, found: Found | None, return_per_class: bool
+    ) -> Tensor | LossWithClasses:
         """Return the loss over ``pool``, and enqueue the live rows."""
-        per_class = self.compute_per_class(pool)
+        per_class = None if found is None else found.per_class
+        if per_class is None:
+            per_class = self.compute_per_class(pool)
         result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._finish(logits, pool, live, per_class)
+        self._finish(logits, pool, live, per_class, found)
         return result
 
     def _pool(
@@ -202,8 +243,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         iid_mask: Tensor | None,
         sample_weight: Tensor | None,
         indexes: Tensor | None = None,
-    ) -> tuple[Pool, Batch]:
-        """Return the pool, and the live rows of all ranks. With ``indexes`` the pool is the live rows alone."""
+        needs_rows: bool = False,
+    ) -> tuple[Pool, Batch, Found | None]:
+        """Return the pool, the live rows that enter the queue, and what was found if the pool is sharded.
+
+        The live rows are those of all ranks, or of this rank if the pool is sharded. With ``indexes`` the pool is the
+        live rows alone, and it is not sharded. ``needs_rows`` gathers the rows of a sharded pool in any case.
+        """
         call = type(self).__name__
         if not torch.compiler.is_compiling():
             refuse_in_backward(call)
@@ -218,11 +264,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             stored = self.queue.wanted if self._enqueues else None
             return check_batch(*given, self._rule, indexes=indexes, validate_args=self.validate_args, stored=stored)
 
-        def prepare() -> Rows:
-            self._check_not_gathered(group, logits=logits, targets=targets)
-            live = check()
-            checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-            facts = {
+        def facts() -> dict[str, object]:
+            return {
                 **self._shared_facts(),
                 **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
                 "enqueues rows": State(self._enqueues, _SAME_MODE),
@@ -230,15 +273,78 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
                 "with indexes": indexes is not None,
             }
-            return Rows(live.tensors, facts, checksum, live.known)
 
+        def prepare() -> Rows:
+            self._check_not_gathered(group, logits=logits, targets=targets)
+            live = check()
+            checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
+            return Rows(live.tensors, facts(), checksum, live.known)
+
+        def prepare_part() -> Rows:
+            assert group is not None
+            self._check_not_gathered(group, logits=logits, targets=targets)
+            live = check()
+            check_rows(live.tensors)
+            self._own_queue.take_place(group.rank(), group.size())
+            part = self._join(live, self._queued_rows())
+            stored = self._own_queue.count(live.logits, live.targets) if self._enqueues else 0
+            held.append((live, part))
+            weights = live.sample_weight, self.queue.rows().sample_weight
+            is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
+            totals = totals_of(part, stored, is_huge)
+            return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, None, totals)
+
+        held: list[tuple[Batch, Pool]] = []  # this rank's live rows, and its part of the pool
         group = self._resolve_group()
         if group is None:
             live = check()
+            if self.pool == "sharded" and indexes is None and self.queue_size:
+                self._own_queue.take_whole(type(self).__name__)
+        elif self.pool == "sharded" and indexes is None:
+            agreed = agree_on_rows(call, group, prepare_part)
+            return self._sharded(Exchange(call, group), agreed, *held[0], needs_rows)
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
             live = Batch(*gathered.tensors).with_known(gathered.totals)
-        return self._join(live), live
+        return self._join(live, self._queued_rows()), live, None
+
+    def _sharded(
+        self,
+        exchange: Exchange,
+        agreed: Agreement[tuple[Tensor | None, ...]],
+        live: Batch,
+        part: Pool,
+        needs_rows: bool,
+    ) -> tuple[Pool, Batch, Found]:
+        """Return what :meth:`_pool` does: this rank's part with the loss over all of them, or the rows of all ranks."""
+        needs_grad = torch.is_grad_enabled() and live.logits.requires_grad
+        low, high, positives, stored = agreed.totals.cpu().unbind(dim=1)
+        shared = Shared(
+            exchange,
+            gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad),
+            agreed.rows,
+            self._own_queue.num_held,
+            self._own_queue.places(),
+            float(low.amin()),
+            float(high.amax()),
+            tuple(positives.tolist()),
+            tuple(map(int, stored.tolist())),
+        )
+        per_class = None if needs_rows else self._per_class_of_part(part, shared)
+        if per_class is None:
+            rows = gather_after(exchange.call, exchange.group, agreed.value, agreed.rows, self.gradient_reduction)
+            queued = self._own_queue.whole(exchange) if shared.num_queued else None
+            part = self._join(Batch(*rows), queued)
+        return part, live, Found(per_class, shared)
+
+    @property
+    def _own_queue(self) -> OwnQueue:
+        assert isinstance(self.queue, OwnQueue)
+        return self.queue
+
+    def _queued_rows(self) -> QueueRows | None:
+        """Return the rows of the queue, None if it is empty."""
+        return self.queue.rows() if len(self.queue) else None
 
     @property
     def _rule(self) -> TargetRule:
@@ -248,13 +354,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
     def _enqueues(self) -> bool:
         return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
 
-    def _join(self, live: Batch) -> Pool:
+    def _join(self, live: Batch, queued: QueueRows | None) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
         if live.indexes is not None:  # rows of earlier steps belong to other queries
             return one_vs_rest(live, self._rule)
         batch, is_live = live, None
-        if len(self.queue):
-            batch = self._with_queue(live)
+        if queued is not None:
+            batch = self._with_queue(live, queued)
             is_live = torch.arange(batch.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and batch.logits.shape[0] > limit:
@@ -272,10 +378,10 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             batch, is_live = batch.take(index), None if is_live is None else is_live[index]
         return one_vs_rest(batch, self._rule, is_live, self.queue_keep)
 
-    def _with_queue(self, live: Batch) -> Batch:
+    def _with_queue(self, live: Batch, queued: QueueRows) -> Batch:
         """Return the live rows followed by the queued rows, in the dtype of the computation."""
         device, wide = live.logits.device, compute_dtype(live.logits.dtype)
-        queued, num_live, num_queued = self.queue.rows(), live.logits.shape[0], len(self.queue)
+        num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
         # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
         iid = torch.ones(num_live, dtype=torch.bool, device=device) if live.iid_mask is None else live.iid_mask
         weight, queued_weight = live.sample_weight, queued.sample_weight
@@ -291,18 +397,27 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             complete=live.complete and not self.multi_hot,  # a row whose target is ignored never enters the queue
         )
 
-    def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass) -> None:
+    def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass, found: Found | None = None) -> None:
         """Enqueue the live rows, and warn of a likely misuse."""
-        is_full = len(self.queue) == self.queue_size
+        num_rows, num_queued = pool.scores.shape[1], len(self.queue)
+        if found is not None:
+            num_rows, num_queued = found.shared.num_rows, found.shared.num_queued
+        is_full = num_queued == self.queue_size
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
-            weight = live.sample_weight
-            self.queue.enqueue(live.logits, live.targets, live.iid_mask, weight, num_stored=live.num_stored)
+            rows = live.logits, live.targets, live.iid_mask, live.sample_weight
+            if found is None:
+                self.queue.enqueue(*rows, num_stored=live.num_stored)
+            else:
+                self._own_queue.enqueue(*rows, found.shared.stored)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             setting = Setting(
                 self._width_of_step(),
-                self._few_rows(pool.scores.shape[1]) if is_full else None,
+                self._few_rows(num_rows) if is_full else None,
                 self.depends_on_order_alone and self.queue_keep == "negatives" and self._schedule is None,
             )
+            if found is not None:  # what a hint says about some ranks' rows alone could stop these ranks alone
+                none = torch.zeros(0, dtype=torch.int64, device=live.logits.device)
+                pool, live = pool._replace(scores=pool.scores.detach()), live.take(none)
             self._hints.observe(setting, logits, live, pool, per_class)
 
     def _width_of_step(self) -> float | None:
@@ -317,6 +432,17 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
     def reset_queue(self) -> None:
         """Remove all queued rows. With several ranks, call it on every rank."""
         self.queue.reset()
+
+    @not_compiled
+    def gather_queue(self) -> None:
+        """With ``pool="sharded"``, let the next ``state_dict`` hold the queue of all ranks; call it on every rank.
+
+        That state loads on any number of ranks, and with ``pool="gathered"``. Without this call each rank saves its own
+        rows, which load on the same rank of the same number of ranks. ``state_dict`` itself never communicates. With
+        ``pool="gathered"`` every rank holds the whole queue, and there is nothing to do.
+        """
+        if isinstance(self.queue, OwnQueue):
+            self.queue.gather(self._resolve_group())
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training besides the queue: the temperature and the number of draws."""
@@ -339,8 +465,17 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         """Return the arguments for ``repr``, and for the comparison between ranks."""
         names = ("num_classes", *self._own_arguments(), "queue_size", "reduction", "ignore_index", "max_pool_size")
         names = (*names, "gradient_reduction", "queue_keep", "multi_hot")
+        names = names if self.pool == "gathered" else (*names, "pool")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def _own_arguments(self) -> tuple[str, ...]:
         """Return the names of the subclass's own arguments, for ``repr``."""
         return ()
+
+
+def _check_own_rows(module: RankingLoss, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Raise ValueError if ``state_dict`` has queued rows of another rank; a pre-hook of the load."""
+    state = state_dict.get(f"{prefix}queue._extra_state", {})
+    if "rank" in state and isinstance(module.queue, OwnQueue):
+        group = module._resolve_group()
+        module.queue.check_place(state, *((0, 1) if group is None else (group.rank(), group.size())))

@@ -25,7 +25,9 @@ from .pool import (
     positive_shares,
     spread_nan,
 )
-from .ranking import RankingLoss
+from .ranking import PoolForm, RankingLoss
+from .sharded import Shared
+from .sharded_threshold import recall_of_part
 from .threshold import hold_others, threshold_with_gradient
 
 if TYPE_CHECKING:
@@ -247,6 +249,10 @@ class RecallAtQuantileLoss(RankingLoss):
             equal arguments, names let ranks that call them in different orders raise.
         threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
             them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -263,7 +269,9 @@ class RecallAtQuantileLoss(RankingLoss):
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
-        the same value and holds the same queue.
+        the same value and holds the same queue. With ``pool="sharded"`` the header, three sums over the ranks for
+        float32 and six for float64, which find the threshold, and one exchange of the sums at it; one more with an
+        automatic temperature. Every rank gets the same value to the last bit, and the gradient of its own rows.
 
     Example:
         >>> import torch
@@ -299,6 +307,7 @@ class RecallAtQuantileLoss(RankingLoss):
         validate_args: bool = True,
         name: str | None = None,
         threshold_gradient: bool = True,
+        pool: PoolForm = "gathered",
     ) -> None:
         super().__init__(
             num_classes,
@@ -315,6 +324,7 @@ class RecallAtQuantileLoss(RankingLoss):
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,
+            pool=pool,
         )
         self.quantile, self.threshold_gradient = check_quantile(quantile), threshold_gradient
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
@@ -323,6 +333,13 @@ class RecallAtQuantileLoss(RankingLoss):
         """Return one minus the smooth recall of each class."""
         scaled, temperature = self._at_temperature(pool)
         return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
+
+    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+        temperature = self._shared_temperature(pool, shared)
+        if temperature is None:
+            return None
+        threshold = self.quantile, self.quantile_interpolation, self.threshold_gradient
+        return recall_of_part(pool, shared, temperature, *threshold)
 
     def _few_rows(self, rows: int) -> str | None:
         if rows * self.quantile >= 1:

@@ -14,6 +14,8 @@ from .distributed_loss import compiled_where_local
 from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, at_temperature, local_pool, loss_of
 from .queries import group_rows
 from .ranking import RankingLoss
+from .sharded import Shared
+from .sharded_smooth_ap import smooth_ap_of_part
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,6 +207,10 @@ class SmoothAPLoss(RankingLoss):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
 
     Shape:
         logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
@@ -220,7 +226,9 @@ class SmoothAPLoss(RankingLoss):
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
-        the same value and holds the same queue.
+        the same value and holds the same queue. With ``pool="sharded"`` the header and one sum over the ranks, one more
+        exchange each for several classes, an automatic temperature and infinite scores, and three in place of the sum
+        where only positives travel. Every rank gets the same value to the last bit, and the gradient of its own rows.
 
     Example:
         >>> import torch
@@ -294,3 +302,8 @@ class SmoothAPLoss(RankingLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth average precision of each class, or of each query."""
         return _per_class(*self._at_temperature(pool))
+
+    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+        """Return the same of a sharded pool, None if its rows are to be gathered."""
+        temperature = self._shared_temperature(pool, shared)
+        return None if temperature is None else smooth_ap_of_part(pool, shared, temperature)

@@ -35,6 +35,7 @@ class Case(NamedTuple):
     reduction: str = "mean"
     temperature: float | None = 0.2  # of the losses that have an automatic one
     threshold_gradient: bool = True  # of recall and partial AUC
+    pool: str = "gathered"
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -53,6 +54,8 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         reduction=case.reduction,
     )
     pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
+    if case.pool == "sharded" and not local:
+        pooled["pool"] = case.pool
     if case.loss == "smooth_ap":
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if case.loss == "hard_negative":

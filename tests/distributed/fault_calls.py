@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import gradient_cases
 import torch
@@ -16,6 +17,7 @@ from gradient_cases import Case
 from torch import Tensor
 
 import fullrank
+from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 Arguments = dict[str, Any]
 CLASSES = 3
@@ -220,6 +222,32 @@ def _pooled(name: str, head: str, **options: Any) -> Call:
     return Call((head,), head, lambda: gradient_cases.make_loss(case, local=False), _rows, _BAD_ROWS, _DIFFERENT_ROWS)
 
 
+def _by_form(form: str) -> Call:
+    """Return Smooth-AP over a sharded pool that is never gathered."""
+
+    class SmoothAPLoss(fullrank.SmoothAPLoss):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            costs = {name: 1e-30 if name == form else 1.0 for name in sharded_smooth_ap.COSTS}
+            with mock.patch.dict(sharded_smooth_ap.COSTS, costs | {"gather": 1e30}):
+                return super().forward(*args, **kwargs)
+
+    call = _pooled("smooth_ap", "SmoothAPLoss", pool="sharded")
+    return call._replace(make=lambda: SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2, pool="sharded"))
+
+
+def _by_sums(name: str, cls: Any) -> Call:
+    """Return a loss at thresholds over a sharded pool that is never gathered."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30}):
+            return cls.forward(self, *args, **kwargs)
+
+    never_gathered = type(cls.__name__, (cls,), {"forward": forward})
+    options: dict[str, Any] = {"surrogate": "trapezoid", "beta": 0.5} if name != "recall" else {"quantile": 0.2}
+    make = partial(never_gathered, CLASSES, queue_size=64, temperature=0.2, pool="sharded", **options)
+    return _pooled(name, cls.__name__, pool="sharded")._replace(make=make)
+
+
 def _warmup(step: int) -> fullrank.LossWarmupWrapper:
     """Return the wrapper in ``step``: 0 the warm-up, 1 the blend, 2 after it."""
     warmup, main = fullrank.SoftmaxFocalLoss(gamma=0), fullrank.SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2)
@@ -254,6 +282,13 @@ CALLS = {
     "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
     "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
     "hard_negative": _pooled("hard_negative", "HardNegativeCrossEntropyLoss"),
+    "smooth_ap_sharded": _pooled("smooth_ap", "SmoothAPLoss", pool="sharded"),
+    "smooth_ap_by_moments": _by_form("moments"),
+    "smooth_ap_by_positives": _by_form("positives"),
+    "recall_sharded": _pooled("recall", "RecallAtQuantileLoss", pool="sharded"),
+    "recall_by_sums": _by_sums("recall", fullrank.RecallAtQuantileLoss),
+    "pauc_trapezoid_by_sums": _by_sums("pauc_trapezoid", fullrank.PAUCAtBudgetLoss),
+    "pauc_dro_sharded": _pooled("pauc_dro", "PAUCAtBudgetLoss", pool="sharded"),
     "queries": Call(
         ("SmoothAPLoss",),
         "SmoothAPLoss",

@@ -244,19 +244,22 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_in_collective(name: str, number: int) -> None:
-    """Let this process die where it would enter the ``number``-th collective from now on."""
+def _die_in_collective(number: int, *names: str) -> None:
+    """Let this process die where it would enter the ``number``-th collective of these names from now on."""
     entered = 0
-    original = getattr(collectives, name)
 
-    def collective(*arguments: Any) -> None:
-        nonlocal entered
-        entered += 1
-        if entered == number:
-            _die()
-        original(*arguments)
+    def deadly(original: Callable[..., None]) -> Callable[..., None]:
+        def collective(*arguments: Any, **options: Any) -> None:
+            nonlocal entered
+            entered += 1
+            if entered == number:
+                _die()
+            original(*arguments, **options)
 
-    setattr(collectives, name, collective)
+        return collective
+
+    for name in names:
+        setattr(collectives, name, deadly(getattr(collectives, name)))
 
 
 def killed_in_forward(rank: int, name: str, number: int) -> None:
@@ -265,7 +268,7 @@ def killed_in_forward(rank: int, name: str, number: int) -> None:
     subject = call.make()
     take_step(call, subject, rank, 0)
     if rank == DOOMED:
-        _die_in_collective("all_gather_flat", number)
+        _die_in_collective(number, "all_gather_flat", "all_reduce_flat")
     take_step(call, subject, rank, 1)
 
 
@@ -274,7 +277,7 @@ def killed_in_reduce_scatter(rank: int) -> None:
     rows = torch.ones(3, 2, requires_grad=True)
     gathered = fullrank.all_gather_with_grad(rows, backward="reduce_scatter")
     if rank == DOOMED:
-        _die_in_collective("reduce_scatter_flat", 1)
+        _die_in_collective(1, "reduce_scatter_flat")
     gathered.sum().backward()
 
 
@@ -358,10 +361,13 @@ def check(pool: WorkerPool, name: str, group: str, kind: str, head: str) -> None
         assert all(outcome.next_is_equal for outcome in outcomes)
 
 
+ON_TWO = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
+
+
 def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
     """Return the cases on three ranks, of which the odd one is the first, the middle and the last; a few on two too."""
     on_three = [pytest.param(3, *case, marks=pytest.mark.slow) for case in cases]
-    return on_three + [(2, *case) for case in cases if case[0] in ("smooth_ap", "global_mean")]
+    return on_three + [(2, *case) for case in cases if case[0] in ON_TWO]
 
 
 @pytest.mark.parametrize(("world_size", "name", "kind"), over_ranks(BAD))
@@ -418,6 +424,12 @@ SHORT_S = 2  # where the timeout itself is what ends the others
 FORWARD = [(name, 1) for name in CALLS]
 FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoid_focal", "global_mean")]
 FORWARD.remove(("wrapper_in_warmup", 2))
+FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
+# What is reduced in a collective after the header; elsewhere rows are gathered.
+REDUCED = {("smooth_ap_by_moments", 2): "ranges", ("smooth_ap_by_positives", 2): "ranges"}
+REDUCED |= {("smooth_ap_by_moments", 3): "moments", ("smooth_ap_by_positives", 5): "gradients of the positives"}
+REDUCED |= {("smooth_ap_sharded", 2): "ranges", ("recall_by_sums", 2): "counts", ("recall_by_sums", 7): "counts"}
+REDUCED |= {("pauc_trapezoid_by_sums", 2): "counts"}
 
 
 def assert_named(fates: list[Fate], *texts: str) -> None:
@@ -437,7 +449,10 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
     assert fates[DOOMED].exit_code == -signal.SIGKILL
     # In the blend the second collective is the header of the main loss: the warm-up loss has one.
     is_header = number == 1 or name == "wrapper_in_blend"
-    assert_named(fates, f"the all-gather of the {'headers' if is_header else 'rows'}", "Another rank has probably died")
+    what = f"the all-gather of the {'headers' if is_header else 'rows'}"
+    if (name, number) in REDUCED:
+        what = f"the all-reduce of the {REDUCED[name, number]}"
+    assert_named(fates, what, "Another rank has probably died")
     assert all(fate.text.startswith(CALLS[name].heads) for fate in fates if fate.error)
 
 

@@ -1,0 +1,144 @@
+"""A pool that no rank holds: each rank keeps its own rows, and class-wise sums travel instead of rows.
+
+What the ranks know of each other comes from the header, and from exchanges that every rank makes. So which way a loss
+is computed depends on numbers that are equal on all ranks, and every rank makes the same calls, whatever its own rows.
+
+A rank has the gradient of its own rows from the same sums, and its backward multiplies it by k, as that of a gather
+does, see :mod:`fullrank.distributed.gather`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.exchange import Exchange
+from ..errors import anchor_of, first_order_only
+from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
+from .pool import PerClass, Pool
+
+
+class Shared(NamedTuple):
+    """What every rank knows of a sharded pool, equal on all of them but for ``first`` and ``places``."""
+
+    exchange: Exchange
+    scale: int  # k, the factor on the gradient of this rank's rows
+    rows: tuple[int, ...]  # live rows of each rank
+    num_queued: int  # queued rows of all ranks together
+    places: Tensor  # [queued rows of this rank] int64: where a gathered pool has them, behind the live rows
+    low: float  # of the scores of the pool, NaN if one is NaN; inf without rows
+    high: float
+    positives: tuple[float, ...]  # of all classes, of each rank; inf asks for the rows to be gathered
+    stored: tuple[int, ...]  # rows that each rank enqueues
+
+    @property
+    def num_live(self) -> int:
+        """Live rows of this rank."""
+        return self.rows[self.exchange.rank]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pool."""
+        return sum(self.rows) + self.num_queued
+
+
+@torch.no_grad()
+def totals_of(pool: Pool, num_stored: int, gather: bool) -> tuple[float, float, float, float]:
+    """Return what the header carries of this rank's part: lowest and highest score, positives, rows to store.
+
+    With ``gather`` the rows of all ranks are gathered.
+    """
+    low, high = math.inf, -math.inf
+    if pool.scores.numel():
+        least, most = pool.scores, pool.scores
+        if pool.member is not None:
+            least, most = (pool.scores.masked_fill(~pool.member, end) for end in (low, high))
+        low, high = float(least.amin()), float(most.amax())  # NaN if one is
+    return low, high, math.inf if gather else float(pool.positive.sum()), float(num_stored)
+
+
+def agreed_temperature(pool: Pool, shared: Shared, temperature: float | None, multiple: float) -> float | None:
+    """Return the temperature; None stands for ``multiple`` times the spread of the scores of the whole pool.
+
+    The sample is that of a gathered pool, score by score. Each rank contributes the rows of it that it has.
+
+    Returns:
+        None if the sample has no spread and the pool is small enough to be looked at as a whole.
+    """
+    if temperature is not None:
+        return temperature
+    scores = pool.scores.detach()
+    num_classes = scores.shape[0]
+    classes, rows = sampled_places(num_classes, shared.num_rows, scores.device)
+    sample = scores.new_zeros(classes.numel(), rows.numel())
+
+    def values(columns: Tensor) -> Tensor:
+        at = classes[:, None], columns[None]
+        return scores[at] if pool.member is None else torch.where(pool.member[at], scores[at], math.nan)
+
+    # A gathered pool has the live rows of all ranks first, then the queue.
+    column = rows - sum(shared.rows[: shared.exchange.rank])
+    live = ((column >= 0) & (column < shared.num_live)).nonzero()[:, 0]
+    sample[:, live] = values(column[live])
+    queued = shared.places.to(scores.device) + sum(shared.rows)
+    if queued.numel() and rows.numel():
+        place = torch.searchsorted(rows, queued).clamp_max(rows.numel() - 1)
+        held = (rows[place] == queued).nonzero()[:, 0]
+        sample[:, place[held]] = values(held + shared.num_live)
+    sample = shared.exchange.sum(sample, "the sample of the scores")
+    spread = spread_of_sample(sample)
+    if spread is None and sample.numel() < num_classes * shared.num_rows <= MOST_IN_FULL:
+        return None
+    return multiple * (1.0 if spread is None else spread)
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Attach a gradient that the forward has computed.
+
+    ======== ======== ==========================================
+    tensor   shape    meaning
+    ======== ======== ==========================================
+    scores   (C, N)   live rows of this rank
+    values   (C,)     the loss of each class, equal on all ranks
+    gradient (C, N)   of ``values`` with respect to ``scores``
+    dscores  (C, N)   k * dvalues * gradient
+    ======== ======== ==========================================
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: str, scale: int, anchor: Tensor, scores: Tensor, values: Tensor, gradient: Tensor
+    ) -> Tensor:
+        ctx.call, ctx.scale = call, scale
+        ctx.save_for_backward(gradient, anchor)
+        return values.clone()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = ctx.saved_tensors[0]
+        return None, None, None, (grad * ctx.scale).to(gradient.dtype)[:, None] * gradient, None, None
+
+
+def with_gradient(values: Tensor, gradient: Tensor | None, pool: Pool, shared: Shared) -> Tensor:
+    """Return ``values`` (C,) with ``gradient`` (C, N) for the live rows of this rank; None is no gradient."""
+    if gradient is None or not needs_gradient(pool):
+        return values
+    live = pool.scores[:, : shared.num_live] if shared.num_live < pool.scores.shape[1] else pool.scores
+    connected: Tensor = _OwnGradient.apply(shared.exchange.call, shared.scale, anchor_of(live), live, values, gradient)
+    return connected
+
+
+def needs_gradient(pool: Pool) -> bool:
+    """Return True if the scores need a gradient."""
+    return pool.scores.requires_grad and torch.is_grad_enabled()
+
+
+class Found(NamedTuple):
+    """What became of a sharded call: the loss of each class, None if the rows were gathered; and the shared facts."""
+
+    per_class: PerClass | None
+    shared: Shared

@@ -1,0 +1,297 @@
+"""A queue of past rows of which each rank keeps its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..distributed.exchange import Exchange
+from ..distributed.group import Group, is_initialized, resolve_group
+from ..distributed.header import Offer, State, agree_on
+from ..distributed.torch_private import not_compiled
+from ..errors import Words, expected
+from .memory_queue import GATHER_FIRST, SAME_QUEUE, Keep, MemoryQueue, QueueRows
+
+
+class _Step(NamedTuple):
+    """The rows that all ranks enqueued in one call: numbers from ``first`` on, in rank order."""
+
+    first: int
+    counts: tuple[int, ...]  # [W]
+
+
+class OwnQueue(MemoryQueue):
+    """The last ``capacity`` rows of all ranks, each kept by the rank that computed it.
+
+    All accepted rows are numbered, over steps, ranks and rows in this order, and a rank keeps its own rows whose number
+    is among the last ``capacity``. Together the ranks hold the rows of a :class:`MemoryQueue`, so the memory of each
+    falls with their number. Every rank knows how many rows the others hold.
+
+    ``state_dict`` holds this rank's rows alone, unless :meth:`gather` was called after the last change. Then it holds
+    those of all ranks, in the form of a :class:`MemoryQueue`.
+
+    Args:
+        capacity: number of rows of all ranks together.
+        num_classes, ignore_index, keep, multi_hot: see :class:`MemoryQueue`.
+    """
+
+    def __init__(
+        self, capacity: int, num_classes: int, ignore_index: int = -100, *, keep: Keep = "all", multi_hot: bool = False
+    ) -> None:
+        self._steps: deque[_Step] = deque()
+        self._start = 0  # of the rows held, in the buffers
+        self._place = (0, 1)  # rank and number of ranks of which the rows are this rank's part
+        self._gathered: dict[str, Any] | None = None  # the state of all ranks, while it is up to date
+        super().__init__(capacity, num_classes, ignore_index, keep=keep, multi_hot=multi_hot)
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        capacity, self.capacity = self.capacity, 0  # buffers grow with the rows, which may be a small part
+        super()._allocate(device, dtype)
+        self.capacity = capacity
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._steps.clear()
+        self._start, self._gathered = 0, None
+
+    @property
+    def num_held(self) -> int:
+        """The number of rows that all ranks hold together."""
+        return min(self._num_enqueued, self.capacity)
+
+    @property
+    def checksum(self) -> Tensor:
+        """0: there is no replica that could differ."""
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+
+    @property
+    def position(self) -> tuple[int, int, int, bool]:
+        """The state that must be equal on all ranks: ranks, rows held, rows so far, weighted."""
+        return self._place[1] if self._num_enqueued else 0, self.num_held, self._num_enqueued, self._has_weights
+
+    def rows(self) -> QueueRows:
+        """Return this rank's rows, as views, oldest first."""
+        held = slice(self._start, self._start + self._fill)
+        weight = self._weight[held] if self._has_weights else None
+        return QueueRows(self._logits[held], self._targets[held], self._iid[held], weight)
+
+    def count(self, logits: Tensor, targets: Tensor) -> int:
+        """Return how many of the rows would be stored."""
+        return int(self.wanted(logits.detach(), targets).sum()) if self.capacity else 0
+
+    def take_place(self, rank: int, world_size: int) -> None:
+        """Keep the part of this rank of rows that were loaded for any number of ranks.
+
+        Raises:
+            ValueError: when the rows are the part of another place.
+        """
+        if self._place == (rank, world_size):
+            return
+        if not self._num_enqueued:
+            self._place, self._gathered = (rank, world_size), None
+            self._steps.clear()
+            return
+        if self._place != (0, 1) or self._gathered is None:
+            raise _elsewhere(self._place, (rank, world_size))
+        total, last = self.num_held, self._num_enqueued
+        counts = tuple(total * (r + 1) // world_size - total * r // world_size for r in range(world_size))
+        before = sum(counts[:rank])
+        for name in ("_logits", "_targets", "_iid", "_weight"):
+            part = getattr(self, name)[self._start + before : self._start + before + counts[rank]]
+            setattr(self, name, part.clone())
+        if rank > 0:
+            self._checksum = torch.zeros_like(self._checksum)  # the parts of all ranks add up to that of the queue
+        self._start, self._fill, self._place, self._gathered = 0, counts[rank], (rank, world_size), None
+        self._steps = deque([_Step(last - total, counts)])
+
+    def take_whole(self, call: str) -> None:
+        """Be the queue of one process.
+
+        Raises:
+            RuntimeError: when the rows are this rank's part of those of several ranks.
+        """
+        if self._num_enqueued and self._place[1] > 1:
+            fix = "Validate with pool='gathered', with queue_size=0, or on every rank; or call reset_queue()."
+            held = Words(f"the queued rows of one rank of {self._place[1]}")
+            raise RuntimeError(expected(f"{call}, called by one rank alone", "an empty queue", held, fix))
+        if self._place[1] > 1:
+            self.take_place(0, 1)
+
+    @torch.no_grad()
+    def enqueue(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+        counts: Sequence[int] | None = None,
+        *,
+        num_stored: int | None = None,
+    ) -> None:
+        """Store this rank's rows, and forget those that are no longer among the last of all ranks.
+
+        Args:
+            logits, targets, iid_mask, sample_weight: see :meth:`MemoryQueue.enqueue`.
+            counts: how many rows every rank stores in this call, see :meth:`count`; None if there is one rank.
+            num_stored: not needed.
+        """
+        if self.capacity == 0:
+            return
+        self._gathered = None
+        self._follow(logits)
+        wanted, device = self.wanted(logits, targets), self._logits.device
+        given = logits.shape[0]
+        iid = torch.ones(given, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
+        weight = torch.ones(given, device=device) if sample_weight is None else sample_weight
+        stored = (self._logits, self._targets, self._iid, self._weight)
+        rows = [new[wanted].to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        step = _Step(self._num_enqueued, (rows[0].shape[0],) if counts is None else tuple(counts))
+        rank = self._place[0]
+        self._num_enqueued = step.first + sum(step.counts[:rank])
+        self._checksum = self._checksum + self._hash(*rows)
+        self._num_enqueued = step.first + sum(step.counts)
+        self._has_weights |= sample_weight is not None
+        self._steps.append(step)
+        self._drop()
+        held = self._share(step)[rank]  # all rows of this step, or the last of them
+        self._append([new[len(new) - held :] for new in rows])
+
+    def _drop(self) -> None:
+        """Forget the steps, and the rows, that are no longer among the last ``capacity``."""
+        while self._steps and self._steps[0].first + sum(self._steps[0].counts) <= self._num_enqueued - self.capacity:
+            self._steps.popleft()
+        rank = self._place[0]
+        held = sum(self._share(step)[rank] for step in list(self._steps)[:-1])  # the last one is not stored yet
+        self._start += self._fill - held
+        self._fill = held
+
+    def _share(self, step: _Step) -> list[int]:
+        """Return how many rows of ``step`` each rank holds now."""
+        first, shares = step.first, []
+        for count in step.counts:
+            shares.append(max(0, min(count, first + count - (self._num_enqueued - self.capacity))))
+            first += count
+        return shares
+
+    def _append(self, rows: list[Tensor]) -> None:
+        count, end = rows[0].shape[0], self._start + self._fill
+        if end + count > self._logits.shape[0]:
+            size = max(self._logits.shape[0], 2 * (self._fill + count))
+            for name in ("_logits", "_targets", "_iid", "_weight"):
+                old = getattr(self, name)
+                new = old.new_empty(size, *old.shape[1:])
+                new[: self._fill] = old[self._start : end]
+                setattr(self, name, new)
+            self._start, end = 0, self._fill
+        for name, new in zip(("_logits", "_targets", "_iid", "_weight"), rows):
+            getattr(self, name)[end : end + count] = new
+        self._fill += count
+
+    def places(self, rank: int | None = None) -> Tensor:
+        """Return (rows,) int64: where a :class:`MemoryQueue` has the rows of a rank, None for this one."""
+        rank = self._place[0] if rank is None else rank
+        parts = [torch.zeros(0, dtype=torch.int64)]
+        for step in self._steps:
+            end = step.first + sum(step.counts[: rank + 1])
+            parts.append(torch.arange(end - self._share(step)[rank], end) % self.capacity)
+        return torch.cat(parts)
+
+    def whole(self, exchange: Exchange) -> QueueRows:
+        """Return the rows of all ranks, in the order of a :class:`MemoryQueue`; a collective."""
+        ranks = range(self._place[1])
+        counts = [sum(self._share(step)[rank] for step in self._steps) for rank in ranks]
+        own = self.rows()
+        gathered = exchange.rows([tensor for tensor in own if tensor is not None], counts)
+        order = torch.cat([self.places(rank) for rank in ranks]).argsort().to(own.logits.device)
+        logits, targets, iid, *weight = (tensor[order] for tensor in gathered)
+        return QueueRows(logits, targets, iid, weight[0] if weight else None)
+
+    @not_compiled
+    def assert_synchronized(self, group: Group = None) -> None:
+        """Compare how many rows each rank holds. No two ranks hold the same row, so there are no contents to compare.
+
+        Raises:
+            RuntimeError: on every rank, with the ranks that differ.
+        """
+        if not is_initialized():
+            return
+        held = [[step.first, *step.counts] for step in self._steps]
+        state = State((self.position, held), SAME_QUEUE)
+        agree_on("OwnQueue.assert_synchronized", resolve_group(group), lambda: Offer(None, {"queue": state}))
+
+    @torch.no_grad()
+    def gather(self, group: ProcessGroup | None) -> None:
+        """Let the next ``state_dict`` hold the rows of all ranks; every rank must call it.
+
+        Args:
+            group: the ranks over which the loss is pooled; None if this process is alone.
+        """
+        if group is None or self.capacity == 0:
+            return
+        self.take_place(group.rank(), group.size())
+        exchange = Exchange("gather_queue", group)
+        checksum = exchange.sum(self._checksum.clone().reshape(1), "the checksums of the queue")[0]
+        self._gathered = self._state_of(self.whole(exchange), checksum)
+
+    def _state_of(self, rows: QueueRows, checksum: Tensor) -> dict[str, Any]:
+        """Return the state of a :class:`MemoryQueue` with ``rows``, in its order."""
+        twin = MemoryQueue(self.capacity, self.num_classes, self.ignore_index, keep=self.keep, multi_hot=self.multi_hot)
+        twin._allocate(rows.logits.device, rows.logits.dtype)
+        twin._fill = rows.logits.shape[0]
+        for name, values in zip(("_logits", "_targets", "_iid", "_weight"), rows):
+            if values is not None:
+                getattr(twin, name)[: twin._fill] = values
+        twin._pointer = self._num_enqueued % self.capacity if self.capacity else 0
+        twin._num_enqueued, twin._has_weights, twin._checksum = self._num_enqueued, self._has_weights, checksum
+        return twin.get_extra_state()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the rows of all ranks after :meth:`gather` or with one rank, else this rank's; never communicates."""
+        if self._gathered is not None:
+            return dict(self._gathered)
+        rows = self.rows()
+        if self._place[1] == 1 or not self._num_enqueued:
+            order = self.places().argsort().to(rows.logits.device)
+            logits, targets, iid, weight = rows
+            weight = None if weight is None else weight[order]
+            return self._state_of(QueueRows(logits[order], targets[order], iid[order], weight), self._checksum.clone())
+        state = super().get_extra_state()
+        held = {name: state[name][self._start : self._start + self._fill] for name in ("logits", "targets")}
+        held |= {name: state[name][self._start : self._start + self._fill] for name in ("iid_mask", "sample_weight")}
+        steps = [[step.first, *step.counts] for step in self._steps]
+        return state | held | {"rank": self._place[0], "world_size": self._place[1], "steps": steps}
+
+    def check_saved(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError when ``state`` belongs to a queue with other arguments."""
+        super().check_saved({name: value for name, value in state.items() if name != "rank"})
+
+    def check_place(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        """Raise ValueError when ``state`` holds the rows of another rank, or of one of another number of ranks."""
+        saved = int(state["rank"]), int(state["world_size"])
+        if state["num_enqueued"] and saved != (rank, world_size):
+            raise _elsewhere(saved, (rank, world_size))
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of this class or of a :class:`MemoryQueue`, on this queue's device."""
+        super().set_extra_state(state)
+        self._start = 0
+        if "rank" in state:
+            self._gathered, self._place = None, (int(state["rank"]), int(state["world_size"]))
+            self._steps = deque(_Step(int(first), tuple(map(int, counts))) for first, *counts in state["steps"])
+            return
+        fill, pointer = self._fill, self._pointer
+        if fill == self.capacity:  # the oldest row is where the next one would go
+            for name in ("_logits", "_targets", "_iid", "_weight"):
+                setattr(self, name, getattr(self, name).roll(-pointer, 0))
+        self._place, self._steps = (0, 1), deque([_Step(self._num_enqueued - fill, (fill,))])
+        self._gathered = dict(state)
+
+
+def _elsewhere(held: tuple[int, int], place: tuple[int, int]) -> ValueError:
+    found = Words(f"those of rank {held[0]} of {held[1]}")
+    return ValueError(expected("queue", f"the rows of rank {place[0]} of {place[1]}", found, GATHER_FIRST))

@@ -1,0 +1,420 @@
+"""A sharded pool: the loss and the gradient of one process with all rows, with no rank holding them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
+from score_sets import SETS
+from score_sets import generator as score_generator
+from torch import Tensor
+from workers import WorkerPool, error_of
+
+import fullrank
+from fullrank.losses import sharded_smooth_ap, sharded_threshold
+
+STEPS = 4
+LIMITS = {"float64": 1e-12, "float32": 2e-6}
+
+
+class Case(NamedTuple):
+    """One configuration: the loss, its rows, and which form computes it."""
+
+    loss: str = "smooth_ap"
+    form: str = "moments"
+    dtype: str = "float64"
+    split: str = "uneven"
+    num_classes: int = 1
+    queue_size: int = 0
+    weighted: bool = False
+    masked: bool = False
+    multi_hot: bool = False
+    queue_keep: str = "all"
+    temperature: float | None = 0.3
+    reduction: str = "mean"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+class Step(NamedTuple):
+    """The rows of all ranks in one step."""
+
+    logits: Tensor
+    targets: Tensor
+    iid_mask: Tensor | None
+    weight: Tensor | None
+
+
+def make_loss(case: Case, **options: Any) -> fullrank.losses.RankingLoss:
+    """Return the loss of ``case``."""
+    cls = {"smooth_ap": fullrank.SmoothAPLoss, "recall": fullrank.RecallAtQuantileLoss}.get(
+        case.loss, fullrank.PAUCAtBudgetLoss
+    )
+    if cls is fullrank.PAUCAtBudgetLoss:
+        options |= {"surrogate": case.loss, "beta": 0.4}
+    names = ("queue_size", "multi_hot", "queue_keep", "temperature", "reduction")
+    return cls(case.num_classes, **{name: getattr(case, name) for name in names}, **options, **dict(case.options))
+
+
+def make_step(case: Case, index: int, count: int = 90) -> Step:
+    """Return the same rows in every process; some are ignored."""
+    generator = torch.Generator().manual_seed(10 * index + case.num_classes)
+    dtype = getattr(torch, case.dtype)
+    count += 7 * index
+    logits = torch.randn(count, case.num_classes, generator=generator, dtype=torch.float64).to(dtype)
+    logits = (logits * 16).round() / 16 if index == 1 else logits  # ties
+    if case.multi_hot:
+        targets = (torch.rand(count, case.num_classes, generator=generator) < 0.3).long()
+        targets[torch.rand(targets.shape, generator=generator) < 0.1] = -100
+    else:
+        targets = torch.randint(0, max(2, case.num_classes), (count,), generator=generator)
+        targets[::6] = -100
+    iid = torch.rand(count, generator=generator) < 0.8 if case.masked else None
+    weight = torch.rand(count, generator=generator, dtype=torch.float64).to(dtype) if case.weighted else None
+    return Step(logits, targets, iid, weight)
+
+
+def counts_of(split: str, count: int, world_size: int, index: int) -> list[int]:
+    """Return how many rows each rank has."""
+    if split == "last":
+        return [0] * (world_size - 1) + [count]
+    shares = [1 + (rank + index) % world_size * 2 for rank in range(world_size)]
+    if split == "empty":
+        shares[index % world_size] = 0
+    counts = [count * share // sum(shares) for share in shares]
+    counts[counts.index(max(counts))] += count - sum(counts)
+    return counts
+
+
+def own_rows(step: Step, counts: list[int], rank: int) -> Step:
+    """Return the rows of ``rank``."""
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    return Step(*(None if tensor is None else tensor[rows] for tensor in step))
+
+
+def loss_and_gradient(loss: Any, step: Step, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss, or the sum of its elements with factors, and the gradient of the logits."""
+    logits = step.logits.clone().requires_grad_()
+    value = loss(logits, step.targets, step.iid_mask, sample_weight=step.weight, **options)
+    factors = torch.arange(1.0, value.numel() + 1, dtype=value.dtype).view(value.shape)
+    (value.nan_to_num() * factors).sum().backward()
+    assert logits.grad is not None
+    return value.detach(), logits.grad
+
+
+class Outcome(NamedTuple):
+    """What a rank has seen of one case."""
+
+    gradient: float  # error relative to the norm of the whole gradient
+    value: float
+    digest: str  # of all values
+    collectives: int  # of the last step
+
+
+def forced(form: str) -> Any:
+    """Let a loss take ``form`` wherever it can; "auto" leaves the choice to it, "sums" is that of thresholds."""
+    if form == "sums":
+        return mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30})
+    # Bins that are too many cost infinitely much, and then the positives travel.
+    costs = {name: 1.0 if name == form or form == "auto" else 1e30 for name in sharded_smooth_ap.COSTS}
+    costs["gather"] = costs["gather"] ** 2
+    return mock.patch.dict(sharded_smooth_ap.COSTS, costs)
+
+
+def run_case(rank: int, case: Case) -> Outcome:
+    """Take steps with a sharded pool, and with one process that has all rows in float64."""
+    world_size = dist.get_world_size()
+    loss, alone = make_loss(case, pool="sharded"), make_loss(case, gather_distributed=False)
+    worst_gradient = worst_value = 0.0
+    digest, number = hashlib.blake2b(digest_size=8), 0
+    with forced(case.form):
+        for index in range(STEPS):
+            step = make_step(case, index)
+            counts = counts_of(case.split, step.logits.shape[0], world_size, index)
+            wide = Step(step.logits.double(), step.targets, step.iid_mask, step.weight)
+            expected, whole = loss_and_gradient(alone, wide)
+            with CollectiveCounter() as counter:
+                value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+            number = counter.total
+            reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+            error = (gradient.double() / world_size - reference).norm() / whole.norm().clamp_min(1e-30)
+            worst_gradient = max(worst_gradient, float(error))
+            difference = (value.double().nan_to_num() - expected.nan_to_num()).abs()
+            worst_value = max(worst_value, float(difference.max() / expected.nan_to_num().abs().max().clamp_min(1e-3)))
+            digest.update(value.contiguous().numpy().tobytes())
+    return Outcome(worst_gradient, worst_value, digest.hexdigest(), number)
+
+
+def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
+    """Run several cases in one task."""
+    return [run_case(rank, case) for case in cases]
+
+
+def assert_exact(pool: WorkerPool, cases: list[Case]) -> list[Outcome]:
+    """Assert that the promise holds, and that all ranks have the same value to the last bit."""
+    of_ranks = pool(run_cases, cases)
+    for case, *outcomes in zip(cases, *of_ranks):
+        assert len({outcome.digest for outcome in outcomes}) == 1, case
+        for outcome in outcomes:
+            assert outcome.gradient <= LIMITS[case.dtype], (case, outcome)
+            assert outcome.value <= LIMITS[case.dtype], (case, outcome)
+    return of_ranks[0]
+
+
+ROWS_OF: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weighted": {"weighted": True, "split": "last"},
+    "masked": {"masked": True, "split": "empty"},
+    "classes": {"num_classes": 4, "split": "empty"},
+    "multi_hot": {"num_classes": 3, "multi_hot": True, "weighted": True},
+    "queue": {"queue_size": 130, "split": "empty"},
+    "queue_of_classes": {"queue_size": 130, "num_classes": 3, "weighted": True, "reduction": "none"},
+    "queue_on_one_rank": {"queue_size": 130, "multi_hot": True, "num_classes": 2, "split": "last"},
+    "negatives": {"queue_size": 50, "queue_keep": "negatives", "temperature": None},
+    "automatic": {"temperature": None, "num_classes": 2, "queue_size": 64, "split": "empty"},
+}
+
+
+def cases_of(loss: str, form: str) -> list[Case]:
+    """Return every kind of rows in both dtypes."""
+    return [Case(loss, form, dtype, **kind) for dtype in LIMITS for kind in ROWS_OF.values()]
+
+
+@pytest.mark.parametrize("form", ["moments", "positives", "gather"])
+def test_smooth_ap_equals_one_process(pool_of_two: WorkerPool, form: str) -> None:
+    assert_exact(pool_of_two, cases_of("smooth_ap", form))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["moments", "positives", "gather"])
+def test_smooth_ap_on_four_ranks(pool_of_four: WorkerPool, form: str) -> None:
+    assert_exact(pool_of_four, cases_of("smooth_ap", form))
+
+
+THRESHOLDS: dict[str, dict[str, Any]] = {
+    "linear": {"options": (("quantile_interpolation", "linear"),)},
+    "linear_queue": {"options": (("quantile_interpolation", "linear"),), "queue_size": 90, "num_classes": 2},
+    "detached": {"options": (("threshold_gradient", False),), "queue_size": 40},
+}
+BANDS: dict[str, dict[str, Any]] = {
+    "population": {"options": (("budget_basis", "population"), ("n_knots", 4)), "num_classes": 3, "masked": True},
+    "live": {"options": (("pos_numerator", "live"), ("tau_scale", "band")), "queue_size": 90, "weighted": True},
+}
+
+
+@pytest.mark.parametrize("loss", ["recall", "trapezoid"])
+def test_losses_at_thresholds_equal_one_process(pool_of_two: WorkerPool, loss: str) -> None:
+    kinds = [*THRESHOLDS.values(), *(BANDS.values() if loss == "trapezoid" else [])]
+    more = [Case(loss, "sums", dtype, **kind) for dtype in LIMITS for kind in kinds]
+    cases = cases_of(loss, "sums") + more
+    if loss == "trapezoid":
+        cases = [case._replace(temperature=case.temperature or 0.3) for case in cases]
+    assert_exact(pool_of_two, cases)
+
+
+@pytest.mark.parametrize("loss", ["recall", "trapezoid", "pairwise", "dro"])
+def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> None:
+    kinds = [{"queue_size": 90}, {"num_classes": 3, "weighted": True, "masked": True, "split": "empty"}]
+    assert_exact(pool_of_two, [Case(loss, "gather", dtype, **kind) for dtype in LIMITS for kind in kinds])
+
+
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [
+        (Case(), 2),  # header, moments
+        (Case(temperature=None), 3),  # header, sample, moments
+        (Case(num_classes=3), 3),  # header, ranges, moments
+        (Case(queue_size=40), 2),
+        (Case(form="positives"), 4),  # header, positives, sums, gradients
+        (Case(form="gather"), 2),
+        (Case(form="gather", queue_size=40), 3),
+        (Case("recall", "sums", "float32"), 5),  # header, three digits, sums
+        (Case("recall", "sums"), 8),
+        (Case("trapezoid", "sums", "float32", queue_size=40), 5),
+        (Case("trapezoid", "sums", "float32", num_classes=3), 5),
+    ],
+    ids=str,
+)
+def test_number_of_collectives(pool_of_two: WorkerPool, case: Case, number: int) -> None:
+    for split in ("uneven", "last"):
+        (outcome,) = assert_exact(pool_of_two, [case._replace(split=split)])
+        assert outcome.collectives == number
+
+
+# Score sets
+
+
+def of_sets(rank: int, form: str, dtype_name: str) -> list[str]:
+    """Compare every set of scores, and every value that is not finite, with sums over pairs; return what differs."""
+    from fullrank.kernels.soft_ranks import smooth_ap_sums
+
+    dtype, world_size, wrong = getattr(torch, dtype_name), dist.get_world_size(), []
+    limit, loss_limit = (2e-6, 6e-8) if dtype == torch.float32 else (1e-12, 1e-13)
+    extremes = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "both": {0: torch.inf, 1: torch.inf}}
+    extremes |= {"nan": {1: torch.nan}, "lone positive": {2: torch.inf}}
+    for name, make in SETS.items():
+        for temperature in (1e-4, 0.1, 10.0):
+            for kind in extremes if name in ("normal", "cauchy") else ("finite",):
+                scores = make()[::2].to(dtype)[:, None].clone()
+                positive = torch.rand(scores.shape[0], generator=score_generator()) < 0.05
+                positive[:3] = torch.tensor([False, kind == "both", True])
+                for row, value in extremes[kind].items():
+                    scores[row] = value
+                leaf = scores.double().clone().requires_grad_()
+                expected, _ = smooth_ap_sums(leaf.t(), positive[None], None, None, temperature, "direct")
+                expected.sum().backward()
+                assert leaf.grad is not None
+                step = Step(scores, positive.long(), None, None)
+                counts = counts_of("uneven", scores.shape[0], world_size, 0)
+                with forced(form):
+                    loss = fullrank.SmoothAPLoss(1, temperature=temperature, pool="sharded")
+                    own = own_rows(step, counts, rank)
+                    logits = own.logits.clone().requires_grad_()
+                    value = loss(logits, own.targets)
+                    value.backward()
+                assert logits.grad is not None
+                reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                if expected.isnan().any():
+                    right = bool(value.isnan() and logits.grad.isnan().all())
+                else:
+                    size = leaf.grad.norm()
+                    error = (logits.grad.double() / world_size - reference).norm()
+                    # The pair of a positive with itself cancels between two float64 numbers, and may be far larger.
+                    rounding = 1e-15 * 0.25 / temperature / float(positive.sum())
+                    right = bool(error <= limit * size + rounding or size <= 1e-12)
+                    right &= bool((value.double() - expected).abs() <= loss_limit * expected + loss_limit / 6)
+                if not right:
+                    wrong.append(f"{name} {kind} {temperature} {value} {expected} {(logits.grad - reference).norm()}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("form", ["moments", "positives"])
+def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str) -> None:
+    """A value that is not finite is on one rank alone, or on two."""
+    assert pool_of_two(of_sets, form, dtype) == [[], []]
+
+
+def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
+    """Do the same for recall, against the pure function in float64."""
+    dtype, world_size, wrong = getattr(torch, dtype_name), dist.get_world_size(), []
+    extremes = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "nan": {1: torch.nan}}
+    for name, make in SETS.items():
+        for temperature in (1e-4, 0.1, 10.0):
+            for kind in extremes if name in ("normal", "cauchy") else ("finite",):
+                scores = make()[::2].to(dtype)[:, None].clone()
+                targets = (torch.rand(scores.shape[0], generator=score_generator()) < 0.05).long()
+                for row, value in extremes[kind].items():
+                    scores[row] = value
+                step = Step(scores, targets, None, None)
+                counts = counts_of("uneven", scores.shape[0], world_size, 0)
+                leaf = scores.double().clone().requires_grad_()
+                expected = fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature)
+                expected.backward()
+                with forced("sums"):
+                    loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature, pool="sharded")
+                    value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+                assert leaf.grad is not None
+                if expected.isnan():
+                    right = bool(value.isnan())
+                else:
+                    reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                    error = (gradient.double() / world_size - reference).norm()
+                    right = bool(error <= LIMITS[dtype_name] * leaf.grad.norm().clamp_min(1e-12))
+                    right &= bool((value - expected).abs() <= LIMITS[dtype_name])
+                if not right:
+                    wrong.append(f"{name} {kind} {temperature} {value} {expected} {leaf.grad.norm()} {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_recall_of_any_scores(pool_of_two: WorkerPool, dtype: str) -> None:
+    assert pool_of_two(recall_of_sets, dtype) == [[], []]
+
+
+# Controls
+
+
+def without_the_others(rank: int, what: str, case: Case) -> float:
+    """Return the error of the gradient when a rank takes one thing from its own rows."""
+    from fullrank.distributed.exchange import Exchange
+
+    if what == "table":  # that of one rank, and so its thresholds
+        patched: Any = mock.patch.object(Exchange, "sum", lambda self, tensor, named: tensor)
+    else:  # bins that begin where this rank's rows do
+        original = sharded_smooth_ap.cover
+
+        def shifted(*arguments: Any) -> Any:
+            bins = original(*arguments)
+            return bins._replace(first=bins.first - rank, window=bins.window + 1)
+
+        patched = mock.patch.object(sharded_smooth_ap, "cover", shifted)
+    with patched:
+        return run_case(rank, case).gradient
+
+
+@pytest.mark.parametrize(
+    ("what", "case"), [("table", Case()), ("ranges", Case()), ("table", Case("recall", "sums"))], ids=str
+)
+def test_control_what_one_rank_knows_is_not_enough(pool_of_two: WorkerPool, what: str, case: Case) -> None:
+    assert max(pool_of_two(without_the_others, what, case)) > 1e-3
+
+
+def bytes_sent(rank: int, num_rows: int) -> int:
+    """Return the bytes of one forward and backward at a tenth of the spread."""
+    generator = torch.Generator().manual_seed(rank)
+    logits = torch.randn(num_rows, 1, generator=generator).clamp(-5, 5)
+    logits[:2, 0] = torch.tensor([-5.0, 5.0])
+    logits.requires_grad_()
+    loss = fullrank.SmoothAPLoss(1, temperature=0.1, pool="sharded")
+    with CollectiveCounter() as counter:
+        loss(logits, (torch.rand(num_rows, generator=generator) < 0.02).long()).backward()
+    return sum(counter.sizes)
+
+
+def test_bytes_do_not_grow_with_the_rows(pool_of_two: WorkerPool) -> None:
+    few, many = (pool_of_two(bytes_sent, rows)[0] for rows in (100_000, 200_000))
+    assert few < 100_000
+    assert many == few
+
+
+# The choice
+
+
+def test_max_pool_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_pool_size: expected None with pool='sharded', got 9"):
+        fullrank.SmoothAPLoss(1, max_pool_size=9, pool="sharded")
+    with pytest.raises(ValueError, match="pool: expected"):
+        fullrank.SmoothAPLoss(1, pool="shared")  # type: ignore[arg-type]
+
+
+def differing_pools(rank: int) -> tuple[str, str]:
+    """Shard the pool on one rank alone."""
+    loss = fullrank.SmoothAPLoss(1, pool="sharded" if rank else "gathered")
+    return error_of(lambda: loss(torch.zeros(3, 1), torch.tensor([0, 1, 0])))
+
+
+def test_ranks_with_other_pools_raise(pool_of_two: WorkerPool) -> None:
+    for error, text in pool_of_two(differing_pools):
+        assert error == "RuntimeError"
+        assert "arguments: " in text
+
+
+def queries_and_one_process(rank: int) -> list[bool]:
+    """Return whether calls that need no sharded pool are those of a gathered one."""
+    losses = [fullrank.SmoothAPLoss(1, pool=pool) for pool in ("gathered", "sharded")]
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(20, 1, generator=generator), torch.randint(0, 2, (20,), generator=generator)
+    indexes = torch.randint(0, 3, (20,), generator=generator)
+    values = [loss(*rows, indexes=indexes) for loss in losses]
+    for loss in losses:
+        loss.gather_distributed = False
+    return [bool(values[0] == values[1]), bool(losses[0](*rows) == losses[1](*rows))]
+
+
+def test_queries_are_gathered_and_one_process_needs_nothing(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(queries_and_one_process) == [[True, True]] * 2

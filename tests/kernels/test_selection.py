@@ -1,0 +1,113 @@
+"""Quantiles by counts of digits equal those of the sorted scores, bit for bit, however the scores are split."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullrank.kernels import selection
+from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels
+from fullrank.kernels.selection import select_levels
+
+FRACTIONS = [0.005, 0.5, 0.1, 0.9, 0.0, 1.0, 1 / 3]
+
+
+def scores_of(kind: str, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """Return (C, 600) scores."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(num_classes, 600, generator=generator, dtype=torch.float64)
+    if kind == "tied":
+        scores = scores.round()
+    if kind == "zeros":
+        scores = torch.where(scores > 0.5, 0.0, -0.0).to(torch.float64) + (scores > 1) * 1e-310
+    if kind == "wide":
+        scores = (scores * 40).exp() * scores.sign()
+    if kind == "not finite":
+        scores[:, ::5], scores[:, 1::7] = math.inf, -math.inf
+    return scores.to(dtype)
+
+
+class Together:
+    """Adds up what several parts bring, one round after another."""
+
+    def __init__(self, parts: list[tuple[Tensor, Tensor | None]], interpolation: str) -> None:
+        self.parts, self.interpolation = parts, interpolation
+        self.sums: list[Tensor] = []
+
+    def run(self) -> Any:
+        """Replay all parts until no round is left: a part that asks for a round that is not known yet stops there."""
+        while True:
+            asked: list[Tensor] = []
+            results = []
+            for number, (scores, member) in enumerate(self.parts):
+                given = iter(self.sums)
+
+                def add(values: Tensor, given: Any = given, asked: list[Tensor] = asked) -> Tensor:
+                    known = next(given, None)
+                    if known is None:
+                        asked.append(values)
+                        raise StopIteration
+                    return known
+
+                extra = torch.tensor([1.0, float(number)], dtype=torch.float64)
+                try:
+                    results.append(select_levels(scores, member, FRACTIONS, self.interpolation, add, extra))
+                except StopIteration:
+                    continue
+            if not asked:
+                return results
+            assert len(asked) == len(self.parts)
+            assert len({part.shape for part in asked}) == 1
+            self.sums.append(torch.stack(asked).sum(dim=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equal_to_the_quantiles_of_all(kind: str, dtype: torch.dtype, masked: bool) -> None:
+    for num_classes in (1, 3):
+        scores = scores_of(kind, num_classes, dtype)
+        member = torch.rand(scores.shape, generator=torch.Generator().manual_seed(4)) < 0.8 if masked else None
+        for interpolation in INTERPOLATIONS if kind == "tied" else ["linear"]:
+            expected = upper_levels(scores, member, FRACTIONS, interpolation)
+            bounds = [0, 0, 1, 250, 600]  # a part without rows, one with a single row
+            parts = [(scores[:, a:b], None if member is None else member[:, a:b]) for a, b in pairwise(bounds)]
+            together = Together(parts, interpolation)
+            for levels, count, extra in together.run():
+                assert torch.equal(levels.base.nan_to_num(nan=7.0), expected.base.nan_to_num(nan=7.0))
+                if expected.offset is None:
+                    assert levels.offset is None
+                else:
+                    assert torch.equal(levels.offset.nan_to_num(nan=7.0), expected.offset.nan_to_num(nan=7.0))
+                assert torch.equal(count, (member if masked else torch.ones_like(scores)).sum(dim=1).double())
+                assert extra.tolist() == [4.0, 6.0]
+            assert len(together.sums) == (3 if dtype == torch.float32 else 6)
+
+
+def test_many_classes_take_more_rounds_of_shorter_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "MOST_COUNTS", 512)
+    scores = scores_of("normal", 3, torch.float32)
+    together = Together([(scores[:, :50], None), (scores[:, 50:], None)], "linear")
+    levels = together.run()[1].levels
+    assert torch.equal(levels.value, upper_levels(scores, None, FRACTIONS, "linear").value)
+    assert len(together.sums) > 3
+
+
+def test_control_the_quantiles_of_one_part_are_others() -> None:
+    scores = scores_of("normal", 1, torch.float32)
+    expected = upper_levels(scores, None, FRACTIONS, "higher").base
+    alone = select_levels(scores[:, :300], None, FRACTIONS, "higher", lambda counts: counts, torch.zeros(0))
+    assert not torch.equal(alone.levels.base, expected)
+
+
+def test_a_class_without_a_member() -> None:
+    scores = torch.ones(2, 5)
+    member = torch.tensor([[True], [False]]).expand(2, 5)
+    found = select_levels(scores, member, [0.5], "linear", lambda counts: counts, torch.zeros(0))
+    assert found.members.tolist() == [5.0, 0.0]
+    assert found.levels.value[0, 0] == 1.0

@@ -1,0 +1,196 @@
+"""A queue of which each rank keeps its own rows: together they are the queue that every rank would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from workers import error_of, get_pool
+
+import fullrank
+from fullrank.queues.memory_queue import MemoryQueue
+from fullrank.queues.own_queue import OwnQueue
+
+
+def batch(step: int, world_size: int, num_classes: int, weighted: bool) -> list[list[Tensor | None]]:
+    """Return the rows of each rank: some ranks have none, and some rows are not stored."""
+    generator = torch.Generator().manual_seed(step)
+    parts = []
+    for rank in range(world_size):
+        count = 0 if (step + rank) % 4 == 0 else int(torch.randint(1, 40, (), generator=generator))
+        logits = torch.randn(count, num_classes, generator=generator)
+        logits[::7] = torch.nan
+        targets = torch.randint(0, max(2, num_classes), (count,), generator=generator)
+        targets[::5] = -100
+        weight = torch.rand(count, generator=generator) if weighted else None
+        parts.append([logits, targets, torch.rand(count, generator=generator) < 0.5, weight])
+    return parts
+
+
+def enqueue(queues: list[OwnQueue], whole: MemoryQueue, step: int, weighted: bool) -> None:
+    """Enqueue one step."""
+    parts = batch(step, len(queues), whole.num_classes, weighted)
+    counts = [queue.count(part[0], part[1]) for queue, part in zip(queues, parts)]  # type: ignore[arg-type]
+    for queue, part in zip(queues, parts):
+        queue.enqueue(*part, counts)  # type: ignore[arg-type]
+    columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts)]  # type: ignore[arg-type]
+    whole.enqueue(*columns)  # type: ignore[arg-type]
+
+
+def joined(queues: list[OwnQueue]) -> list[Tensor]:
+    """Return the rows of all ranks, where a gathered queue has them."""
+    order = torch.cat([queue.places() for queue in queues]).argsort()
+    columns = zip(*(queue.rows() for queue in queues))
+    return [torch.cat(column)[order] for column in columns if column[0] is not None]
+
+
+def assert_equal(queues: list[OwnQueue], whole: MemoryQueue) -> None:
+    """Assert that the ranks hold the rows of ``whole``, in its order, and know how many each has."""
+    for ours, theirs in zip(joined(queues), [rows for rows in whole.rows() if rows is not None], strict=True):
+        assert torch.equal(ours, theirs)
+    for queue in queues:
+        assert queue.num_held == len(whole)
+        assert queue.position == queues[0].position
+        for rank, other in enumerate(queues):
+            assert torch.equal(queue.places(rank), other.places())
+
+
+@pytest.mark.parametrize("keep", ["all", "negatives"])
+@pytest.mark.parametrize(("capacity", "num_classes", "weighted"), [(100, 1, False), (7, 3, True), (1000, 1, True)])
+def test_the_ranks_hold_the_rows_of_a_gathered_queue(
+    capacity: int, num_classes: int, weighted: bool, keep: Any
+) -> None:
+    whole = MemoryQueue(capacity, num_classes, keep=keep)
+    queues = [OwnQueue(capacity, num_classes, keep=keep) for _ in range(3)]
+    for rank, queue in enumerate(queues):
+        queue.take_place(rank, 3)
+    for step in range(14):
+        enqueue(queues, whole, step, weighted and step > 2)
+        assert_equal(queues, whole)
+    assert sum(queue._checksum for queue in queues) == whole.checksum
+    held = sum(queue._logits.shape[0] for queue in queues)
+    assert held <= 4 * capacity + 400  # buffers are at most doubled twice, or hold one step
+    for queue in queues:
+        queue.reset()
+        assert len(queue) == queue.num_held == 0
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_gathered_state_is_split_and_goes_on(steps: int) -> None:
+    whole, alone = MemoryQueue(50, 2), OwnQueue(50, 2)
+    alone.take_place(0, 1)
+    for step in range(steps):
+        enqueue([alone], whole, step, False)
+    state = alone.get_extra_state()
+    for name, value in whole.get_extra_state().items():  # one rank saves what a gathered queue would
+        assert torch.equal(state[name], value) if isinstance(value, Tensor) else state[name] == value, name
+    queues = [OwnQueue(50, 2) for _ in range(4)]
+    for rank, queue in enumerate(queues):
+        queue.set_extra_state(state)
+        queue.take_place(rank, 4)
+    assert_equal(queues, whole)
+    assert max(len(queue) for queue in queues) - min(len(queue) for queue in queues) <= 1
+    for step in range(steps, steps + 4):
+        enqueue(queues, whole, step, False)
+        assert_equal(queues, whole)
+    assert sum(queue._checksum for queue in queues) == whole.checksum
+
+
+def test_rows_of_one_rank_load_there_alone() -> None:
+    whole, queues = MemoryQueue(50, 1), [OwnQueue(50, 1) for _ in range(2)]
+    for rank, queue in enumerate(queues):
+        queue.take_place(rank, 2)
+    for step in range(5):
+        enqueue(queues, whole, step, True)
+    again = [OwnQueue(50, 1) for _ in range(2)]
+    for rank, (queue, old) in enumerate(zip(again, queues)):
+        queue.set_extra_state(old.get_extra_state())
+        queue.take_place(rank, 2)
+    assert_equal(again, whole)
+    enqueue(again, whole, 5, True)
+    assert_equal(again, whole)
+    for place in ((1, 2), (0, 3), (0, 1)):
+        with pytest.raises(ValueError, match=r"those of rank 0 of 2\. Call gather_queue"):
+            again[0].take_place(*place)
+    with pytest.raises(ValueError, match=r"rows of all ranks, got those of rank 0 of 2\. Call gather_queue"):
+        MemoryQueue(50, 1).set_extra_state(queues[0].get_extra_state())
+
+
+# With ranks
+
+
+def rows_of(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of a step that is the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(step)
+    logits = torch.randn(24, 1, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 2, (24,), generator=generator)
+    own = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
+    return logits[own].requires_grad_(), targets[own]
+
+
+def train(rank: int, folder: str, pool: Any, load: str, save: str, first: int, gather: bool = True) -> list[float]:
+    """Take three steps from a checkpoint, and save one."""
+    world_size, values = dist.get_world_size(), []
+    loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)
+    if load:
+        loss.load_state_dict(torch.load(Path(folder, load), weights_only=True))
+    for step in range(first, first + 3):
+        value = loss(*rows_of(step, rank, world_size))
+        value.backward()
+        values.append(value.item())
+    if gather:
+        loss.gather_queue()
+    if save and (rank == 0 or not gather):
+        torch.save(loss.state_dict(), Path(folder, save if gather else f"{save}{rank}"))
+    dist.barrier()
+    return values
+
+
+def test_a_gathered_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run: list[float] = []
+    ways: list[tuple[int, Any]] = [(2, "sharded"), (4, "sharded"), (2, "gathered"), (4, "sharded")]
+    for index, (world_size, pool) in enumerate(ways):
+        load = f"state{index - 1}" if index else ""
+        values = get_pool(world_size)(train, folder, pool, load, f"state{index}", 3 * index)
+        assert all(value == values[0] for value in values)
+        run += values[0]
+    whole = get_pool(2)(train, folder, "gathered", "", "whole", 0)[0]
+    for first in (3, 6, 9):
+        load = "whole"
+        whole += get_pool(2)(train, folder, "gathered", load, "whole", first)[0]
+    assert run == pytest.approx(whole, rel=1e-12)
+
+
+def elsewhere(rank: int, folder: str) -> list[tuple[str, str]]:
+    """Load own rows on another rank, on another number of ranks, and into a gathered pool; validate alone."""
+    own, other = (torch.load(Path(folder, f"own{r}"), weights_only=True) for r in (rank % 2, 1 - rank % 2))
+    found = []
+    for pool, state in (("sharded", other), ("gathered", own)):
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)  # type: ignore[arg-type]
+        found.append(error_of(lambda loss=loss, state=state: loss.load_state_dict(state)))  # type: ignore[misc]
+    loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded")
+    if dist.get_world_size() == 2:
+        loss.load_state_dict(own)
+        loss(*rows_of(3, rank, 2))
+        loss.gather_distributed = False
+        found.append(error_of(lambda: loss(*rows_of(4, 0, 1))))
+    else:
+        found.append(error_of(lambda: loss.load_state_dict(own)))
+    return found
+
+
+def test_own_rows_load_where_they_were(tmp_path: Path) -> None:
+    get_pool(2)(train, str(tmp_path), "sharded", "", "own", 0, False)
+    for world_size in (2, 4):
+        for rank, (other, gathered, third) in enumerate(get_pool(world_size)(elsewhere, str(tmp_path))):
+            assert other[0] == gathered[0] == "ValueError"
+            assert f"the rows of rank {rank} of {world_size}, got those of rank {1 - rank % 2} of 2." in other[1]
+            assert "expected the rows of all ranks" in gathered[1]
+            assert third[0] == ("RuntimeError" if world_size == 2 else "ValueError")
+            assert all("gather_queue()" in text for _, text in (other, gathered)), third
+            assert "pool='gathered'" in third[1] if world_size == 2 else "gather_queue()" in third[1]
