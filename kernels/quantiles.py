@@ -158,15 +158,18 @@ def _in_order(
 
     ``last`` is the largest rank, of each class (C, 1) or of all.
     """
-    from_top = max(fractions) <= 0.5
-    if not from_top and min(fractions) <= 0.5:
-        ordered = _filled(scores, member, math.inf).sort(dim=1).values  # [C, M]
+    # Branches, because torch.compile may make the outcome of a comparison symbolic, which topk does not take.
+    if max(fractions) <= 0.5:
+        from_top, share = True, max(fractions)
+    elif min(fractions) > 0.5:
+        from_top, share = False, 1.0 - min(fractions)
     else:
-        share = max(fractions) if from_top else 1.0 - min(fractions)
-        most = min(scores.shape[1], math.floor(share * (scores.shape[1] - 1) * (1 + _SNAP)) + 2)
-        tail = _filled(scores, member, -math.inf if from_top else math.inf)
-        ordered = tail.topk(most, dim=1, largest=from_top).values  # [C, k]
-        ranks = (last - ranks if from_top else ranks).clamp_max(most - 1)
+        ordered = _filled(scores, member, math.inf).sort(dim=1).values  # [C, M]
+        return ordered.gather(1, ranks.expand(scores.shape[0], -1))
+    most = min(scores.shape[1], math.floor(share * (scores.shape[1] - 1) * (1 + _SNAP)) + 2)
+    tail = _filled(scores, member, -math.inf if from_top else math.inf)
+    ordered = tail.topk(most, dim=1, largest=from_top).values  # [C, k]
+    ranks = (last - ranks if from_top else ranks).clamp_max(most - 1)
     return ordered.gather(1, ranks.expand(scores.shape[0], -1))
 
 

@@ -84,7 +84,7 @@ def sigmoid_sums(
         raise ValueError(expected("queries, keys, weights", what, shapes))
     wide = torch.promote_types(queries.dtype, torch.float32)
     inputs = [tensor.to(wide) if batched else tensor.to(wide)[None] for tensor in (queries, keys, weights)]
-    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None).to(queries.dtype)
+    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None)[0].to(queries.dtype)
     return sums if batched else sums[0]
 
 
@@ -99,21 +99,40 @@ def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temp
         weights: (C, K, n), the dtype of ``queries``.
         temperatures: (C,), > 0, detached.
     """
-    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", temperatures.to(queries.dtype))
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", temperatures.to(queries.dtype))[0]
     return sums
 
 
 def _sums(
     queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the sums (C, Q, n), and the ends of the scores on the host, (3, C), for the backward.
+
+    ``temperatures`` (C,) replace ``temperature`` where they are given.
+    """
+    ends = _ends(queries, keys, weights, method, temperatures)
+    sums = _sums_of_some(queries, keys, weights, temperature, method, temperatures, ends)
+    # Where nothing has been read, in a shape that the compiler knows.
+    nothing = torch.full((3, queries.shape[0]), math.nan, dtype=queries.dtype, device="cpu")
+    return sums, nothing if ends is None else ends
+
+
+def _sums_of_some(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    temperature: float,
+    method: str,
+    temperatures: Tensor | None,
+    ends: Tensor | None,
 ) -> Tensor:
-    """Return the sums (C, Q, n). ``temperatures`` (C,) replace ``temperature`` where they are given."""
-    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures)
+    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures, ends)
     if tables is not None:
         return tables.read(tables.sigmoids(tables.moments(keys, weights)), queries)
     parts = _num_parts(queries, keys, weights, method, temperatures)
     if parts > 1:
         of_each = _split(parts, temperatures, queries, keys, weights)
-        return torch.cat([_sums(q, k, w, temperature, method, t) for t, q, k, w in of_each])
+        return torch.cat([_sums(q, k, w, temperature, method, t)[0] for t, q, k, w in of_each])
     sums = None
     for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
@@ -131,15 +150,17 @@ def _gradients(
     keys: Tensor,
     weights: Tensor,
     temperatures: Tensor | None,
+    ends: Tensor,
     temperature: float,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and weights.
+    """Return the gradients of queries, keys and weights. ``ends`` are those of the forward, NaN where not known.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
     grad = grad.contiguous()
-    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures)
+    known = _ends(queries, keys, weights, method, temperatures) if bool(ends.isnan().any()) else ends
+    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures, known)
     if tables is not None:
         of_keys, of_queries = tables.moments(keys, weights), tables.moments(queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), queries) * grad).sum(dim=2)
@@ -148,7 +169,8 @@ def _gradients(
     parts = _num_parts(queries, keys, weights, method, temperatures)
     if parts > 1:
         of_each = _split(parts, temperatures, grad, queries, keys, weights)
-        found = (_gradients(g, q, k, w, t, temperature, method) for t, g, q, k, w in of_each)
+        unknown = ends.new_full((3, 1), math.nan)
+        found = (_gradients(g, q, k, w, t, unknown, temperature, method) for t, g, q, k, w in of_each)
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
     grads = None
@@ -169,33 +191,60 @@ def _gradients(
 # Pairs or bins
 
 
+def _ends(queries: Tensor, keys: Tensor, weights: Tensor, method: str, temperatures: Tensor | None) -> Tensor | None:
+    """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
+
+    None where the pairs are summed directly in any case. Waits for the device, once for all of them.
+    """
+    num_pairs = queries.numel() * keys.shape[1]
+    num_rows = (queries.numel() + keys.numel()) * weights.shape[2]
+    if method == "direct" or num_pairs == 0:
+        return None
+    if method == "auto" and costs_of(queries.device).pairs_are_faster(num_pairs, num_rows):
+        return None
+    low, high = (
+        torch.minimum(queries.amin(dim=1), keys.amin(dim=1)),
+        torch.maximum(queries.amax(dim=1), keys.amax(dim=1)),
+    )
+    return torch.stack([low, high, torch.ones_like(low) if temperatures is None else temperatures]).cpu()
+
+
 def _tables_if_faster(
-    queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    temperature: float,
+    method: str,
+    temperatures: Tensor | None,
+    ends: Tensor | None,
 ) -> _Tables | None:
     """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly.
 
     With a temperature for each of several classes, all classes have the same bins on a line of their own, on which the
     scores are multiplied by a power of two, which is exact, so that the temperatures are between 1 and 2.
     """
+    if ends is None or not bool(ends[:2].isfinite().all()):
+        return None
     costs, num_pairs = costs_of(queries.device), queries.numel() * keys.shape[1]
     num_rows = (queries.numel() + keys.numel()) * weights.shape[2]
-    if method == "direct" or num_pairs == 0 or (method == "auto" and costs.pairs_are_faster(num_pairs, num_rows)):
-        return None
     both, factors = torch.cat([queries, keys], dim=1), None
     if temperatures is not None and temperatures.numel() == 1:
-        temperature, temperatures = float(temperatures), None
+        temperature, temperatures = ends[2].item(), None
+    low, high = ends[0], ends[1]
     if temperatures is not None:
         if queries.shape[0] > MOST_KERNELS:
             return None
-        factors = torch.ldexp(torch.ones_like(temperatures), 1 - torch.frexp(temperatures).exponent)  # [C]
-        both, temperature = both * factors[:, None], 1.0
-    low, high = both.amin(dim=1), both.amax(dim=1)
-    if not bool((low.isfinite() & high.isfinite()).all()):
-        return None
+        powers = torch.ldexp(torch.ones_like(low), 1 - torch.frexp(ends[2]).exponent)  # [C]
+        low, high, temperature = low * powers, high * powers, 1.0
+        if not bool((low.isfinite() & high.isfinite()).all()):
+            return None
+        factors = powers.to(queries.device, non_blocking=True)
+        both = both * factors[:, None]
     order = order_for(both, both.shape[1])
     bins = find_bins(both, low, high, temperature, order.fine)
     if bins is None:
         return None
+    bins = bins._replace(first=bins.first.to(queries.device, non_blocking=True))
     num_bins = bins.num_coarse * queries.shape[0] * weights.shape[2]
     if method != "binned" and costs.pairs_are_faster(num_pairs, num_rows, num_bins):
         return None
@@ -343,8 +392,9 @@ class _Tables:
 
 def _fake_sums(
     queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
-) -> Tensor:
-    return queries.new_empty(*queries.shape, weights.shape[-1])
+) -> tuple[Tensor, Tensor]:
+    ends = torch.empty(3, queries.shape[0], dtype=queries.dtype, device="cpu")
+    return queries.new_empty(*queries.shape, weights.shape[-1]), ends
 
 
 def _fake_gradients(
@@ -353,6 +403,7 @@ def _fake_gradients(
     keys: Tensor,
     weights: Tensor,
     temperatures: Tensor | None,
+    ends: Tensor,
     temperature: float,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,7 +414,7 @@ _sigmoid_sums = register(
     "sigmoid_sums",
     forward=_sums,
     fake=_fake_sums,
-    saved=lambda inputs, output: ((*inputs[:3], inputs[5]), inputs[3:5]),
+    saved=lambda inputs, outputs: ((*inputs[:3], inputs[5], outputs[1]), inputs[3:5]),
     backward=_gradients,
     fake_backward=_fake_gradients,
 )
