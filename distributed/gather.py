@@ -104,9 +104,8 @@ def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
     world_size, rank, most = len(plan.rows), plan.group.rank(), max(plan.rows)
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    padded = wide.new_zeros(world_size * most, *grad.shape[1:])
-    padded.index_copy_(0, padded_places(plan.rows, grad.device), wide)
-    padded = padded.unflatten(0, (world_size, most))
+    padded = wide.new_zeros(world_size, most, *grad.shape[1:])
+    padded[padded_places(plan.rows, grad.device)] = wide
     staged = padded.cpu() if backend_by_device(plan.group).get(grad.device.type) == "gloo" else padded
     own = staged.new_empty(max(most * grad[:0].new_empty(1, *grad.shape[1:]).numel(), 1))
     flat = staged.reshape(-1) if staged.numel() else staged.new_zeros(world_size)

@@ -69,26 +69,28 @@ def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
     return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(_ALIGN)
 
 
-def padded_places(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Return (sum N_r,) int64: where each row is among the W * max(N_r) rows of a padded block.
+Places = tuple[Tensor, Tensor]
+
+
+def padded_places(rows: Sequence[int], device: torch.device) -> Places:
+    """Return the rank of each row of all ranks and its place among the rows of that rank, (sum N_r,) int64 each.
 
     The number of kernels does not depend on the number of ranks, and nothing waits for the device.
     """
     counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    padding = counts.max() - counts
-    before = padding.cumsum(0) - padding  # in the parts of earlier ranks
-    ends, before = torch.stack([counts.cumsum(0), before]).to(device, non_blocking=True)
+    ends, starts = torch.stack([counts.cumsum(0), counts.cumsum(0) - counts]).to(device, non_blocking=True)
     row = torch.arange(sum(rows), device=device)
-    return row + before[torch.searchsorted(ends, row, right=True)]
+    rank = torch.searchsorted(ends, row, right=True)
+    return rank, row - starts[rank]
 
 
-def _unpack(padded: Tensor, rows: Sequence[int], places: Tensor | None) -> Tensor:
+def _unpack(padded: Tensor, rows: Sequence[int], places: Places | None) -> Tensor:
     """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...), which leaves out ``places``.
 
     Always a copy, because the caller could not change a view of the block in place.
     """
     if places is not None:
-        return padded.flatten(0, 1).index_select(0, places)
+        return padded[places]
     if min(rows) < max(rows):  # on the CPU, where a copy of each part is faster than one of each row
         return torch.cat([padded[rank, :count] for rank, count in enumerate(rows)])
     output = padded.new_empty(sum(rows), *padded.shape[2:])

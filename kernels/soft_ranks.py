@@ -164,11 +164,11 @@ def _look(scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tenso
         inside = torch.where(member, scores, math.inf), torch.where(member, scores, -math.inf)
     values = [inside[0].amin(), inside[1].amax()]
     if num_positive < 0:
-        values.append(positive.sum())
+        values.append(positive.sum(dtype=torch.float64))
     if member is not None:
-        values.append(member.sum())
+        values.append(member.sum(dtype=torch.float64))
     if weight is not None:
-        values.append(torch.where(positive, weight, 0.0).sum())
+        values.append(torch.where(positive, weight, 0.0).sum(dtype=torch.float64))
     read = [*torch.stack([value.to(torch.float64) for value in values]).cpu()]
     low, high = (read.pop(0).to(scores.dtype)[None] for _ in range(2))
     num_positive = int(read.pop(0)) if num_positive < 0 else num_positive

@@ -87,7 +87,9 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         if rule.num_classes > 1:
             classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
         positive, member = batch.targets[None] == classes, None  # [C, M]
-        if not batch.complete and may_hold(batch.targets, rule.ignore_index):
+        # A mask that is not needed takes less than to wait for an accelerator.
+        is_host = batch.targets.device.type == "cpu"
+        if not batch.complete and (not is_host or may_hold(batch.targets, rule.ignore_index)):
             part = (batch.targets != rule.ignore_index)[None]
             positive, member = positive & part, part.expand_as(positive)
     if live is not None and queue_keep == "negatives":

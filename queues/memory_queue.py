@@ -206,7 +206,7 @@ class MemoryQueue(nn.Module):
         """
         bits = torch.int64 if logits.dtype == torch.float64 else torch.int32
         count, columns = logits.shape
-        place = torch.arange(columns, device=logits.device) * 2 + 1
+        place = 1 if columns == 1 else torch.arange(columns, device=logits.device) * 2 + 1
         parts = [logits.contiguous().view(bits).to(torch.int64) + place * _MIX[0]]  # [N, C]
         parts.append(targets.to(torch.int64) + place * _MIX[1] if self.multi_hot else (targets + _MIX[1])[:, None])
         parts.append(weight.contiguous().view(bits).to(torch.int64)[:, None])

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import backend_registration
 
 # Views, allocations and questions about metadata: no kernel.
@@ -310,3 +311,17 @@ DEVICE = torch.device("sim", 0)
 _LIBRARIES = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 _LIBRARIES[0].fallback(_run, "PrivateUse1")
 _LIBRARIES[1].impl("_copy_from", lambda source, to, is_free=False: _run(_COPY, to, source, is_free), "PrivateUse1")
+
+
+def init_process_group(**options: Any) -> None:
+    """Make a default group like one of NCCL, which serves the device alone; over gloo, on the memory of the tensors."""
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("simccl", create, devices=[DEVICE.type])
+    dist.init_process_group(f"{DEVICE.type}:simccl", **options)
+    world = dist.group.WORLD
+    assert world is not None
+    backend = world._get_backend(DEVICE)
+    world._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # for the memory

@@ -1,0 +1,129 @@
+"""What a step costs on an accelerator: waits, kernels and bytes, counted on the simulated device of tests/device.py.
+
+Usage: python benchmarks/launches.py [--quick] [--lines NAME]
+       torchrun --nproc-per-node 2 benchmarks/launches.py
+
+Nothing is measured in seconds, so the counts are those of every machine. The last column is a model: 5 us for each
+launch, 20 us for each wait, and 2.5e12 bytes a second, as of a GPU with HBM3 that is driven by eager torch. A GPU that
+runs torch.float64 slowly takes longer. ``--lines`` prints the lines of the package that cost most in one step.
+
+Under torchrun every step is over ranks, in a group that is like one of NCCL: it serves the simulated device alone.
+Each is the third of its kind: the first steps fill caches and the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from report import print_table
+from torch import Tensor, nn
+
+from fullrank import losses
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from device import DEVICE, Counts, count, init_process_group
+
+LAUNCH, WAIT, BYTES_PER_SECOND = 5e-6, 20e-6, 2.5e12
+
+
+class Step(NamedTuple):
+    """Forward and backward of a loss."""
+
+    loss: Callable[[], nn.Module]
+    rows: int
+    classes: int = 1
+    is_large: bool = False  # takes seconds to count
+
+
+def _ap(classes: int = 1, temperature: float | None = 0.1, **options: object) -> Callable[[], nn.Module]:
+    return lambda: losses.SmoothAPLoss(classes, temperature=temperature, **options)
+
+
+STEPS = {
+    "SmoothAP": Step(_ap(), 1_000),
+    "SmoothAP, nothing checked": Step(_ap(validate_args=False), 1_000),
+    "SmoothAP of more rows": Step(_ap(), 100_000),
+    "SmoothAP, automatic temperature": Step(_ap(temperature=None), 100_000),
+    "SmoothAP, queue of 1,024": Step(_ap(queue_size=1024), 100_000),
+    "SmoothAP of many rows": Step(_ap(), 10_000_000, is_large=True),
+    "SmoothAP of classes": Step(_ap(100), 4_096, 100, is_large=True),
+    "SmoothAP of many rows and classes": Step(_ap(100), 100_000, 100, is_large=True),
+    "Recall": Step(lambda: losses.RecallAtQuantileLoss(1, temperature=0.1, queue_size=0), 100_000),
+    "pAUC, trapezoid": Step(lambda: losses.PAUCAtBudgetLoss(1, surrogate="trapezoid", queue_size=0), 100_000),
+    "pAUC, pairwise": Step(lambda: losses.PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), 100_000),
+    "pAUC, dro": Step(lambda: losses.PAUCAtBudgetLoss(1, surrogate="dro", queue_size=0), 100_000),
+    "hard negatives": Step(lambda: losses.HardNegativeCrossEntropyLoss(1), 100_000),
+    "softmax focal": Step(losses.SoftmaxFocalLoss, 100_000, 10),
+}
+QUICK = [name for name, step in STEPS.items() if not step.is_large]
+OVER_RANKS = ["SmoothAP, queue of 1,024", "softmax focal"]
+
+
+def make_rows(step: Step, rank: int = 0) -> tuple[Tensor, Tensor]:
+    """Return scores that require grad, and targets, 5 % positive; each rank has 7 rows more than the one before."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = step.rows + 7 * rank
+    logits = torch.randn(rows, step.classes, generator=generator)
+    if step.classes == 1:
+        targets = (torch.rand(rows, generator=generator) < 0.05).long()
+    else:
+        targets = torch.randint(0, step.classes, (rows,), generator=generator)
+    return logits.to(DEVICE).requires_grad_(), targets.to(DEVICE)
+
+
+def counts_of(step: Step, rank: int = 0) -> Counts:
+    """Return what the third step costs."""
+    loss, (logits, targets) = step.loss().to(DEVICE), make_rows(step, rank)
+    for _ in range(3):
+        logits.grad = None
+        with count() as counts:
+            loss(logits, targets).backward()
+    return counts
+
+
+def seconds(counts: Counts) -> float:
+    """Return the time of the model."""
+    return counts.launches * LAUNCH + counts.waits * WAIT + counts.bytes / BYTES_PER_SECOND
+
+
+def main() -> None:
+    """Count the steps and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="leave out what takes seconds")
+    parser.add_argument("--lines", choices=STEPS, help="print the lines that cost most in this step")
+    arguments = parser.parse_args()
+    rank, names = int(os.environ.get("RANK", 0)), QUICK if arguments.quick else list(STEPS)
+    if "WORLD_SIZE" in os.environ:
+        init_process_group()
+        names = OVER_RANKS
+    if arguments.lines:
+        print(counts_of(STEPS[arguments.lines], rank).report(40))
+        return
+    found = {name: counts_of(STEPS[name], rank) for name in names}
+    if rank == 0:
+        heads = ("step (forward + backward)", "rows", "classes", "waits", "launches", "MB", "model, ms")
+        table = [
+            (
+                name,
+                f"{STEPS[name].rows:,}",
+                str(STEPS[name].classes),
+                str(counts.waits),
+                str(counts.launches),
+                f"{counts.bytes / 1e6:,.0f}",
+                f"{seconds(counts) * 1e3:.2f}",
+            )
+            for name, counts in found.items()
+        ]
+        print_table("What a step costs on an accelerator", heads, table)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
