@@ -22,7 +22,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,12 @@ class Backend(backend_registration._DummyBackendModule):
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         Backend.random_state = state.clone()
+
+    def current_stream(self, device: Any = None) -> Backend:
+        return self  # the only stream; torch.distributed.checkpoint copies on it
+
+    def stream(self, stream: Backend) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def synchronize(self, device: Any = None) -> None:
         for counts in _counting:
