@@ -3,6 +3,7 @@
 The bits of a float, read as an integer whose order is that of the floats, are found digit by digit, the highest first:
 count the digits of all scores, and the counts say which digit the wanted score has and how many scores are below it.
 Then only the scores with that digit are counted. A digit has up to 11 bits, so float32 takes 3 rounds and float64 6.
+The quantiles of a class with a NaN are arbitrary.
 """
 
 from __future__ import annotations
@@ -57,16 +58,17 @@ def select_levels(
     wanted = len(fractions) * (2 if interpolation in BLENDED else 1)
     bits = _plan(_WIDTH[scores.dtype], num_classes, wanted)
     shift, size = _WIDTH[scores.dtype] - bits[0], 1 << bits[0]
-    # The first digit, of all scores. Its highest bit is the sign.
+    # The first digit, of all scores, as its bits are: the highest is the sign, so that negative scores are in reverse.
     counts = torch.zeros(num_classes * size + extra.numel(), dtype=torch.float64, device=scores.device)
     for c, m in chunks(scores):
-        digit = _first_digits(scores[c, m], shift, size, c)
+        digit = _bits_of_first(scores[c, m], shift, size, c)
         digit = digit.reshape(-1) if member is None else digit[member[c, m]]
         counts[: num_classes * size] += torch.bincount(digit, minlength=num_classes * size)
     counts[num_classes * size :] = extra
     counts = add(counts)
     extra = counts[num_classes * size :]
-    cumulated = counts[: num_classes * size].view(num_classes, size).cumsum(dim=1)
+    of_bits = counts[: num_classes * size].view(num_classes, size)
+    cumulated = torch.cat([of_bits[:, size // 2 :].flip(1), of_bits[:, : size // 2]], dim=1).cumsum(dim=1)
     count = cumulated[:, -1]
     shares = count.new_tensor([1.0 - q for q in fractions])
     ranks, weight = ranks_of((count[:, None] - 1).clamp_min(0) * shares, interpolation)  # [C, wanted] from the bottom
@@ -75,16 +77,24 @@ def select_levels(
 
     # Ranks with the same digits so far share a slot, and only scores in a slot are looked at.
     slot = _first_equal(prefix)
+    if wanted == 1:  # two comparisons are faster than a table
+        low, high = (_floats((prefix << shift) + more, scores.dtype) for more in (0, (1 << shift) - 1))
+        low, high = low.nan_to_num(nan=-math.inf), high.nan_to_num(nan=math.inf)
     table = digit.new_full((num_classes * size,), -1)
-    table.scatter_(0, (digit + _offsets(digit, size)).view(-1), slot.expand_as(digit).reshape(-1))
+    bits_of = torch.where(prefix < 0, size // 2 - 1 - prefix, prefix)
+    table.scatter_(0, (bits_of + _offsets(digit, size)).view(-1), slot.expand_as(digit).reshape(-1))
     keys, groups = [digit.new_zeros(0)], [digit.new_zeros(0)]
     for c, m in chunks(scores):
         part = scores[c, m]
-        found = table[_first_digits(part, shift, size, c)]
-        inside = found >= 0 if member is None else (found >= 0) & member[c, m]
-        rows = inside.nonzero(as_tuple=True)
-        keys.append(_sortable(part[rows]).to(torch.int64))
-        groups.append((rows[0] + c.start) * wanted + found[rows])
+        if wanted == 1:
+            inside = (part >= low[c]) & (part <= high[c])
+        else:
+            found = table.take(_bits_of_first(part, shift, size, c))
+            inside = found >= 0
+        rows = (inside if member is None else inside & member[c, m]).reshape(-1).nonzero()[:, 0]
+        keys.append(_sortable(part.reshape(-1)[rows]).to(torch.int64))
+        group = (rows // max(1, part.shape[1]) + c.start) * wanted
+        groups.append(group if wanted == 1 else group + found.reshape(-1)[rows])
     key, group = torch.cat(keys), torch.cat(groups)
     for width in bits[1:]:
         shift, size = shift - width, 1 << width
@@ -127,9 +137,8 @@ def _plan(width: int, num_classes: int, wanted: int) -> list[int]:
 
 
 def _sortable(scores: Tensor) -> Tensor:
-    """Return signed integers in the order of ``scores``; -0 is 0, and every NaN is above infinity."""
-    scores = torch.where(scores.isnan(), math.nan, scores + 0.0)
-    bits, most = scores.view(_INTEGER[scores.dtype]), torch.iinfo(_INTEGER[scores.dtype]).max
+    """Return signed integers in the order of ``scores``; -0 is 0."""
+    bits, most = (scores + 0.0).view(_INTEGER[scores.dtype]), torch.iinfo(_INTEGER[scores.dtype]).max
     return bits ^ ((bits >> (_WIDTH[scores.dtype] - 1)) & most)
 
 
@@ -139,10 +148,13 @@ def _floats(keys: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits ^ ((bits >> (_WIDTH[dtype] - 1)) & most)).view(dtype)
 
 
-def _first_digits(scores: Tensor, shift: int, size: int, classes: slice) -> Tensor:
-    """Return the first digit of each score (c, m), in one table of all classes."""
-    digit = (_sortable(scores) >> shift).to(torch.int64) + (size >> 1)
-    return digit.add_((torch.arange(scores.shape[0], device=scores.device) + classes.start)[:, None] * size)
+def _bits_of_first(scores: Tensor, shift: int, size: int, classes: slice) -> Tensor:
+    """Return the bits of the first digit of each score (c, m), contiguous, in one table of all classes."""
+    bits = (scores + 0.0).contiguous().view(_INTEGER[scores.dtype])
+    bits = (bits >> shift).bitwise_and_(size - 1).to(torch.int64)
+    if scores.shape[0] == 1 and classes.start == 0:
+        return bits
+    return bits.add_((torch.arange(scores.shape[0], device=scores.device) + classes.start)[:, None] * size)
 
 
 def _offsets(of_classes: Tensor, size: int) -> Tensor:
