@@ -6,12 +6,13 @@ and on the results of earlier exchanges, which are equal on all ranks, and on no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import all_gather, all_reduce
+from .collectives import all_gather, all_reduce, reduce_scatter
 from .payload import gather_payload, is_staged
 
 
@@ -42,9 +43,21 @@ class Exchange(NamedTuple):
         all_gather(gathered.view(-1), staged.reshape(-1), self.group, call=self.call, what=named)
         return gathered.to(tensor.device)
 
-    def rows(self, tensors: list[Tensor], counts: list[int]) -> list[Tensor]:
+    def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
         """Return each of the row-aligned ``tensors`` with the rows of all ranks, of which each has ``counts``."""
         return gather_payload(tensors, counts, self.group, self.call)
+
+    def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
+        """Return this rank's rows of the sum over the ranks of ``tensor`` (sum of counts, ...), rows in rank order."""
+        most, rank = max(1, *counts), self.rank
+        padded = tensor.new_zeros(len(counts), most, *tensor.shape[1:])
+        for part, rows in zip(padded, tensor.split(list(counts))):
+            part[: len(rows)] = rows
+        staged = padded.cpu() if is_staged(tensor, self.group) else padded
+        own = staged.new_empty(staged[0].numel())
+        named = f"the reduce-scatter of {what}"
+        reduce_scatter(own, staged.view(-1), self.group, call=self.call, what=named)
+        return own.view_as(staged[0])[: counts[rank]].to(tensor.device)
 
     def _reduce(self, tensor: Tensor, what: str, *, largest: bool) -> Tensor:
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor.contiguous()

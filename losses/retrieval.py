@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..distributed.exchange import Exchange
 from ..distributed.gather import Rows, gather_agreed
 from ..distributed.group import Group
 from ..distributed.header import State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_int, check_tensor, expected
+from ..errors import anchor_of, check_choice, check_int, check_tensor, expected, first_order_only
 from ..kernels.costs import costs_of
-from ..kernels.registration import check_not_batched, register
+from ..kernels.registration import check_not_batched, exact, register
 from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from .batch import check_device, compute_dtype, has_values, is_integer
@@ -33,6 +34,7 @@ from .distributed_loss import (
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
+FEWEST_SPLIT = 256  # rows of all ranks: with fewer, each rank computes all queries before the others' would arrive
 
 
 def retrieval_smooth_ap(
@@ -126,8 +128,10 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
         the sum, NaN under ``"none"``. With no valid query the loss is 0 with zero gradients.
 
     Distributed:
-        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank
-        computes all queries and gets the same value.
+        Four collectives forward: the header, one payload with the rows of all ranks, the losses of the queries, and one
+        reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every rank gets
+        the same value. With fewer than 256 rows in all, two collectives: every rank computes all queries. The same
+        holds in backward after ``reduction="none"``, if the incoming gradient differs between queries.
 
     Example:
         >>> import torch
@@ -180,13 +184,15 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
             return Rows(check(), {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)})
 
         group = self._resolve_group()
+        split = None
         if group is None:
-            all_embeddings, all_labels = check()
+            rows = check()
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
-            all_embeddings, all_labels = gathered.tensors
-        rows = all_embeddings, all_labels
-        loss, used = _loss(*rows, self.temperature, self.reduction, self.ignore_index)
+            rows = gathered.tensors
+            if sum(gathered.rows) >= FEWEST_SPLIT:
+                split = _Split(Exchange(call, group), gathered.rows)
+        loss, used = _loss(*rows, self.temperature, self.reduction, self.ignore_index, split)
         if has_values(loss):
             self._last_temperature = used
         return loss
@@ -229,7 +235,12 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @not_compiled
 def _loss(
-    embeddings: Tensor, labels: Tensor, temperature: float | None, reduction: str, ignore_index: int
+    embeddings: Tensor,
+    labels: Tensor,
+    temperature: float | None,
+    reduction: str,
+    ignore_index: int,
+    split: _Split | None = None,
 ) -> tuple[Tensor, float]:
     """Return the loss of rows that have been checked, and the temperature."""
     rows = torch.arange(labels.shape[0], device=labels.device)
@@ -238,7 +249,13 @@ def _loss(
     with_grad = unit.requires_grad and torch.is_grad_enabled()
     if temperature is None:
         temperature = SPREAD_MULTIPLE * (_spread(unit.detach()) if has_values(unit) else 1.0)
-    values, valid, _ = _queries(unit, labels.index_select(0, kept), temperature, with_grad)
+    if split is None:
+        values, valid, _ = _queries(unit, labels.index_select(0, kept), temperature, with_grad)
+    else:
+        counts = tuple(int((part != ignore_index).sum()) for part in labels.split(split.rows))
+        anchors = [anchor_of(unit)] if with_grad else []
+        given = unit, labels.index_select(0, kept), temperature, with_grad
+        values, valid = _SplitQueries.apply(split._replace(rows=counts), *given, *anchors)
     per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
@@ -308,15 +325,19 @@ def _scaled_or_again(
 
 
 def _sums_of_queries(
-    unit: Tensor, labels: Tensor, temperature: float, factors: Tensor | None
+    unit: Tensor, labels: Tensor, temperature: float, factors: Tensor | None, queries: slice = slice(None)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each query (M,) float64, which are valid, and the gradient (M, D) of ``factors @ loss``."""
+    """Return the loss of each query (M,) float64, which are valid, and the gradient (M, D) of ``factors @ loss``.
+
+    Only ``queries`` are computed; the others are 0 and not valid.
+    """
     count = unit.shape[0]
     values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
     gradient = None if factors is None else torch.zeros_like(unit)
     step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
-    for first in range(0, count, step):
-        own = slice(first, first + step)
+    begin, end, _ = queries.indices(count)
+    for first in range(begin, end, step):
+        own = slice(first, min(first + step, end))
         scores = (unit[own] @ unit.t()).requires_grad_(factors is not None)  # [q, M]
         same = labels[own, None] == labels
         others = torch.ones_like(same)
@@ -351,3 +372,56 @@ _queries = register(
     backward=_scaled_or_again,
     fake_backward=_fake_backward,
 )
+
+
+class _Split(NamedTuple):
+    """The ranks that share the queries, and how many rows each has."""
+
+    exchange: Exchange
+    rows: tuple[int, ...]
+
+
+class _SplitQueries(torch.autograd.Function):
+    """Do what ``_queries`` does, with the queries of this rank alone.
+
+    ======== ========== ==========================================================================
+    tensor   shape      meaning
+    ======== ========== ==========================================================================
+    z        (M, D)     rows of length 1, those of all ranks
+    L        (M,)       loss of each query, computed on the rank whose row it is and gathered
+    G        (N_r, M)   dL_q / dx_qj for the queries of this rank
+    dz       (N_r, D)   this rank's rows of the sum over the ranks of G z + G^T z: a reduce-scatter
+    ======== ========== ==========================================================================
+
+    The forward makes both exchanges, so the backward communicates nothing. The gradient of the rows of other ranks is
+    0 here, because those ranks have it. If the incoming gradient differs between queries, the backward computes all
+    queries again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, split: _Split, unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, *anchors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        exchange, rows = split
+        first = sum(rows[: exchange.rank])
+        own = slice(first, first + rows[exchange.rank])
+        factors = unit.new_ones(unit.shape[0], dtype=torch.float64) if with_grad else None
+        values, valid, gradient = exact(_sums_of_queries)(unit, labels, temperature, factors, own)
+        values, valid = exchange.rows([values[own], valid[own]], rows)
+        if gradient is not None:
+            gradient = exchange.sum_own(gradient, rows, "the gradients")
+            ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, *anchors)
+        ctx.own, ctx.temperature, ctx.call = own, temperature, exchange.call
+        ctx.mark_non_differentiable(valid)
+        return values, valid
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        unit, labels, counted, gradient, *anchors = ctx.saved_tensors
+        (of_own,) = exact(_scaled_or_again)(grad_values, unit, labels, counted, gradient, ctx.temperature)
+        if of_own.shape != unit.shape:
+            of_all = torch.zeros_like(unit)
+            of_all[ctx.own] = of_own
+            of_own = of_all
+        return None, of_own, None, None, None, *[None] * len(anchors)

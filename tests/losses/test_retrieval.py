@@ -7,6 +7,7 @@ import importlib.util
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from workers import WorkerPool, class_of
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import retrieval_smooth_ap, smooth_ap
+from fullrank.losses import retrieval, retrieval_smooth_ap, smooth_ap
 from fullrank.losses.queries import group_rows
 
 IGNORED = -100
@@ -848,6 +849,43 @@ def test_every_rank_has_the_values_of_all_queries(pool: WorkerPool, loss: str) -
 @over_losses
 def test_two_collectives_forward_and_none_backward(pool_of_two: WorkerPool, loss: str) -> None:
     assert pool_of_two(collectives, loss) == [(2, 0)] * 2
+
+
+def sharing_queries(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run ``function`` with queries that the ranks share, however few they are."""
+    with mock.patch.object(retrieval, "FEWEST_SPLIT", 0):
+        return function(rank, *arguments)
+
+
+def gradients_of_one_rank(rank: int, world_size: int, form: Form) -> tuple[float, float]:
+    """Do what ``worst_error`` does, with the part of the gradient that each rank has computed itself."""
+
+    def own(self: Any, tensor: Tensor, counts: Any, what: str) -> Tensor:
+        return tensor.split(list(counts))[rank]
+
+    with mock.patch("fullrank.distributed.exchange.Exchange.sum_own", own):
+        return worst_error(rank, world_size, form)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
+def test_each_rank_computes_its_own_queries(pool: WorkerPool, gradient_reduction: str, dtype: str) -> None:
+    for reduction in REDUCTIONS:
+        form = Form("embeddings", dtype, reduction, gradient_reduction)
+        for gradient, value in pool(sharing_queries, worst_error, pool.world_size, form):
+            assert gradient <= LIMITS[dtype], form
+            assert value <= LIMITS[dtype], form
+
+
+def test_every_rank_has_the_values_of_the_queries_of_others(pool: WorkerPool) -> None:
+    for spread, whole in pool(sharing_queries, values_of_all_ranks, "embeddings"):
+        assert_close(torch.tensor(spread), torch.tensor(whole), rtol=0, atol=1e-12, equal_nan=True)
+    assert pool(sharing_queries, collectives, "embeddings") == [(4, 0)] * pool.world_size
+
+
+def test_control_the_part_of_one_rank_is_not_the_gradient(pool_of_two: WorkerPool) -> None:
+    errors = pool_of_two(sharing_queries, gradients_of_one_rank, 2, Form("embeddings"))
+    assert min(gradient for gradient, _ in errors) > 0.1
 
 
 @pytest.mark.parametrize(
