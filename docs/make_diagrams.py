@@ -1,4 +1,4 @@
-"""Draw the diagrams of the documentation: the map, what travels between ranks, and the life of one call.
+"""Draw the diagrams of the documentation: the map, what travels between ranks, the life of one call, and the gains.
 
 Usage: python docs/make_diagrams.py [--out FOLDER]
 
@@ -9,6 +9,7 @@ scheme. A diagram that is opened by itself follows the colour scheme of the read
 from __future__ import annotations
 
 import argparse
+import json
 from html import escape
 from pathlib import Path
 
@@ -26,6 +27,10 @@ STYLE = f"""
 .fr-diagram .a {{ fill: var(--a); stroke: var(--a-line); }}
 .fr-diagram .b {{ fill: var(--b); stroke: var(--b-line); }}
 .fr-diagram .c {{ fill: var(--c); stroke: var(--line); }}
+.fr-diagram .gain {{ stroke: var(--a-line); stroke-width: 3; }}
+.fr-diagram .loss {{ stroke: var(--b-line); stroke-width: 3; }}
+.fr-diagram .before {{ fill: var(--line); }}
+.fr-diagram .after {{ fill: var(--a-line); }}
 .fr-diagram .pad {{ fill: none; stroke: var(--line); stroke-dasharray: 3 3; }}
 .fr-diagram .arrow {{ fill: none; stroke: var(--muted); stroke-width: 1.5; }}
 .fr-diagram .tip {{ fill: var(--muted); }}
@@ -202,7 +207,40 @@ def draw_call() -> str:
     return svg("call", 770, y + 28, "The life of one call of SmoothAPLoss under DDP", description, parts)
 
 
-DIAGRAMS = {"map.svg": draw_map, "travel.svg": draw_travel, "call.svg": draw_call}
+def draw_gains() -> str:
+    """Return the average precision of each real set of the benchmark, without and with the added line."""
+    results = json.loads((Path(__file__).resolve().parents[1] / "benchmarks/results/real.json").read_text("utf-8"))
+    steps = max(results["size"]["lengths"])
+
+    def mean_of(method: str, name: str) -> float:
+        records = [one for one in results["defaults"] if (one["method"], one["steps"]) == (method, steps)]
+        values = [value for one in records for value in one["ap"][name]]
+        return sum(values) / len(values)
+
+    sets = {one["set"]: one for one in results["sets"] if one["set"] in results["size"]["binary"]}
+    found = {name: (mean_of("CE", name), mean_of("SmoothAP + CE", name)) for name in sets}
+    left, unit, pitch, top = 300, 360, 30, 70
+    parts = [text(10, 24, "Average precision on test rows, nothing tuned", "head")]
+    parts += ['<circle cx="16" cy="43" r="6" class="before"/>', text(28, 48, "cross-entropy", "small")]
+    parts += ['<circle cx="146" cy="43" r="6" class="after"/>', text(158, 48, "cross-entropy + SmoothAPLoss", "small")]
+    names = sorted(found, key=lambda name: found[name][0] - found[name][1])
+    for row, name in enumerate(names):
+        y, (before, after) = top + row * pitch + 10, found[name]
+        one, other = left + unit * before, left + unit * after
+        note = f"{sets[name]['target']}, {100 * sets[name]['share']:.1f} %"
+        parts += [text(10, y + 5, note, "small"), path("pad", f"M{left} {y} H{left + unit}")]
+        parts += [path("gain" if after > before else "loss", f"M{one:.1f} {y} H{other:.1f}")]
+        parts += [f'<circle cx="{x:.1f}" cy="{y}" r="6" class="{k}"/>' for x, k in ((one, "before"), (other, "after"))]
+        parts += [text(left + unit + 14, y + 5, f"{before:.2f} to {after:.2f}", "small")]
+    y = top + len(names) * pitch + 10
+    parts += [text(left + unit * share, y + 8, f"{share:g}", "small", "middle") for share in (0, 0.5, 1)]
+    description = f"For each of {len(names)} imbalanced sets the average precision without and with SmoothAPLoss: "
+    description += "; ".join(f"{name} {found[name][0]:.2f} and {found[name][1]:.2f}" for name in names) + "."
+    title = f"Average precision without and with SmoothAPLoss, {steps:,} steps, mean over learning rates and splits"
+    return svg("gains", 770, y + 24, title, description, parts)
+
+
+DIAGRAMS = {"gains.svg": draw_gains, "map.svg": draw_map, "travel.svg": draw_travel, "call.svg": draw_call}
 
 
 def main() -> None:

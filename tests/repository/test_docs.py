@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import re
 import subprocess
@@ -328,6 +329,13 @@ def test_a_step(block: str, world_size: int, loss: str, wrapped: bool) -> None:
         assert max(errors) <= LIMIT
 
 
+def test_the_summed_loss_of_ones_own() -> None:
+    names: dict[str, Any] = {}
+    exec(OWN_LOSS.partition("\n\nloss =")[0], names)
+    tokens = names["token_loss"](torch.zeros(3, 4), torch.tensor([1, -100, 2]))
+    assert tokens.item() == pytest.approx(math.log(4))
+
+
 @pytest.mark.parametrize(
     ("block", "old", "new", "loss", "wrapped"),
     [
@@ -383,7 +391,7 @@ def test_clipping_of_stages(pool_of_two: WorkerPool, block: str, tied: bool) -> 
 # Pictures
 
 
-@pytest.mark.parametrize("name", ["call.svg", "map.svg", "travel.svg"])
+@pytest.mark.parametrize("name", ["call.svg", "gains.svg", "map.svg", "travel.svg"])
 def test_a_diagram_is_that_of_its_code(name: str) -> None:
     diagrams = load(DOCS / "make_diagrams.py").DIAGRAMS
     assert (DOCS / "images" / name).read_text("utf-8") == diagrams[name]()

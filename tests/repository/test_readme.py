@@ -24,17 +24,7 @@ def block_with(text: str) -> str:
 
 
 def test_no_block_is_left_out() -> None:
-    assert len(BLOCKS) == 5
-
-
-def test_a_first_loss() -> None:
-    block = block_with("torch.arange(200)")
-    assert len(block.replace("import torch\n", "").strip().splitlines()) <= 5
-    names: dict = {}
-    with torch.random.fork_rng(devices=[]):
-        exec(block, names)
-    assert 0 < names["loss"].item() < 1
-    assert names["logits"].grad.abs().sum() > 0
+    assert len(BLOCKS) == 3
 
 
 def test_the_added_line() -> None:
@@ -54,19 +44,7 @@ def test_the_ddp_recipe(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"loss \d\.\d{4}, temperature \d\.\d\d\n", done.stdout), done.stdout
-
-
-def test_the_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process the gather is the identity; over ranks tests/distributed/test_gather.py holds both calls."""
-    names: dict = {}
-    exec(block_with("def pairwise_hinge"), names)
-    monkeypatch.setitem(names, "gather_rows", lambda *tensors: tensors)  # there is no process group here
-    logits, targets = torch.tensor([[2.0], [0.5]], requires_grad=True), torch.tensor([1, 0])
-    assert names["pairwise_hinge"](logits, targets).item() == 0.0
-    assert names["pairwise_hinge"](logits[:0], targets[:0]).item() == 0.0
-    tokens = names["token_loss"](torch.zeros(3, 4), torch.tensor([1, -100, 2]))
-    assert tokens.item() == pytest.approx(1.3862944)
+    assert re.fullmatch(r"(loss \d\.\d{4}, temperature \d\.\d\d\n)\1", done.stdout), done.stdout
 
 
 def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +66,12 @@ def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
     for mine, parameter in zip(found, model.parameters()):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-14)
     assert float(capsys.readouterr().out) == pytest.approx(float(total.detach()), rel=1e-12)
+
+
+def test_it_is_short() -> None:
+    """About 900 words without the code: a new reader finishes in four minutes."""
+    prose = re.sub(r"```.*?```", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(prose.split()) < 900
 
 
 def test_the_public_names_are_in_the_readme() -> None:
