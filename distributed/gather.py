@@ -20,7 +20,15 @@ from torch.distributed import ProcessGroup
 from ..errors import Words, anchor_of, expected, first_order_only
 from .collectives import reduce_scatter
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import Agreement, Checksum, Offer, State, backend_by_device, refuse_in_backward
+from .header import (
+    Agreement,
+    Checksum,
+    Offer,
+    State,
+    backend_by_device,
+    check_device_of_group,
+    refuse_in_backward,
+)
 from .payload import gather_payload, padded_places
 from .torch_private import not_compiled
 from .transforms import agree_untransformed, check_no_tangents
@@ -216,6 +224,9 @@ def _check_devices(tensors: tuple[Tensor | None, ...], group: ProcessGroup) -> N
     if not devices <= set(usable):
         fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
         raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            check_device_of_group(f"tensor {index}", tensor, group)
 
 
 def gather_rows(

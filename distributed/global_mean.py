@@ -78,7 +78,7 @@ def mean_agreed(
     divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor
-    found = torch.tensor([summed / divisor, scale], dtype=torch.float64, device="cpu")
+    found = torch.tensor([summed / divisor, scale], dtype=torch.float64, device="cpu").to(total.dtype)
     ratio, scale = found.to(total.device, non_blocking=True)
     return _GlobalRatio.apply(call, total, anchor_of(total), ratio, scale)
 

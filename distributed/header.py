@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
 from .collectives import all_gather, lost
 from .group import group_ranks
-from .torch_private import backward_is_running
+from .torch_private import backward_is_running, bound_device
 
 T = TypeVar("T")
 
@@ -143,6 +143,9 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         checksum = offer.checksum
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
         words = (0, digest(texts), offer.rows, 0 if checksum is None else checksum.value)
+        for total in offer.totals:
+            if isinstance(total, Tensor):
+                check_device_of_group("total", total, ranks)
         header = _pack(words, offer.totals, device)
     except Exception as error:
         if _is_shared(error, ranks, number):
@@ -178,6 +181,7 @@ def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], devic
     # Without waiting: torch copies so little memory that is not pinned before it returns.
     header = torch.frombuffer(packed, dtype=torch.int64).to(device, non_blocking=True)
     for slot, value in late.items():
+        value = value.to(device)  # first: not every accelerator has float64
         header[slot : slot + 1] = value if slot < len(words) else value.to(torch.float64).view(torch.int64)
     return header
 
@@ -198,13 +202,30 @@ def digest(texts: Mapping[str, str]) -> int:
 def header_device(group: ProcessGroup) -> torch.device:
     """Return the device of the header: the CPU where the group can communicate there, else the accelerator.
 
-    It depends on the group alone, never on the arguments, so that a rank with bad arguments joins the same collective.
+    The group is bound to a device, or uses the current one. It depends on nothing else, least of all on the arguments,
+    so that a rank with bad arguments joins the same collective.
     """
     if "cpu" in backend_by_device(group):
         return torch.device("cpu")
+    bound = bound_device(group)
+    if bound is not None and bound.index is not None:
+        return bound
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def check_device_of_group(name: str, tensor: Tensor, group: ProcessGroup) -> None:
+    """Raise ValueError when ``tensor`` is on another accelerator than the one over which ``group`` communicates.
+
+    Without ``set_device``, every rank would put its headers on the first one.
+    """
+    served = header_device(group)
+    if tensor.device.type == served.type != "cpu" and tensor.device != served:
+        call = f"torch.{served.type}.set_device({tensor.device.index})"
+        fix = f"Call {call} before init_process_group, or pass it device_id={str(tensor.device)!r}."
+        what = f"a tensor on {served}, the device of the process group"
+        raise ValueError(expected(name, what, Words(f"one on {tensor.device}"), fix))
 
 
 def backend_by_device(group: ProcessGroup) -> dict[str, str]:

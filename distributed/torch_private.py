@@ -24,6 +24,12 @@ from ..errors import RankError
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+def bound_device(group: ProcessGroup) -> torch.device | None:
+    """Return the device that ``group`` was bound to by ``init_process_group(device_id=...)``, if there is one."""
+    return getattr(group, "bound_device_id", None)
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -111,6 +112,9 @@ def check_batch(
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
         fix = "Flatten leading dimensions; for binary scores (N,) use logits.unsqueeze(1) and num_classes=1."
         raise ValueError(expected("logits", f"shape (N, {rule.num_classes})", logits, fix))
+    if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
+        what, found = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
+        raise TypeError(expected("logits", what, found, "Use logits.cpu(): the gradient comes back to the device."))
     checked = _check_targets(logits, targets, rule, validate_args, stored)
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
@@ -129,6 +133,16 @@ def check_batch(
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
         indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
     return Batch(logits, checked.targets, iid_mask, sample_weight, indexes, *checked[1:])
+
+
+@functools.cache
+def _has_float64(device: torch.device) -> bool:
+    """Return False on a device without float64, such as those of type mps."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 class _Checked(NamedTuple):

@@ -28,7 +28,8 @@ def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]
-    shuffled = torch.randperm(count, generator=generator, device="cpu").to(batch.targets.device)
+    shuffled = torch.randperm(count, generator=generator, device="cpu")
+    shuffled = shuffled.to(batch.targets.device, non_blocking=True)
     targets = batch.targets[shuffled]
     if rule.multi_hot:
         taking_part = (targets != rule.ignore_index).any(dim=1)  # [M]
@@ -39,10 +40,11 @@ def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
         taking_part = targets != rule.ignore_index  # [M]
         classes = torch.arange(max(2, rule.num_classes), device=targets.device)
         membership = (targets[:, None] == classes) & taking_part[:, None]  # [M, C], or [M, 2] in binary mode
-    num_present = int(membership.any(dim=0).sum())
-    quota = max(1, size // (2 * max(1, num_present)))
-    place = membership.to(torch.int64).cumsum(dim=0)  # 1 for the first row of a class in shuffled order
-    reserved = (membership & (place <= quota)).any(dim=1)
+    num_present = membership.any(dim=0).sum().clamp_min(1)
+    quota = (size // (2 * num_present)).clamp_min(1)
+    # 1 for the first row of a class in shuffled order. int32: with the masks 6 bytes a row and class.
+    place = membership.cumsum(dim=0, dtype=torch.int32)
+    reserved = membership.logical_and_(place <= quota).any(dim=1)
     # Reserved rows first, then the others, then the ignored ones; each group in shuffled order.
     order = torch.where(taking_part, (~reserved).to(torch.int64), 2).argsort(stable=True)
     chosen = order[: min(size, int(taking_part.sum()))]

@@ -44,6 +44,7 @@ _LAUNCHES |= dict.fromkeys(["slice_backward", "select_backward"], 2)
 _LAUNCHES |= {"cumsum": 2, "cumprod": 2, "cummax": 2, "cummin": 2, "logcumsumexp": 2}
 _WAITS = {"_local_scalar_dense": 1, "nonzero": 1, "masked_select": 1, "equal": 1, "repeat_interleave": 1}
 _WAITS |= {"_unique2": 2, "unique_consecutive": 2, "unique_dim": 2, "bincount": 2, "histc": 2}
+_NOT_DETERMINISTIC = {"cumsum", "bincount", "histc", "median", "nanmedian", "scatter_reduce"}  # of floats
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 _SORTED_SUM = 6  # kernels of index_put with accumulate=True, which sorts the indices
 _COPY = torch.ops.aten.copy_.default
@@ -108,6 +109,16 @@ def no_float64() -> Iterator[None]:
         _refused.pop()
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Turn torch.use_deterministic_algorithms on; the device then raises where CUDA has no such algorithm."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class SimulatedTensor(torch.Tensor):
     """A tensor on the device. Its memory is ``inner``, a tensor on the CPU."""
 
@@ -165,6 +176,8 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     ours = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)}
     if len(ours) < len(tensors) and name not in ("_to_copy", "copy_", "set_") and func.namespace == "aten":
         _refuse_mixed(func, name, args, tensors)
+    if torch.are_deterministic_algorithms_enabled() and name in _NOT_DETERMINISTIC and tensors[0].is_floating_point():
+        raise RuntimeError(f"{name} does not have a deterministic implementation, at {_line()}")
     is_pinned = kwargs.pop("pin_memory", None)  # torch cannot pin memory for a device written in Python
     inner = _each(_memory, args), {key: _each(_memory, value) for key, value in kwargs.items()}
     with _own_random_state() if draws else nullcontext():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import loss_cases as cases
 import pytest
 import torch
-from device import DEVICE, count, no_float64, no_waits
+from device import DEVICE, count, deterministic, no_float64, no_waits
 from loss_cases import INPUTS, POOLED
+from scripts import run_script
 from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, smooth_ap
+from fullrank.losses.batch import _has_float64
 
 ROWS = torch.arange(6.0)
 
@@ -242,3 +245,80 @@ def test_accumulating_and_clipping_give_the_bits_of_the_cpu(monkeypatch: pytest.
         trained.append([norm.cpu(), *(parameter.detach().cpu() for parameter in model.parameters())])
     for ours, theirs in zip(*trained):
         assert torch.equal(ours, theirs)
+
+
+# What an accelerator does not have
+
+
+def test_a_device_without_float64_is_refused() -> None:
+    _has_float64.cache_clear()
+    try:
+        with no_float64(), pytest.raises(TypeError, match=r"logits: expected a device with float64.*logits\.cpu\(\)"):
+            smooth_ap(ROWS[:, None].to(DEVICE), (ROWS > 2).long().to(DEVICE))
+    finally:
+        _has_float64.cache_clear()
+    assert smooth_ap(ROWS[:, None].to(DEVICE), (ROWS > 2).long().to(DEVICE)).isfinite()
+
+
+def test_focal_needs_no_float64() -> None:
+    with no_float64():
+        rows = ROWS.to(DEVICE).requires_grad_()
+        SigmoidFocalLoss()(rows, (ROWS > 2).float().to(DEVICE)).backward()
+    assert rows.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["smooth_ap of binary", "smooth_ap of multi_hot", "recall_at_quantile of binary"])
+def test_deterministic_algorithms(name: str) -> None:
+    loss, inputs = losses()[name]
+    loss = loss.to(DEVICE)
+    with deterministic():
+        for step in range(3):
+            rows = INPUTS[inputs].rows(step, num_rows=2_000)
+            rows = cases.leaf(type(rows)(*(None if tensor is None else tensor.to(DEVICE) for tensor in rows)))
+            cases.call(loss, rows).backward()
+        generator = torch.Generator().manual_seed(0)
+        logits, targets = torch.randn(50_000, 1, generator=generator), torch.rand(50_000, generator=generator) < 0.3
+        smooth_ap(logits.to(DEVICE).requires_grad_(), targets.to(DEVICE), 1e-3).backward()
+        with pytest.raises(RuntimeError, match="cumsum does not have a deterministic implementation"):
+            ROWS.to(DEVICE).cumsum(0)
+    assert ROWS.to(DEVICE).cumsum(0).tolist()[-1] == 15
+
+
+def test_opaque_operators_are_left_out_of_cuda_graphs() -> None:
+    for name in ("smooth_ap", "sigmoid_sums", "sigmoid_sums_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fullrank, name).default.tags
+
+
+# Over ranks, in a group that serves the device alone, like one of NCCL
+
+BOUND_ELSEWHERE = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, torch.distributed as dist
+from device import DEVICE, init_process_group
+import fullrank
+
+init_process_group()
+rows, targets = torch.arange(6.0)[:, None].to(DEVICE).requires_grad_(), torch.tensor([0, 1, 0, 1, 0, 1]).to(DEVICE)
+calls = [lambda: fullrank.SmoothAPLoss(1)(rows, targets), lambda: fullrank.global_mean(rows.sum(), 6)]
+print("gathered", [call().isfinite().item() for call in calls])
+dist.group.WORLD.bound_device_id = torch.device("sim", 1)
+for call in calls:
+    try:
+        call()
+    except ValueError as error:
+        print(type(error).__name__, error)
+dist.destroy_process_group()
+"""
+
+
+def test_a_tensor_on_another_device_than_the_group_raises_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "bound_elsewhere.py"
+    script.write_text(BOUND_ELSEWHERE.format(tests=str(Path(__file__).parent)))
+    done = run_script(script, cwd=tmp_path, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("gathered [True, True]") == 2  # the control
+    for name in ("tensor 0", "total"):
+        text = f"{name}: expected a tensor on sim:1, the device of the process group, got one on sim:0"
+        assert done.stdout.count(text) >= 2, done.stdout
+    assert "Call torch.sim.set_device(0) before init_process_group" in done.stdout
