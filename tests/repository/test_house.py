@@ -233,3 +233,8 @@ def test_public_name_has_a_docstring(name):
     docstring = public.__doc__ or ""
     assert docstring.strip()
     assert not docstring.startswith(f"{name}(")
+
+
+def test_the_citation_has_the_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {fullrank.__version__}\n" in citation
