@@ -1,4 +1,4 @@
-"""The command ``python -m fullrank``: its arguments, the order of the checks, the table and the JSON file."""
+"""The command ``python -m fullrank``: its arguments, the order of the checks, the tables and the JSON file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import checks, speed
+from . import checks, speed, steps
+from .costs import entry_of, measure_costs
 from .site import Site, describe, open_site
 
 _CHECKS: dict[str, Callable[[Site], str]] = {
+    "placement": checks.placement,
     "gather, equal rows": checks.gather_equal,
     "gather, uneven rows": checks.gather_uneven,
     "gather, no rows": checks.gather_empty,
@@ -44,11 +46,14 @@ def main(version: str, arguments: Sequence[str] | None = None) -> int:
     with open_site(options.backend, options.device, options.timeout) as site:
         facts = describe(site, version)
         results = _run(site)
+        is_wrong = any(result.outcome in ("FAILED", "not run") for result in results)
         if site.rank == 0:
             print(_table(facts, results), flush=True)
-            if options.json is not None:
-                _write(options.json, facts, results)
-    return int(any(result.outcome in ("FAILED", "not run") for result in results))
+        measured = {} if is_wrong else _measure(site, options.measure)
+        if site.rank == 0 and options.json is not None:
+            content = {"facts": facts, "checks": [result._asdict() for result in results], **measured}
+            options.json.write_text(json.dumps(content, indent=2) + "\n")
+    return int(is_wrong)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +62,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Check that gathers, gradients and errors are right here. Under torchrun: on all of its processes.",
     )
     parser.add_argument("--backend", help="backend of torch.distributed (default: that of the device)")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator if there is one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator if there is one)")
+    parser.add_argument(
+        "--measure",
+        choices=("steps", "costs", "all"),
+        help="then measure: steps of the losses (seconds), costs of the kernels (minutes, one process), or both",
+    )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args(arguments)
@@ -103,6 +113,57 @@ def _table(facts: dict[str, Any], results: list[Result]) -> str:
     return "\n".join([*lines, "", f"{len(results)} checks: {', '.join(tally)}."])
 
 
-def _write(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
-    content = {"facts": facts, "checks": [result._asdict() for result in results]}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _measure(site: Site, what: str | None) -> dict[str, Any]:
+    """Measure what ``--measure`` asks for, print it on rank 0, and return it in a form for JSON."""
+    measured: dict[str, Any] = {}
+    if what in ("steps", "all"):
+        machine = steps.measure_machine(site.device, steps.PRODUCT, steps.MOST_BYTES)
+        found = steps.measure_steps(site, steps.ROWS)
+        measured |= {"machine": machine._asdict(), "steps": [step._asdict() for step in found]}
+        if site.rank == 0:
+            print("\n" + _table_of_steps(machine, found), flush=True)
+    if what in ("costs", "all"):
+        if site.world_size > 1:  # ranks that share processors would disturb each other
+            text = "Costs of the kernels: not measured with several ranks, start one process."
+        else:
+            measured["costs"] = measure_costs(site.device)
+            text = entry_of(site.device, measured["costs"])
+        if site.rank == 0:
+            print("\n" + text, flush=True)
+    return measured
+
+
+def _table_of_steps(machine: steps.Machine, found: list[steps.StepCost]) -> str:
+    """Return the table of the steps, then what waits and what raises."""
+    header = ["loss", "rows", "waits", "operators", "MB", "ms", "copy ms", "repeat", "deterministic"]
+    cells = [
+        [
+            step.loss,
+            str(step.rows),
+            "-" if step.waits is None else f"{step.waits:g}",
+            str(step.operators),
+            f"{step.num_bytes / 1e6:.3g}",
+            f"{step.seconds * 1e3:.3g}",
+            f"{step.copy_seconds * 1e3:.2g}",
+            f"{step.repeat:.0e}" if step.repeat else "exact",
+            "yes" if step.deterministic == "yes" else "raises",
+        ]
+        for step in found
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *cells)]
+    rows = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in [header, *cells]]
+    lines = [
+        f"Steps, forward and backward, float32: {checks.CLASSES} classes, queue of {steps.QUEUE:,}, rows of each rank",
+        "",
+        f"  an operator {machine.launch * 1e6:.3g} us, with its result read {machine.wait * 1e6:.3g} us, "
+        f"copy {machine.copy / 1e9:.3g} GB/s, float32 products {machine.product / 1e12:.3g} TFLOP/s",
+        "",
+        *("  " + "  ".join(row) for row in rows),
+    ]
+    names = [f"  {step.loss}, {step.rows}: " for step in found]
+    waited = [", ".join(f"{line} {number:g}" for line, number in step.waited.items()) for step in found]
+    raised = ["" if step.deterministic == "yes" else step.deterministic[:200] for step in found]
+    for title, texts in (("Waits of a step, by line:", waited), ("Raised by deterministic algorithms:", raised)):
+        if any(texts):
+            lines += ["", title, "", *(name + text for name, text in zip(names, texts) if text)]
+    return "\n".join(lines)

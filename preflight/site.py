@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import socket
@@ -16,6 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..kernels.precision import full_products
+
+
+class Place(NamedTuple):
+    """Which device a process computes on, and what the launcher said about it."""
+
+    host: str
+    local_rank: int | None  # LOCAL_RANK, None where the launcher did not set it
+    current: int  # index of the current device; 0 on the CPU
+    visible: int  # number of devices that the process sees; 0: it computes on the CPU
+    uuid: str  # what tells the devices of a host apart, "" where the device does not say
+
 
 class Site(NamedTuple):
     """The rank, the group and the device on which a check runs."""
@@ -26,6 +39,8 @@ class Site(NamedTuple):
     device: torch.device
     dtype: torch.dtype  # float64, or float32 on devices without float64
     tolerance: float  # relative, for gradients in that dtype
+    places: tuple[Place, ...] = ()  # of all ranks
+    facts: tuple[dict[str, Any], ...] = ()  # about the machines of all ranks
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return ``model`` under DDP on this device."""
@@ -42,11 +57,6 @@ class Site(NamedTuple):
         numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return numbers.to(self.dtype).to(self.device)
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
 
 @contextmanager
 def open_site(backend: str | None, device: str | None, timeout: float) -> Iterator[Site]:
@@ -54,7 +64,7 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
 
     Args:
         backend: a backend of torch.distributed; None for the default of the device.
-        device: a type of device; None for the accelerator if there is one, else the CPU.
+        device: a type of device, or one device; None for the accelerator if there is one, else the CPU.
         timeout: seconds after which a collective fails if a rank does not join it.
     """
     place = _find_device(device)
@@ -67,10 +77,19 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
     is_wide = place.type != "mps"
     dtype, tolerance = (torch.float64, 1e-12) if is_wide else (torch.float32, 2e-6)
     try:
-        yield Site(rank, world_size, dist.get_backend(), place, dtype, tolerance)
+        # Through the store: two ranks on one device could not even start a collective of NCCL.
+        told = _exchange(store, rank, world_size, [place_of(place), _facts(place)])
+        places, facts = tuple(Place(*values[0]) for values in told), tuple(values[1] for values in told)
+        yield Site(rank, world_size, dist.get_backend(), place, dtype, tolerance, places, facts)
         _wait_for_all(store, world_size)
     finally:
         dist.destroy_process_group()
+
+
+def _exchange(store: dist.Store, rank: int, world_size: int, value: Any) -> list[Any]:
+    """Return the values of all ranks as JSON stores them, in rank order, without a collective."""
+    store.set(f"fullrank/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
 
 
 def _wait_for_all(store: dist.Store, world_size: int) -> None:
@@ -85,33 +104,110 @@ def _wait_for_all(store: dist.Store, world_size: int) -> None:
         store.wait(["fullrank/all done"])
 
 
-def _find_device(kind: str | None) -> torch.device:
+def _find_device(name: str | None) -> torch.device:
+    """Return the device of this rank and make it the current one, as a training has to."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = kind or (found.type if found is not None else "cpu")
-    if kind == "cpu":
+    asked = torch.device(name or (found.type if found is not None else "cpu"))
+    if asked.type == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = asked.index
+    if index is None:  # a launcher may show each process one device, whatever its LOCAL_RANK
+        index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
+    return torch.device(asked.type, index)
+
+
+def place_of(device: torch.device) -> Place:
+    """Return where this process computes."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    known = None if local_rank is None else int(local_rank)
+    if device.type == "cpu":
+        return Place(socket.gethostname(), known, 0, 0, "")
+    current = torch.accelerator.current_device_index()
+    uuid = str(getattr(_properties(torch.device(device.type, current)), "uuid", ""))
+    return Place(socket.gethostname(), known, current, torch.accelerator.device_count(), uuid)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has finished its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def describe(site: Site, version: str) -> dict[str, Any]:
-    """Return versions, sizes and devices of all ranks: one value where they are equal, all values where they differ."""
-    own = {
-        "fullrank": version,
+    """Return versions, settings and devices of all ranks: one value where they are equal, all where they differ."""
+    facts = {key: _one_or_all([held[key] for held in site.facts]) for key in site.facts[0]}
+    hosts = len({place.host for place in site.places})
+    return {"fullrank": version, **facts, "backend": site.backend, "world size": site.world_size, "hosts": hosts}
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    return {
         "torch": torch.__version__,
+        "built for": _built_for(),
+        "collectives": _collectives(device),
         "python": platform.python_version(),
-        "backend": site.backend,
-        "device": _name(site.device),
+        "device": _name(device),
+        "threads": str(torch.get_num_threads()),
+        "float32 products": products(device),
+        "deterministic": _deterministic(),
     }
-    everyone = site.gather((own, socket.gethostname()))
-    facts = {key: _one_or_all([held[key] for held, _ in everyone]) for key in own}
-    return {**facts, "world size": site.world_size, "hosts": len({host for _, host in everyone})}
+
+
+def _built_for() -> str:
+    """Return the toolkits of accelerators that torch was built for."""
+    versions = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "cpu"
+
+
+def _collectives(device: torch.device) -> str:
+    """Return the version of the device's library of collectives, if its module of torch knows one."""
+    library = getattr(torch.get_device_module(device), "nccl", None)
+    if library is None or not dist.is_nccl_available():
+        return "-"
+    return "nccl " + ".".join(map(str, library.version()))
 
 
 def _name(device: torch.device) -> str:
-    properties: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if properties is None else f"{device.type} ({properties(device)})"
+    name: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_name", None)
+    if name is None:
+        return device.type
+    properties = _properties(device)
+    memory = getattr(properties, "total_memory", None)
+    units = getattr(properties, "multi_processor_count", None)
+    parts = [str(name(device)), f"{memory / 2**30:.0f} GiB" if memory else "", f"{units} processors" if units else ""]
+    return f"{device.type} ({', '.join(part for part in parts if part)})"
+
+
+def _properties(device: torch.device) -> Any:
+    ask: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if ask is None else ask(device)
+
+
+def products(device: torch.device) -> str:
+    """Return whether products of float32 matrices are float32 products here, found by multiplying two.
+
+    A setting of torch, a variable of the environment or the library of the device may round their factors, to TF32 or
+    bfloat16. The losses ask torch for full products while they compute.
+    """
+    try:
+        if not _rounds(device):
+            return "full"
+        with full_products():
+            return "ROUNDED, also inside the losses" if _rounds(device) else "rounded, full inside the losses"
+    except RuntimeError as error:  # of the device
+        return f"not known: {' '.join(str(error).split())[:80]}"
+
+
+def _rounds(device: torch.device) -> bool:
+    numbers = torch.full((256, 256), 1 + 2.0**-13, device=device)  # TF32 keeps 10 bits after the point, bfloat16 7
+    return bool((numbers @ torch.eye(256, device=device) != numbers).any())
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warns" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
 
 
 def _one_or_all(values: list[str]) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -59,6 +60,11 @@ class Counts:
         self.waited: Counter[tuple[str, str]] = Counter()  # by operator and line
         self.launched: Counter[tuple[str, str]] = Counter()
 
+    def add_waits(self, name: str, number: int) -> None:
+        """Add ``number`` waits of the operator ``name``."""
+        self.waits += number
+        self.waited[name, _line()] += number
+
     def __repr__(self) -> str:
         return f"Counts(waits={self.waits}, launches={self.launches}, bytes={self.bytes})"
 
@@ -68,6 +74,14 @@ class Counts:
         for kind, found in (("waits", self.waited), ("launches", self.launched)):
             lines += [f"  {number:4d} {kind}: {op} at {line}" for (op, line), number in found.most_common(most)]
         return "\n".join(lines)
+
+
+class Warner(Counts):
+    """Warns about each wait, as CUDA does in ``torch.cuda.set_sync_debug_mode("warn")``."""
+
+    def add_waits(self, name: str, number: int) -> None:
+        for _ in range(number):
+            warnings.warn(f"called a synchronizing {DEVICE.type} operation: {name}", stacklevel=2)
 
 
 _counting: list[Counts] = []  # of all threads: a backward runs in autograd's thread for the device
@@ -271,8 +285,7 @@ def _add(counts: Counts, name: str, args: Any, kwargs: Any, tensors: list[torch.
         if source.device.type != target.type:  # memory of the host that is not pinned may only be copied from
             waits = 0 if is_free and (target.type == DEVICE.type or hasattr(args[0], "is_pinned_here")) else 1
     if waits:
-        counts.waits += waits
-        counts.waited[name, _line()] += waits
+        counts.add_waits(name, waits)
     if launches:
         counts.launches += launches
         counts.launched[name, _line()] += launches
@@ -319,12 +332,25 @@ class Backend(backend_registration._DummyBackendModule):
 
     def synchronize(self, device: Any = None) -> None:
         for counts in _counting:
-            counts.waits += 1
-            counts.waited["synchronize", _line()] += 1
+            if not isinstance(counts, Warner):  # CUDA warns about hidden waits alone
+                counts.add_waits("synchronize", 1)
+
+    def get_sync_debug_mode(self) -> int:
+        return int(any(isinstance(counts, Warner) for counts in _counting))
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        _counting[:] = [counts for counts in _counting if not isinstance(counts, Warner)]
+        if mode in (1, "warn"):
+            _counting.append(Warner())
 
 
 backend_registration._setup_privateuseone_for_python_backend("sim", Backend())
 DEVICE = torch.device("sim", 0)
+# torch makes these from an empty tensor that it resizes, of which the shape of a SimulatedTensor would know nothing.
+_SIZED = torch.library.Library("aten", "IMPL")
+for _name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace"):
+    _func = getattr(getattr(torch.ops.aten, _name.partition(".")[0]), _name.partition(".")[2] or "default")
+    _SIZED.impl(_name, functools.partial(_run, _func), "PrivateUse1")
 # Two operators are not computed by the class of their arguments: an allocation, which has no tensor among them, and the
 # copy inside torch.tensor, which turns the classes of tensors off.
 _LIBRARIES = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")

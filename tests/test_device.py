@@ -30,6 +30,8 @@ def test_values_are_those_of_the_cpu() -> None:
     assert ours.grad.device == DEVICE
     assert torch.equal(ours.grad.cpu(), theirs.grad)
     assert torch.tensor([1.5, 2.5], device="sim").tolist() == [1.5, 2.5]
+    for made in (torch.arange(3, device=DEVICE), torch.arange(1, 4, 1, device=DEVICE), torch.eye(3, device=DEVICE)):
+        assert made.shape[0] == 3
     base = torch.zeros(4, device=DEVICE)
     base[1:3].fill_(2)
     base.add_(1)

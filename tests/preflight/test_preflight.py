@@ -153,7 +153,7 @@ def test_every_loss_is_checked() -> None:
     classes = {name for name in classes if issubclass(getattr(losses, name), DistributedLoss)}
     bases = {"DistributedLoss", "FocalLoss", "RankingLoss"}
     assert {name.partition(",")[0] for name in checks.LOSSES} == classes - bases
-    for name, (loss, _) in checks._losses(torch.device("cpu")).items():
+    for name, (loss, _) in checks.make_losses(torch.device("cpu")).items():
         assert (getattr(loss, "temperature", 0.0) is None) == name.endswith(", automatic")
 
 

@@ -14,7 +14,7 @@ def test_preflight_between_two_hosts():
     for process in outcome.processes:
         assert process.returncode == 0, process.stdout + process.stderr
     report = outcome.processes[0].stdout
-    assert "17 checks: 17 passed." in report
+    assert "18 checks: 18 passed." in report
     assert " hosts " in report
     assert report.split(" hosts ")[1].split()[0] == "2"
     # The cable was there, and it was bad.

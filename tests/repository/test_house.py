@@ -163,7 +163,7 @@ ALLOWED_IMPORTS = {
     "losses": {"errors", "kernels", "distributed", "queues"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
     "integrations": {"errors", "accumulation", "losses"},
-    "preflight": {"errors", "distributed", "losses"},
+    "preflight": {"errors", "kernels", "distributed", "losses"},
 }
 
 

@@ -1,0 +1,211 @@
+"""What a step of each loss costs on this device: its waits, its operators, its time and that of a copy of its bytes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..losses import RetrievalSmoothAPLoss
+from ..losses.distributed_loss import DistributedLoss
+from . import checks
+from .checks import CLASSES
+from .site import Site
+from .speed import Step, interleave, seconds_together
+from .torch_private import OperatorCount
+
+ROWS = (1_000, 100_000)  # of each rank
+QUEUE = 1_024
+RARE = 0.01  # share of each class but the first
+MOST_EMBEDDINGS, WIDTH = 2_048, 64  # a step of retrieval takes quadratic time
+PRODUCT = 2_048  # rows of the matrices that are multiplied
+MOST_BYTES = 2**28  # of a copy; the time of a larger one is extrapolated
+_WARM, _COUNTED = 3, 4  # steps: first fill queue and caches, then count
+_PACKAGE, _FOLDERS = Path(__file__).resolve().parents[1], ("distributed", "kernels", "losses", "queues")
+
+
+class Machine(NamedTuple):
+    """What the device and its host can do, each measured alone."""
+
+    launch: float  # seconds of an operator on one number
+    wait: float  # seconds of the same, with its result read
+    copy: float  # bytes a second, read and written
+    product: float  # float32 operations a second
+
+
+class StepCost(NamedTuple):
+    """One step, forward and backward, of one loss."""
+
+    loss: str
+    rows: int  # of each rank
+    waits: float | None  # for the device; None where it cannot say
+    operators: int
+    num_bytes: int  # that the operators read and write
+    seconds: float
+    copy_seconds: float  # of a copy that reads and writes as many bytes
+    repeat: float  # relative difference of the gradients of equal steps; not 0 where atomic operations add in any order
+    deterministic: str  # "yes", or what raises under torch.use_deterministic_algorithms
+    waited: dict[str, float]  # waits by line of the package
+
+
+def measure_machine(device: torch.device, product: int, num_bytes: int) -> Machine:
+    """Measure the four numbers of :class:`Machine` on ``device``."""
+    number, matrix = torch.zeros(1, device=device), torch.zeros(product, product, device=device)
+
+    def launch() -> None:
+        for _ in range(100):
+            number.add_(1)
+
+    def wait() -> None:
+        for _ in range(100):
+            number.add_(1).item()
+
+    steps = {"launch": launch, "wait": wait, "copy": _copy(device, num_bytes), "product": lambda: matrix @ matrix}
+    times = {name: median(runs) for name, runs in interleave(steps, 3, device).items()}
+    operations = 2 * product**3 / times["product"]
+    return Machine(times["launch"] / 100, times["wait"] / 100, num_bytes / times["copy"], operations)
+
+
+def measure_steps(site: Site, rows: tuple[int, ...]) -> list[StepCost]:
+    """Measure a step of each loss of each size. Every rank has ``rows`` rows, which are gathered."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hints about the random rows
+        return [_measure(site, name, count) for count in rows for name in checks.LOSSES]
+
+
+def _measure(site: Site, name: str, rows: int) -> StepCost:
+    loss, form = checks.make_losses(site.device, QUEUE)[name]
+    inputs, targets = _inputs(loss, rows, site.rank, site.device)
+    targets = form(targets)
+    step = partial(_step, loss, inputs, targets.float() if targets.is_floating_point() else targets)
+    local = copy.deepcopy(loss)
+    local.gather_distributed = False
+    alone = partial(_gradient, local, inputs, *step.args[2:])
+    for _ in range(_WARM):
+        step()
+    waited = count_waits(site.device, step)
+    with OperatorCount() as counted:
+        step()
+    num_bytes = min(counted.num_bytes, MOST_BYTES)
+    copied = seconds_together(site, _copy(site.device, num_bytes)) * counted.num_bytes / max(1, num_bytes)
+    return StepCost(
+        loss=name,
+        rows=inputs.shape[0],
+        waits=None if waited is None else sum(waited.values()),
+        operators=counted.operators,
+        num_bytes=counted.num_bytes,
+        seconds=seconds_together(site, step),
+        copy_seconds=copied,
+        repeat=_repeat(alone),
+        deterministic=_deterministic(alone),
+        waited=waited or {},
+    )
+
+
+def _inputs(loss: DistributedLoss, rows: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return float32 logits, or embeddings for retrieval, and targets: rare classes, or labels of four embeddings."""
+    numbers = torch.Generator().manual_seed(rank)
+    if isinstance(loss, RetrievalSmoothAPLoss):
+        rows = min(rows, MOST_EMBEDDINGS)
+        inputs, targets = torch.randn(rows, WIDTH, generator=numbers), torch.arange(rows) // 4
+    else:
+        inputs = torch.randn(rows, CLASSES, generator=numbers)
+        drawn = torch.rand(rows, generator=numbers).div(RARE).long()
+        targets = torch.where(drawn < CLASSES - 1, drawn + 1, 0)
+    return inputs.to(device).requires_grad_(), targets.to(device)
+
+
+def _step(loss: DistributedLoss, inputs: Tensor, targets: Tensor) -> None:
+    inputs.grad = None
+    loss(inputs, targets).backward()
+
+
+def _gradient(loss: DistributedLoss, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient of a step of a copy of ``loss``, whose state stays as it is."""
+    _step(copy.deepcopy(loss), inputs, targets)
+    assert inputs.grad is not None
+    return inputs.grad
+
+
+def _copy(device: torch.device, num_bytes: int) -> Step:
+    """Return a copy that reads and writes ``num_bytes`` together."""
+    source, target = torch.zeros(2, max(1, num_bytes // 2), dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source)
+
+
+def _repeat(alone: Any) -> float:
+    """Return the largest relative difference between the gradients of four equal steps."""
+    first, *others = (alone().double() for _ in range(4))
+    return max(float((other - first).norm() / first.norm()) for other in others)
+
+
+def _deterministic(alone: Any) -> str:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        alone()
+        return "yes"
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def count_waits(device: torch.device, step: Step) -> dict[str, float] | None:
+    """Return how often a step waits for ``device``, by line of the package; None where the device cannot say.
+
+    CUDA warns about each wait on request. Its count leaves out collectives and what waits outside torch.
+    """
+    with _warned(device) as found:
+        for _ in range(_COUNTED):
+            step()
+    return None if found is None else {line: number / _COUNTED for line, number in found.most_common()}
+
+
+@contextmanager
+def _warned(device: torch.device) -> Iterator[Counter[str] | None]:
+    """Let the device warn about each wait, and count the warnings by the line that waits."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "set_sync_debug_mode"):
+        yield None
+        return
+    found: Counter[str] = Counter()
+    mode = module.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it may miss some
+        warnings.filterwarnings("always", message="called a synchronizing")
+        show = warnings.showwarning
+
+        def note(message: Any, *others: Any, **options: Any) -> None:
+            if str(message).startswith("called a synchronizing"):
+                found[_line()] += 1
+            else:
+                show(message, *others, **options)
+
+        warnings.showwarning = note
+        module.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            module.set_sync_debug_mode(mode)
+
+
+def _line() -> str:
+    """Return the innermost line of the losses and what they use; autograd reports its waits when they are over."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(_PACKAGE) and file.relative_to(_PACKAGE).parts[0] in _FOLDERS:
+            return f"{file.relative_to(_PACKAGE).as_posix()}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
