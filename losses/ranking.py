@@ -324,7 +324,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad),
             agreed.rows,
             self._own_queue.num_held,
-            self._own_queue.places(),
+            self._own_queue.places,
             float(low.amin()),
             float(high.amax()),
             tuple(positives.tolist()),

@@ -10,6 +10,7 @@ does, see :mod:`fullrank.distributed.gather`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Shared(NamedTuple):
     scale: int  # k, the factor on the gradient of this rank's rows
     rows: tuple[int, ...]  # live rows of each rank
     num_queued: int  # queued rows of all ranks together
-    places: Tensor  # [queued rows of this rank] int64: where a gathered pool has them, behind the live rows
+    places: Callable[[], Tensor]  # [queued rows of this rank] int64: where a gathered pool has them after live rows
     low: float  # of the scores of the pool, NaN if one is NaN; inf without rows
     high: float
     positives: tuple[float, ...]  # of all classes, of each rank; inf asks for the rows to be gathered
@@ -83,7 +84,7 @@ def agreed_temperature(pool: Pool, shared: Shared, temperature: float | None, mu
     column = rows - sum(shared.rows[: shared.exchange.rank])
     live = ((column >= 0) & (column < shared.num_live)).nonzero()[:, 0]
     sample[:, live] = values(column[live])
-    queued = shared.places.to(scores.device) + sum(shared.rows)
+    queued = shared.places().to(scores.device) + sum(shared.rows)
     if queued.numel() and rows.numel():
         place = torch.searchsorted(rows, queued).clamp_max(rows.numel() - 1)
         held = (rows[place] == queued).nonzero()[:, 0]

@@ -152,8 +152,9 @@ def _make_finite(pool: Pool, shared: Shared, temperature: float) -> tuple[Tensor
 
 def _largest(scores: Tensor, sign: float, part: Tensor | None) -> Tensor:
     """Return the largest of ``sign`` times the scores (C, M) of each class in ``part``; NaN if one of these is NaN."""
-    signed = scores if sign > 0 else -scores
-    return (signed if part is None else signed.masked_fill(~part, -math.inf)).amax(dim=1)
+    if part is not None:
+        scores = scores.masked_fill(~part, -sign * math.inf)
+    return scores.amax(dim=1) if sign > 0 else -scores.amin(dim=1)
 
 
 def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Rows:

@@ -24,6 +24,16 @@ class _Step(NamedTuple):
     first: int
     counts: tuple[int, ...]  # [W]
 
+    @property
+    def end(self) -> int:
+        """The first number after those of this step."""
+        return self.first + sum(self.counts)
+
+    def held(self, rank: int, limit: int) -> int:
+        """Return how many rows of a rank have numbers from ``limit`` on."""
+        end = self.first + sum(self.counts[: rank + 1])
+        return max(0, min(self.counts[rank], end - limit))
+
 
 class OwnQueue(MemoryQueue):
     """The last ``capacity`` rows of all ranks, each kept by the rank that computed it.
@@ -154,29 +164,32 @@ class OwnQueue(MemoryQueue):
         rank = self._place[0]
         self._num_enqueued = step.first + sum(step.counts[:rank])
         self._checksum = self._checksum + self._hash(*rows)
-        self._num_enqueued = step.first + sum(step.counts)
+        self._num_enqueued = step.first
         self._has_weights |= sample_weight is not None
+        if step.end == step.first:
+            return
+        self._drop(step.end - self.capacity)
+        self._num_enqueued = step.end
         self._steps.append(step)
-        self._drop()
-        held = self._share(step)[rank]  # all rows of this step, or the last of them
+        held = step.held(rank, self._limit)  # all of this rank's rows, or the last of them
         self._append([new[len(new) - held :] for new in rows])
 
-    def _drop(self) -> None:
-        """Forget the steps, and the rows, that are no longer among the last ``capacity``."""
-        while self._steps and self._steps[0].first + sum(self._steps[0].counts) <= self._num_enqueued - self.capacity:
-            self._steps.popleft()
-        rank = self._place[0]
-        held = sum(self._share(step)[rank] for step in list(self._steps)[:-1])  # the last one is not stored yet
-        self._start += self._fill - held
-        self._fill = held
+    @property
+    def _limit(self) -> int:
+        """The least number of a row that is held."""
+        return self._num_enqueued - self.capacity
 
-    def _share(self, step: _Step) -> list[int]:
-        """Return how many rows of ``step`` each rank holds now."""
-        first, shares = step.first, []
-        for count in step.counts:
-            shares.append(max(0, min(count, first + count - (self._num_enqueued - self.capacity))))
-            first += count
-        return shares
+    def _drop(self, limit: int) -> None:
+        """Forget the rows with numbers below ``limit``."""
+        rank, dropped = self._place[0], 0
+        while self._steps:
+            first = self._steps[0]
+            dropped += first.held(rank, self._limit) - first.held(rank, limit)
+            if first.end > limit:
+                break
+            self._steps.popleft()
+        self._start += dropped
+        self._fill -= dropped
 
     def _append(self, rows: list[Tensor]) -> None:
         count, end = rows[0].shape[0], self._start + self._fill
@@ -192,22 +205,30 @@ class OwnQueue(MemoryQueue):
             getattr(self, name)[end : end + count] = new
         self._fill += count
 
-    def places(self, rank: int | None = None) -> Tensor:
-        """Return (rows,) int64: where a :class:`MemoryQueue` has the rows of a rank, None for this one."""
-        rank = self._place[0] if rank is None else rank
-        parts = [torch.zeros(0, dtype=torch.int64)]
-        for step in self._steps:
-            end = step.first + sum(step.counts[: rank + 1])
-            parts.append(torch.arange(end - self._share(step)[rank], end) % self.capacity)
-        return torch.cat(parts)
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """Return the first number and the number of rows that each rank holds of each step, (W, S) int64."""
+        world_size = self._place[1]
+        first = torch.tensor([step.first for step in self._steps], dtype=torch.int64)
+        counts = torch.tensor([step.counts for step in self._steps], dtype=torch.int64).view(-1, world_size).t()
+        end = first + counts.cumsum(dim=0)  # [W, S]
+        begin = (end - counts).clamp_min(self._limit)
+        return begin, (end - begin).clamp_min(0)
+
+    def places(self) -> Tensor:
+        """Return (rows,) int64: where a :class:`MemoryQueue` has this rank's rows."""
+        return self._places(*(held[self._place[0]] for held in self._held()))
+
+    def _places(self, begin: Tensor, count: Tensor) -> Tensor:
+        """Return the places of the rows in runs of ``count`` numbers from ``begin`` on, (S,) each."""
+        within = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+        return (begin.repeat_interleave(count) + within) % max(1, self.capacity)
 
     def whole(self, exchange: Exchange) -> QueueRows:
         """Return the rows of all ranks, in the order of a :class:`MemoryQueue`; a collective."""
-        ranks = range(self._place[1])
-        counts = [sum(self._share(step)[rank] for step in self._steps) for rank in ranks]
-        own = self.rows()
+        begin, count = self._held()
+        own, counts = self.rows(), count.sum(dim=1).tolist()
         gathered = exchange.rows([tensor for tensor in own if tensor is not None], counts)
-        order = torch.cat([self.places(rank) for rank in ranks]).argsort().to(own.logits.device)
+        order = self._places(begin.flatten(), count.flatten()).argsort().to(own.logits.device)
         logits, targets, iid, *weight = (tensor[order] for tensor in gathered)
         return QueueRows(logits, targets, iid, weight[0] if weight else None)
 

@@ -123,6 +123,7 @@ OTHER_VALUES: dict[str, Any] = {
     "label_smoothing": 0.1,
     "background_class": 1,
     "name": "other",
+    "pool": "sharded",
 }
 # What OTHER_VALUES has is no value for this loss, or is its default.
 OWN_VALUES: dict[tuple[str, str], Any] = {("SoftmaxFocalLoss", "alpha"): [1.0, 2.0]}

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any, NamedTuple
 from unittest import mock
 
+import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from collective_counter import CollectiveCounter
 from score_sets import SETS
 from score_sets import generator as score_generator
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
 
 import fullrank
@@ -336,6 +338,42 @@ def test_recall_of_any_scores(pool_of_two: WorkerPool, dtype: str) -> None:
     assert pool_of_two(recall_of_sets, dtype) == [[], []]
 
 
+DEGENERATE: dict[str, tuple[int, int, int]] = {  # rows of all ranks, classes, and the target of every row
+    "no rows": (0, 1, 0),
+    "no positive": (30, 1, 0),
+    "no negative": (30, 1, 1),
+    "one class of three": (30, 3, 2),
+    "all ignored": (30, 3, -100),
+    "one row": (1, 1, 1),
+}
+
+
+def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
+    """Return whether rows without a valid class give what one process gives, for both losses."""
+    world_size, found = dist.get_world_size(), []
+    for name, (count, num_classes, target) in DEGENERATE.items():
+        for loss in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
+            case = Case(loss, num_classes=num_classes, reduction="none", queue_size=10)
+            losses = [make_loss(case, gather_distributed=False), make_loss(case, pool="sharded")]
+            for index in range(2):
+                logits = torch.randn(count, num_classes, generator=torch.Generator().manual_seed(index)).double()
+                step = Step(logits, torch.full((count,), target), None, None)
+                counts = counts_of("last" if index else "uneven", count, world_size, index)
+                expected, whole = loss_and_gradient(losses[0], step)
+                with forced(form):
+                    value, gradient = loss_and_gradient(losses[1], own_rows(step, counts, rank))
+                reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+                same = torch.allclose(value, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+                found.append((f"{name} {loss}", same and torch.allclose(gradient / world_size, reference, atol=1e-12)))
+    return found
+
+
+@pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
+def test_rows_without_a_valid_class(pool_of_two: WorkerPool, form: str) -> None:
+    for found in pool_of_two(degenerate, form):
+        assert [name for name, right in found if not right] == []
+
+
 # Controls
 
 
@@ -380,6 +418,50 @@ def test_bytes_do_not_grow_with_the_rows(pool_of_two: WorkerPool) -> None:
     few, many = (pool_of_two(bytes_sent, rows)[0] for rows in (100_000, 200_000))
     assert few < 100_000
     assert many == few
+
+
+# Under a wrapper
+
+
+def steps_of_a_model(rank: int, form: str) -> list[float]:
+    """Return the gradient errors of a model under DDP: with the loss outside, inside, and by pooled_backward."""
+    world_size, errors = dist.get_world_size(), []
+    for way in ("outside", "inside", "replay"):
+        case = gradient_cases.Case("smooth_ap", queue_size=64, num_classes=2)
+        sharded = case._replace(pool="sharded")
+        losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(sharded, local=False)]
+        alone, model = gradient_cases.Scorer(2), gradient_cases.Scorer(2, losses[1] if way == "inside" else None)
+        wrapped = DistributedDataParallel(model)
+        for index in range(3):
+            step = gradient_cases.make_step(case, index)
+            counts = gradient_cases.split(step.features.shape[0], world_size, 0)
+            own = gradient_cases.shard(step, counts, rank)
+            alone.zero_grad()
+            wrapped.zero_grad()
+            losses[0](alone(step.features), step.targets).backward()
+            with forced(form):
+                if way == "replay":
+                    halves = [slice(None, 3), slice(3, None)]
+                    fullrank.pooled_backward(
+                        wrapped,
+                        halves,
+                        forward=lambda rows, own=own, wrapped=wrapped: wrapped(own.features[rows]),
+                        loss=lambda scores, _, own=own, loss=losses[1]: loss(scores, own.targets),
+                    )
+                elif way == "inside":
+                    wrapped(own.features, own.targets).backward()
+                else:
+                    losses[1](wrapped(own.features), own.targets).backward()
+            whole, spread = (torch.cat(gradient_cases.flat_gradients(held)) for held in (alone, model))
+            errors.append(float((spread - whole).norm() / whole.norm()))
+    return errors
+
+
+@pytest.mark.parametrize("form", ["moments", "positives", "gather"])
+def test_a_model_under_ddp(pool_of_two: WorkerPool, form: str) -> None:
+    for errors in pool_of_two(steps_of_a_model, form):
+        assert len(errors) == 9
+        assert max(errors) <= 1e-12
 
 
 # The choice

@@ -88,6 +88,18 @@ def test_gather_writes_its_results(tmp_path):
     assert {"peer_us", "ours_us", "ratio"} <= set(first) & set(second)
 
 
+def test_scale_counts_what_travels(tmp_path):
+    results = _run("scale", tmp_path, "--repeats", "1")
+    for row in [*results["measured"], *results["modelled"]]:
+        assert {"gathered_bytes", "sharded_bytes", "gathered_collectives", "sharded_collectives"} <= set(row)
+    # One process that acts for two counts what two processes do.
+    counted = {(row["loss"], row["ranks"]): row["sharded_bytes"] for row in results["modelled"]}
+    for row in results["measured"]:
+        if row["loss"] != "retrieval":
+            assert counted[row["loss"], 2] == row["sharded_bytes"]
+    assert (tmp_path / "scale.png").read_bytes().startswith(PNG)
+
+
 def test_soak_finds_nothing(tmp_path):
     command = [sys.executable, str(FOLDER / "soak.py"), "--steps", "100", "--out", str(tmp_path)]
     done = subprocess.run(
