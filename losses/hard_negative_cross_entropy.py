@@ -176,6 +176,8 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             ``"sum"``, or the number of ranks it averages over.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -228,6 +230,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
@@ -243,6 +246,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             group=group,
             gradient_reduction=gradient_reduction,
             queue_keep=queue_keep,
+            queue_in_eval=queue_in_eval,
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,

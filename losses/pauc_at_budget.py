@@ -286,6 +286,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
             together.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -363,6 +365,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
@@ -382,6 +385,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             group=group,
             gradient_reduction=gradient_reduction,
             queue_keep=queue_keep,
+            queue_in_eval=queue_in_eval,
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,
