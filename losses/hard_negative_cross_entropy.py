@@ -69,8 +69,9 @@ def hard_negative_cross_entropy(
     ``torch.nn.functional.binary_cross_entropy_with_logits``.
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary.
-        targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
+        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
+        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
+            floats that are whole numbers.
         share: in (0, 1], the share of the negatives of a class that count.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
@@ -185,8 +186,8 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
-        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
-        scalar, or (C,) with ``reduction="none"``.
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.

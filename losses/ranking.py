@@ -177,8 +177,9 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         """Return the loss of this rank's rows, pooled with those of the other ranks and of the queue.
 
         Args:
-            logits: (N, C) raw scores of this rank; N may differ between ranks and may be 0.
-            targets: (N,) class indices, integers or bools; (N, C) of 0 and 1 with ``multi_hot``.
+            logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
+            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
+                with ``multi_hot``.
             iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
             return_per_class: also return the loss of each class and which classes are valid.
             sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.

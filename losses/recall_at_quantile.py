@@ -102,8 +102,9 @@ def recall_at_quantile(
               \frac{\sigma'((x_j - \theta) / \tau)}{\sum_k \sigma'((x_k - \theta) / \tau)}
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary.
-        targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
+        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
+        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
+            floats that are whole numbers.
         quantile: q in (0, 1), the share of rows that can be reviewed.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
             automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
@@ -257,8 +258,8 @@ class RecallAtQuantileLoss(RankingLoss):
             ``max_pool_size``.
 
     Shape:
-        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
-        scalar, or (C,) with ``reduction="none"``.
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.

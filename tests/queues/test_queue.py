@@ -67,11 +67,12 @@ def checkpoint_round_trip(rank: int, folder: str) -> list[Any]:
     return [step(loss, 3, rank, world_size), step(fresh, 3, rank, world_size), len(fresh.queue)]
 
 
-def validate_together(rank: int) -> list[Any]:
-    """Train with a queue, validate on all ranks; return the values with and without the queue, and that of all rows."""
-    values: list[Any] = []
+def validate_together(rank: int, pool: str) -> list[float]:
+    """Train with a queue, validate on all ranks; return the values without and with the queue, and that of all rows."""
+    values: list[float] = []
     for queue_in_eval in (False, True):
-        loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=40, temperature=0.4, queue_in_eval=queue_in_eval)
+        given: dict[str, Any] = {"queue_size": 40, "temperature": 0.4, "queue_in_eval": queue_in_eval, "pool": pool}
+        loss = fullrank.SmoothAPLoss(num_classes=1, **given)
         world_size = dist.get_world_size()
         for index in range(3):
             step(loss, index, rank, world_size)
@@ -269,10 +270,11 @@ def test_in_eval_mode_validation_rows_are_ranked_among_themselves(name: str) -> 
     assert not torch.equal(value, alone)  # the control: these rows rank otherwise against the queue
 
 
-def test_over_ranks_validation_rows_are_ranked_among_themselves(pool_of_two: WorkerPool) -> None:
-    (without, with_queue, whole), other = pool_of_two(validate_together)
+@pytest.mark.parametrize("pool", ["gathered", "sharded"])
+def test_over_ranks_validation_rows_are_ranked_among_themselves(pool_of_two: WorkerPool, pool: str) -> None:
+    (without, with_queue, whole), other = pool_of_two(validate_together, pool)
     assert other == [without, with_queue, whole]
-    assert without == whole
+    assert without == pytest.approx(whole, rel=0 if pool == "gathered" else 1e-12, abs=0)
     assert abs(with_queue - whole) > 1e-3
 
 
