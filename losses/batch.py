@@ -109,9 +109,12 @@ def check_batch(
     validate_args = validate_args and has_values(logits)
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw scores."))
+    if logits.ndim == 1 and rule.num_classes == 1:
+        logits = logits[:, None]  # a view: the gradient has the shape of the input
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
-        fix = "Flatten leading dimensions; for binary scores (N,) use logits.unsqueeze(1) and num_classes=1."
-        raise ValueError(expected("logits", f"shape (N, {rule.num_classes})", logits, fix))
+        fix = "Flatten leading dimensions; for binary scores (N,) use num_classes=1."
+        shape = f"(N, {rule.num_classes})" + (" or (N,)" if rule.num_classes == 1 else "")
+        raise ValueError(expected("logits", f"shape {shape}", logits, fix))
     if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
         what, found = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
         raise TypeError(expected("logits", what, found, "Use logits.cpu(): the gradient comes back to the device."))
@@ -161,37 +164,42 @@ def _check_targets(
     validate_args: bool,
     stored: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> _Checked:
-    if targets.is_floating_point() or targets.is_complex():
-        raise TypeError(expected("targets", "integers or bools", targets, "Use targets.long() on class indices."))
     check_device("targets", targets, logits)
     count = logits.shape[0]
     if rule.multi_hot:
+        check_exact(targets, 2)
+        if tuple(targets.shape) == (count,) and rule.num_classes == 1:
+            targets = targets[:, None]
         if tuple(targets.shape) != (count, rule.num_classes):
             raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
         if validate_args:
             bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
             if bool(bad.any()):
-                what = f"0, 1 or ignore_index={rule.ignore_index}"
-                raise ValueError(expected("targets", what, int(targets[bad][0])))
+                raise _not_binary(targets[bad][0].item(), rule.ignore_index)
         return _Checked(targets.to(multi_hot_dtype(rule.ignore_index)))  # the ranks must send the same dtype
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
     if tuple(targets.shape) != (count,):
         fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
         raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
-    targets = targets.to(torch.int64)
-    num_stored = None
+    check_exact(targets, rule.num_classes)
+    given, targets, num_stored = targets, targets.to(torch.int64), None
     if validate_args and count:
-        low, high, num_positive, num_stored = _read(logits, targets, rule, stored)
-        if low >= 0 and high < max(2, rule.num_classes):  # the common case takes one pass over the targets
+        low, high, num_inexact, num_positive, num_stored = _read(logits, given, targets, rule, stored)
+        # The common case takes one pass over the targets.
+        if low >= 0 and high < max(2, rule.num_classes) and not num_inexact:
             complete = not low <= rule.ignore_index <= high
             return _Checked(targets, complete, num_positive if complete else None, num_stored)
     ignored = targets == rule.ignore_index
     if rule.num_classes > 1:
         if validate_args:
-            check_class_range(targets, ignored, rule.num_classes, rule.ignore_index)
+            check_class_range(given, targets, ignored, rule.num_classes, rule.ignore_index)
         return _Checked(targets, num_stored=num_stored)
-    if validate_args:
+    if validate_args and given.is_floating_point():
+        odd = (given != 0) & (given != 1) & (given != rule.ignore_index)
+        if bool(odd.any()):
+            raise _not_binary(given[odd][0].item(), rule.ignore_index)
+    elif validate_args:
         odd = (targets != 0) & (targets != 1) & ~ignored
         if bool(odd.any()):
             values = targets[odd].unique()[:8].tolist()
@@ -204,27 +212,69 @@ def _check_targets(
 
 
 def _read(
-    logits: Tensor, targets: Tensor, rule: TargetRule, stored: Callable[[Tensor, Tensor], Tensor] | None
-) -> tuple[int, int, int | None, int | None]:
-    """Return the lowest and the highest target, and the two numbers of :class:`Batch`; waits for the device once."""
+    logits: Tensor,
+    given: Tensor,
+    targets: Tensor,
+    rule: TargetRule,
+    stored: Callable[[Tensor, Tensor], Tensor] | None,
+) -> tuple[int, int, int, int | None, int | None]:
+    """Return what is known of ``targets``, the int64 form of ``given``; waits for the device once.
+
+    The lowest and the highest target, how many have changed in the conversion, and the two numbers of :class:`Batch`.
+    """
     values = [*targets.aminmax()]
+    if given.is_floating_point():
+        values.append((given != targets).sum())
     if targets.device.type == "cpu":  # nothing waits: what is not needed now may be counted when it is
-        return int(values[0]), int(values[1]), None, None
+        return int(values[0]), int(values[1]), int(sum(values[2:])), None, None
     if rule.num_classes == 1:
         values.append((targets == 1).sum())
     if stored is not None:
         values.append(stored(logits.detach(), targets).sum())
     low, high, *counts = torch.stack(values).tolist()
-    return low, high, counts[0] if rule.num_classes == 1 else None, counts[-1] if stored is not None else None
+    num_inexact = counts.pop(0) if given.is_floating_point() else 0
+    num_positive = counts[0] if rule.num_classes == 1 else None
+    return low, high, num_inexact, num_positive, counts[-1] if stored is not None else None
 
 
-def check_class_range(targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise ValueError when a class index outside [0, num_classes) is not ignored; waits for the device."""
+def check_exact(targets: Tensor, num_classes: int) -> None:
+    """Raise TypeError when the dtype of ``targets`` cannot hold the indices of the classes."""
+    if targets.is_complex():
+        raise TypeError(expected("targets", "integers, bools or floats", targets, "Use targets.long()."))
+    if targets.is_floating_point() and num_classes > 2 / torch.finfo(targets.dtype).eps:
+        fix = "That dtype rounds whole numbers so large. Keep class indices as integers."
+        raise TypeError(expected("targets", f"a dtype that holds the indices of {num_classes} classes", targets, fix))
+
+
+def check_class_range(given: Tensor, targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise ValueError when a class index is outside [0, num_classes) and not ignored, or a float is no whole number.
+
+    ``targets`` is the int64 form of ``given``. Waits for the device.
+    """
     bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
+    if given.is_floating_point():
+        bad = bad | (given != targets)
     if bool(bad.any()):
+        first = given[bad][0].item()
         what = f"class indices in [0, {num_classes}) or ignore_index={ignore_index}"
         fix = "Class indices start at 0; rows to leave out have ignore_index for a target."
-        raise ValueError(expected("targets", what, int(targets[bad][0]), fix))
+        if first != first or first % 1:
+            fix = "Targets are one class each, as whole numbers; rows to leave out have ignore_index for a target."
+        raise ValueError(expected("targets", what, first, fix))
+
+
+def _not_binary(value: float, ignore_index: int) -> ValueError:
+    """Return the error for a target that is neither 0 nor 1."""
+    fix = ""
+    if value == -1:
+        fix = "Use (targets > 0).long() for targets of -1 and +1."
+    elif value != value:
+        fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({ignore_index})."
+    elif 0 < value < 1:
+        fix = "Use (targets > 0.5).long(), or SigmoidFocalLoss for soft targets."
+    elif isinstance(value, float):
+        fix = "Use (targets > 0).long() if all but 0 are positives, num_classes=C for indices of C classes."
+    return ValueError(expected("targets", f"0, 1 or ignore_index={ignore_index}", value, fix))
 
 
 def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:

@@ -57,6 +57,12 @@ def check_inputs(inputs: Tensor, targets: Tensor) -> None:
         raise ValueError(expected("targets", f"a tensor on {inputs.device}, as inputs", given, fix))
 
 
+def aligned(targets: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``targets`` in ``shape`` if all that differs is a last dimension of one element, else as they are."""
+    given = tuple(targets.shape)
+    return targets.reshape(shape) if given == (*shape, 1) or (*given, 1) == shape else targets
+
+
 def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
     """Return the fix if ``value`` differs from ``shape`` by a last dimension of one element, else an empty text."""
     if tuple(value.shape) == (*shape, 1):

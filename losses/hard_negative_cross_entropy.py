@@ -69,8 +69,9 @@ def hard_negative_cross_entropy(
     ``torch.nn.functional.binary_cross_entropy_with_logits``.
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary.
-        targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
+        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
+        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
+            floats that are whole numbers.
         share: in (0, 1], the share of the negatives of a class that count.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
@@ -176,6 +177,8 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             ``"sum"``, or the number of ranks it averages over.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -183,8 +186,8 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
-        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
-        scalar, or (C,) with ``reduction="none"``.
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
@@ -228,6 +231,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
@@ -243,6 +247,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             group=group,
             gradient_reduction=gradient_reduction,
             queue_keep=queue_keep,
+            queue_in_eval=queue_in_eval,
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,

@@ -152,7 +152,7 @@ class Hints:
         def look(gradient: Tensor) -> None:
             if whole:
                 everyone = whole.pop()
-                own = own_gradient(gathered, everyone)
+                own = own_gradient(gathered, everyone).reshape(gradient.shape)  # (N,) where the logits were
                 rest = gradient.detach().double() - own
                 is_most = rest.abs().sum() < _MOST_OTHERS * own.abs().sum()
                 self._measure_push(everyone, is_most)

@@ -170,8 +170,9 @@ def pauc_at_budget(
     Scale and temperature are detached.
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary.
-        targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
+        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
+        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
+            floats that are whole numbers.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
         surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
             ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
@@ -286,6 +287,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
             together.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -301,8 +304,8 @@ class PAUCAtBudgetLoss(RankingLoss):
             ``max_pool_size``.
 
     Shape:
-        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
-        scalar, or (C,) with ``reduction="none"``.
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
@@ -363,6 +366,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
@@ -382,6 +386,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             group=group,
             gradient_reduction=gradient_reduction,
             queue_keep=queue_keep,
+            queue_in_eval=queue_in_eval,
             multi_hot=multi_hot,
             validate_args=validate_args,
             name=name,

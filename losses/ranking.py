@@ -50,7 +50,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
     The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
-    gradient. The live rows enter the queue after the loss is computed, in training mode only.
+    gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows alone,
+    and none of them enters the queue.
 
     A subclass without a temperature sets ``has_temperature = False``: it has no attribute ``temperature``, ignores the
     argument, and saves and compares none.
@@ -72,6 +73,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
             together.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -102,6 +105,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         group: Group = None,
         gradient_reduction: str | int = "mean",
         queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
         multi_hot: bool = False,
         validate_args: bool = True,
         name: str | None = None,
@@ -120,7 +124,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             self.temperature = check_temperature(temperature, self.spread_multiple is not None)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
-        self.update_queue_in_eval, self.multi_hot = update_queue_in_eval, multi_hot
+        self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
+        self.multi_hot = multi_hot
         queue = MemoryQueue if pool == "gathered" else OwnQueue
         self.queue = queue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
@@ -172,8 +177,9 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         """Return the loss of this rank's rows, pooled with those of the other ranks and of the queue.
 
         Args:
-            logits: (N, C) raw scores of this rank; N may differ between ranks and may be 0.
-            targets: (N,) class indices, integers or bools; (N, C) of 0 and 1 with ``multi_hot``.
+            logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
+            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
+                with ``multi_hot``.
             iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
             return_per_class: also return the loss of each class and which classes are valid.
             sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
@@ -269,6 +275,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 **self._shared_facts(),
                 **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
                 "enqueues rows": State(self._enqueues, _SAME_MODE),
+                "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
                 "queue": State(self.queue.position, SAME_QUEUE),
                 "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
                 "with indexes": indexes is not None,
@@ -286,10 +293,11 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             live = check()
             check_rows(live.tensors)
             self._own_queue.take_place(group.rank(), group.size())
-            part = self._join(live, self._queued_rows())
+            queued = self._queued_rows()
+            part = self._join(live, queued)
             stored = self._own_queue.count(live.logits, live.targets) if self._enqueues else 0
             held.append((live, part))
-            weights = live.sample_weight, self.queue.rows().sample_weight
+            weights = live.sample_weight, None if queued is None else queued.sample_weight
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
             totals = totals_of(part, stored, is_huge)
             return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, None, totals)
@@ -298,7 +306,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         group = self._resolve_group()
         if group is None:
             live = check()
-            if self.pool == "sharded" and indexes is None and self.queue_size:
+            if self.pool == "sharded" and indexes is None and (self._ranks_queue or self._enqueues):
                 self._own_queue.take_whole(type(self).__name__)
         elif self.pool == "sharded" and indexes is None:
             agreed = agree_on_rows(call, group, prepare_part)
@@ -323,8 +331,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             exchange,
             gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad),
             agreed.rows,
-            self._own_queue.num_held,
-            self._own_queue.places,
+            self._own_queue.num_held if self._ranks_queue else 0,
+            lambda: self._own_queue.places()[: None if self._ranks_queue else 0],
             float(low.amin()),
             float(high.amax()),
             tuple(positives.tolist()),
@@ -343,8 +351,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         return self.queue
 
     def _queued_rows(self) -> QueueRows | None:
-        """Return the rows of the queue, None if it is empty."""
-        return self.queue.rows() if len(self.queue) else None
+        """Return the rows of the queue that belong to the pool, None without any."""
+        return self.queue.rows() if self._ranks_queue and len(self.queue) else None
 
     @property
     def _rule(self) -> TargetRule:
@@ -353,6 +361,10 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
     @property
     def _enqueues(self) -> bool:
         return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
+
+    @property
+    def _ranks_queue(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.queue_in_eval)
 
     def _join(self, live: Batch, queued: QueueRows | None) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
@@ -464,7 +476,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and for the comparison between ranks."""
         names = ("num_classes", *self._own_arguments(), "queue_size", "reduction", "ignore_index", "max_pool_size")
-        names = (*names, "gradient_reduction", "queue_keep", "multi_hot")
+        names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
         names = names if self.pool == "gathered" else (*names, "pool")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 

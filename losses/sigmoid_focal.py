@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed.group import Group
 from ..errors import check_choice, check_number, check_tensor, expected
 from .batch import check_weight, compute_dtype, has_values, weight_unit
-from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, power, reduce_elements, squeeze_advice
+from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, power, reduce_elements
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
@@ -35,7 +35,8 @@ def sigmoid_focal(
 
     Args:
         inputs: raw logits of any shape.
-        targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``.
+        targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``. One of (N,) and (N, 1) may stand
+            for the other.
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"`` over elements, ``"mean_weighted"``: the sum over elements divided by the sum of their
@@ -78,9 +79,9 @@ def _elements(
     validate_args: bool,
 ) -> Elements:
     check_inputs(inputs, targets)
+    targets = aligned(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
-        fix = squeeze_advice("targets", targets, tuple(inputs.shape))
-        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets, fix))
+        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
     if validate_args and has_values(targets):
         bad = ~((targets >= 0) & (targets <= 1))
         if bool(bad.any()):
@@ -158,8 +159,8 @@ class SigmoidFocalLoss(FocalLoss):
             equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
-        inputs of any shape, targets the same; sizes may differ between ranks and may be 0. Output scalar, or that shape
-        with ``reduction="none"``.
+        inputs of any shape, targets the same, where one of (N,) and (N, 1) may stand for the other; sizes may differ
+        between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.

@@ -84,8 +84,9 @@ def smooth_ap(
     queries without a negative: they are left out here, and count as an AP of 1 there.
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary.
-        targets: (N,) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``.
+        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
+        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
+            floats that are whole numbers.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
             automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
@@ -202,6 +203,8 @@ class SmoothAPLoss(RankingLoss):
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
             together.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
@@ -213,8 +216,8 @@ class SmoothAPLoss(RankingLoss):
             ``max_pool_size``.
 
     Shape:
-        logits (N, C), targets (N,), or (N, C) with ``multi_hot``; N may differ between ranks and may be 0. Output
-        scalar, or (C,) with ``reduction="none"``.
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.

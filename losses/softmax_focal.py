@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..distributed.group import Group
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
-from .batch import check_class_range, check_weight, compute_dtype, has_values, weight_unit
+from .batch import check_class_range, check_exact, check_weight, compute_dtype, has_values, weight_unit
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
@@ -37,7 +37,7 @@ def softmax_focal(
 
     Args:
         inputs: (N, C, *) raw logits, C >= 2; one logit is for :func:`~fullrank.losses.sigmoid_focal`.
-        targets: (N, *) class indices.
+        targets: (N, *) or (N, *, 1) class indices, integers, bools or floats that are whole numbers.
         alpha: C weights >= 0, one per class; None for all 1.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"`` over valid elements, ``"mean_positive"``: the sum over valid elements divided by the
@@ -150,15 +150,16 @@ def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: 
         what = "at least two classes in dim 1 of inputs (N, C, *)"
         raise ValueError(expected("inputs", what, inputs, "For one logit use SigmoidFocalLoss."))
     shape = (inputs.shape[0], *inputs.shape[2:])
+    if tuple(targets.shape) == (*shape, 1):
+        targets = targets.squeeze(-1)
     if tuple(targets.shape) != shape:
         fix = squeeze_advice("targets", targets, shape)
         raise ValueError(expected("targets", f"shape {shape} for inputs (N, C, *)", targets, fix))
-    if targets.is_floating_point():
-        raise TypeError(expected("targets", "integer class indices", targets, "Use targets.long()."))
-    targets = targets.to(torch.int64)
+    check_exact(targets, inputs.shape[1])
+    given, targets = targets, targets.to(torch.int64)
     valid = targets != rule.ignore_index
     if validate_args and has_values(targets):
-        check_class_range(targets, ~valid, inputs.shape[1], rule.ignore_index)
+        check_class_range(given, targets, ~valid, inputs.shape[1], rule.ignore_index)
     return targets, valid
 
 
@@ -210,8 +211,8 @@ class SoftmaxFocalLoss(FocalLoss):
             equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
-        inputs (N, C, *) with C >= 2, targets (N, *); N may differ between ranks and may be 0. Output scalar, or (N, *)
-        with ``reduction="none"``.
+        inputs (N, C, *) with C >= 2, targets (N, *) or (N, *, 1); N may differ between ranks and may be 0. Output
+        scalar, or (N, *) with ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.

@@ -6,13 +6,16 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
 from ..distributed.torch_private import not_compiled
 from ..errors import check_count, check_number, check_positive, expected, warn
 from ..queues.memory_queue import check_saved_queues
+from .batch import check_class_range, check_exact, has_values
 from .distributed_loss import DistributedLoss, saved_temperature
+from .focal import aligned
 
 
 class LossWarmupWrapper(nn.Module):
@@ -36,7 +39,9 @@ class LossWarmupWrapper(nn.Module):
     counted in epochs. Without these calls the warm-up never ends.
 
     With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks.
-    The losses of torch average on each rank. For one logit use ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
+    The losses of torch average on each rank. They are given the targets in the form they need: floats in the shape of
+    the logits for ``torch.nn.BCEWithLogitsLoss``, class indices for ``torch.nn.CrossEntropyLoss``. Binary cross-entropy
+    of torch knows no ``ignore_index``. For one logit use ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
     cross-entropy. For several classes use ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
 
     Args:
@@ -242,10 +247,10 @@ class LossWarmupWrapper(nn.Module):
         if weight == 0.0:
             return self._warmup(logits, targets, kwargs)
         if weight == 1.0:
-            return self.main_loss(logits, targets, **kwargs)
+            return self.main_loss(logits, self._targets_for(self.main_loss, logits, targets), **kwargs)
         # The loss without a queue comes first. If it raises, nothing has been enqueued.
         warmup = self._warmup(logits, targets, kwargs)
-        main = self.main_loss(logits, targets, **kwargs)
+        main = self.main_loss(logits, self._targets_for(self.main_loss, logits, targets), **kwargs)
         if isinstance(main, tuple):
             blended = (1 - weight) * warmup + weight * main[0]
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
@@ -272,7 +277,29 @@ class LossWarmupWrapper(nn.Module):
             self._warned.add(text)
             warn(f"LossWarmupWrapper: {text}")
 
+    def _targets_for(self, loss: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the targets in the form that a loss of torch needs; those of another loss as they are."""
+        if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
+            return targets
+        if isinstance(loss, nn.BCEWithLogitsLoss):
+            return aligned(targets, tuple(logits.shape)).to(logits.dtype)
+        if not isinstance(loss, nn.CrossEntropyLoss):
+            return targets
+        if logits.ndim < 2 or logits.shape[1] == 1:
+            fix = "CrossEntropyLoss of one logit is always 0. Use SigmoidFocalLoss(alpha=-1, gamma=0)."
+            raise ValueError(expected("logits", "at least two classes in dim 1 for CrossEntropyLoss", logits, fix))
+        if targets.shape == logits.shape:  # probabilities
+            return targets
+        check_exact(targets, logits.shape[1])
+        targets = aligned(targets, (logits.shape[0], *logits.shape[2:]))
+        indices = targets.to(torch.int64)
+        if targets.is_floating_point() and has_values(targets) and getattr(self.main_loss, "validate_args", True):
+            ignored = indices == loss.ignore_index
+            check_class_range(targets, indices, ignored, logits.shape[1], loss.ignore_index)
+        return indices
+
     def _warmup(self, logits: Tensor, targets: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        targets = self._targets_for(self.warmup_loss, logits, targets)
         if self._weights_warmup and "sample_weight" in kwargs:
             return self.warmup_loss(logits, targets, sample_weight=kwargs["sample_weight"])
         return self.warmup_loss(logits, targets)

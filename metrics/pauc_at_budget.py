@@ -21,10 +21,13 @@ class _Counts(NamedTuple):
 
 
 def _count_flagged(pool: Pool) -> _Counts:
-    """Count the flagged rows for every threshold of every class. Every row of ``pool`` is a member of every class."""
+    """Count the flagged rows for every threshold of every class. Rows that are no members count nowhere."""
     scores, order = pool.scores.sort(dim=1, descending=True)
     positives = pool.positive.gather(1, order).cumsum(dim=1)
-    rows = torch.arange(1, scores.shape[1] + 1, device=scores.device).expand_as(positives)
+    if pool.member is None:
+        rows = torch.arange(1, scores.shape[1] + 1, device=scores.device).expand_as(positives)
+    else:
+        rows = pool.member.gather(1, order).cumsum(dim=1)
     last_of_tie = torch.ones_like(pool.positive)
     # Compared, not subtracted: the difference of two equal infinities is NaN.
     last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
@@ -91,10 +94,12 @@ class PAUCAtBudget(RankingMetric):
         budget_basis: what u is a share of: the negatives (``"fpr"``), or all rows (``"population"``).
         average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
 
     Shape:
-        update: logits (N, C), targets (N,). compute: float64 scalar, or (C,) with ``average=None``.
+        update: logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``. compute:
+        float64 scalar, or (C,) with ``average=None``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
@@ -126,9 +131,10 @@ class PAUCAtBudget(RankingMetric):
         budget_basis: BudgetBasis = "fpr",
         average: Average = "macro",
         ignore_index: int = -100,
+        multi_hot: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(num_classes, average, ignore_index, **kwargs)
+        super().__init__(num_classes, average, ignore_index, multi_hot, **kwargs)
         self.alpha, self.beta, self.budget_basis = alpha, beta, budget_basis
         check_area(self.band)
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities import rank_zero_warn
 
-from ..errors import check_count, check_int, expected
+from ..errors import Words, check_count, check_int, expected
 from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
 from ..losses.pool import PerClass, Pool, one_vs_rest
+from ..queues.memory_queue import multi_hot_dtype
 from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
@@ -30,6 +31,7 @@ class RankingMetric(GatheredMetric):
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
     """
 
@@ -42,32 +44,48 @@ class RankingMetric(GatheredMetric):
 
     target_rule: Tensor
 
-    def __init__(self, num_classes: int, average: Average, ignore_index: int, **kwargs: Any) -> None:
+    def __init__(
+        self, num_classes: int, average: Average, ignore_index: int, multi_hot: bool = False, **kwargs: Any
+    ) -> None:
         check_count("num_classes", num_classes, 1)
         check_int("ignore_index", ignore_index)
         if average not in ("macro", None):
             raise ValueError(expected("average", "'macro' or None", average))
         super().__init__(**kwargs)
         self.num_classes, self.average, self.ignore_index = num_classes, average, ignore_index
+        self.multi_hot = multi_hot
         self.add_state("logits", default=[], dist_reduce_fx="cat")
         self.add_state("targets", default=[], dist_reduce_fx="cat")
         # MetricCollection lets metrics whose states are equal after the first update share one state. Metrics that read
         # targets differently must not share it, so the rule by which targets are read is part of the state.
-        self.add_state("target_rule", default=torch.tensor([num_classes, ignore_index]), dist_reduce_fx="max")
+        rule = torch.tensor([num_classes, ignore_index, int(multi_hot)])
+        self.add_state("target_rule", default=rule, dist_reduce_fx="max")
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:
+    def update(
+        self,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        preds: Tensor | None = None,
+        target: Tensor | None = None,
+    ) -> None:
         """Add rows.
 
         Args:
-            logits: (N, C) raw scores of any floating dtype; half precision is kept as float32.
-            targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1, integers or bools.
+            logits: (N, C) raw scores of any floating dtype, or (N,) when C = 1; half precision is kept as float32.
+            targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
+                floats that are whole numbers.
+            preds, target: other names of ``logits`` and ``targets``, those of torchmetrics.
 
         Raises:
-            TypeError: for logits that are not floating, or targets that are.
+            TypeError: for logits that are not floating, and for arguments that are missing or given twice.
             ValueError: for shapes that do not fit, tensors on two devices, or a class index out of range.
         """
-        batch = check_batch(logits, targets, None, None, TargetRule(self.num_classes, self.ignore_index))
+        logits = _either("logits", logits, "preds", preds)
+        targets = _either("targets", targets, "target", target)
+        batch = check_batch(logits, targets, None, None, self._rule)
         kept = batch.targets != self.ignore_index
+        kept = kept.any(dim=1) if self.multi_hot else kept
         self.logits.append(batch.logits.detach().to(compute_dtype(logits.dtype))[kept])
         self.targets.append(batch.targets[kept])
 
@@ -79,7 +97,8 @@ class RankingMetric(GatheredMetric):
                 f"The ``compute`` method of metric {type(self).__name__} found no row on any rank: the value is NaN.",
                 UserWarning,
             )
-        pool = one_vs_rest(Batch(logits, targets), TargetRule(self.num_classes, _NOTHING))
+        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _NOTHING)
+        pool = one_vs_rest(Batch(logits, targets), rule)
         values, valid = self.compute_per_class(pool)
         poisoned = pool.scores.isnan().any(dim=1)  # [C]
         values = values.masked_fill(poisoned | ~valid, math.nan)
@@ -91,12 +110,17 @@ class RankingMetric(GatheredMetric):
         raise NotImplementedError
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Return all rows of the state as (M, C) float64 and (M,) int64, in these dtypes even without rows."""
+        """Return all rows of the state: (M, C) float64, and (M,) int64 or (M, C), in these dtypes even without rows."""
+        dtype = multi_hot_dtype(self.ignore_index) if self.multi_hot else torch.int64
         if self.logits:
-            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(torch.int64)
+            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(dtype)
         device = torch.device("cpu") if self.compute_on_cpu else self.device
         logits = torch.empty(0, self.num_classes, dtype=torch.float64, device=device)
-        return logits, torch.empty(0, dtype=torch.int64, device=device)
+        return logits, torch.empty((0, self.num_classes) if self.multi_hot else 0, dtype=dtype, device=device)
+
+    @property
+    def _rule(self) -> TargetRule:
+        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -105,9 +129,17 @@ class RankingMetric(GatheredMetric):
 
     def extra_repr(self) -> str:
         """Return the hyper-parameters."""
-        names = ("num_classes", *self._own_arguments(), "average", "ignore_index")
+        names = ("num_classes", *self._own_arguments(), "average", "ignore_index", "multi_hot")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def _own_arguments(self) -> tuple[str, ...]:
         """Return the names of the subclass's own arguments, for ``repr``."""
         return ()
+
+
+def _either(name: str, value: Tensor | None, other: str, alias: Tensor | None) -> Tensor:
+    """Return the argument ``name``, which may be given under the name ``other``."""
+    if (value is None) == (alias is None):
+        given = Words("neither" if value is None else "both")
+        raise TypeError(expected(name, f"{name} or {other}", given, "Pass one of them."))
+    return alias if value is None else value  # type: ignore[return-value]

@@ -45,10 +45,12 @@ class RecallAtQuantile(RankingMetric):
             ``"nearest"`` or ``"midpoint"``.
         average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
+        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
 
     Shape:
-        update: logits (N, C), targets (N,). compute: float64 scalar, or (C,) with ``average=None``.
+        update: logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``. compute:
+        float64 scalar, or (C,) with ``average=None``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
@@ -79,9 +81,10 @@ class RecallAtQuantile(RankingMetric):
         quantile_interpolation: str = "higher",
         average: Average = "macro",
         ignore_index: int = -100,
+        multi_hot: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(num_classes, average, ignore_index, **kwargs)
+        super().__init__(num_classes, average, ignore_index, multi_hot, **kwargs)
         self.quantile = check_quantile(quantile)
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 

@@ -50,6 +50,12 @@ def _eval_with_updates(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -
     loss.update_queue_in_eval = is_odd
 
 
+def _eval_with_updates_everywhere(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
+    """Every rank enqueues its rows; the one in eval mode would rank without the queue."""
+    loss.update_queue_in_eval = True
+    loss.train(not is_odd)
+
+
 def _other_rows(loss: RankingLoss, is_odd: bool, saved: dict[str, Any]) -> None:
     """As many rows on every rank, but other ones."""
     _enqueue(loss, 0.7 if is_odd else -0.7)
@@ -74,6 +80,7 @@ DRIFTS = {
     "temperature": _on_one(_set(temperature=0.7), "temperature: "),
     "eval mode": _on_one(lambda loss: loss.eval(), "enqueues rows: "),
     "updates in eval mode": Drift(_eval_with_updates, "enqueues rows: "),
+    "eval mode, updates everywhere": Drift(_eval_with_updates_everywhere, "ranks queued rows: "),
     "reset": _on_one(lambda loss: loss.reset_queue(), "queue: ("),
     "a step alone": _on_one(lambda loss: _enqueue(loss, 0.7), "queue: ("),
     "pointer": _on_one(lambda loss: setattr(loss.queue, "_pointer", loss.queue._pointer + 1), "queue: ("),
@@ -106,6 +113,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_pool_size": 9,
     "gradient_reduction": "sum",
     "queue_keep": "negatives",
+    "queue_in_eval": True,
     "multi_hot": True,
     "quantile": 0.4,
     "share": 0.4,

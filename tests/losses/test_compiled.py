@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning"
 CALLS = ((40, 0.5), (40, 0.25), (55, 0.25), (31, 0.1))  # rows, temperature: first one of them changes, then both
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "smooth_ap": lambda x, t, tau: smooth_ap(x[:, :1], t == 0, tau),
+    "smooth_ap of (N,) and floats": lambda x, t, tau: smooth_ap(x[:, 0], (t == 0).double()[:, None], tau),
     "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau),
     "recall linear": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, quantile_interpolation="linear"),
     "pauc": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, surrogate="trapezoid", temperature=tau),
@@ -48,6 +49,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "pauc pairwise": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, surrogate="pairwise"),
     "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
     "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, 0], t / 3, gamma=tau),
+    "sigmoid_focal of (N, 1) and (N,)": lambda x, t, tau: sigmoid_focal(x[:, :1], t == 0, gamma=tau),
+    "softmax_focal of floats": lambda x, t, tau: softmax_focal(x, t.double()[:, None], gamma=tau),
     "softmax_focal": lambda x, t, tau: softmax_focal(x, t, gamma=tau, sample_weight=t + tau),
     "causal_lm": lambda x, t, tau: causal_lm_loss(x[None], t[None], num_items=100 * tau),
 }

@@ -291,12 +291,23 @@ SHARES = {
 }
 
 
-def hints_over_ranks(rank, positives, add, queue_size):
-    """Train a loss with queued negatives on two ranks, and return how often each warned of a push."""
+def hints_over_ranks(rank, positives, add, queue_size, columns=True):
+    """Train a loss with queued negatives on two ranks, and return how often each warned of a push.
+
+    Without ``columns`` the scores are (N,): a difference of (N,) and (N, 1) would be (N, N).
+    """
     loss = SmoothAPLoss(1, temperature=0.1, queue_size=queue_size, queue_keep="negatives")
     rows = 0 if positives[rank] is None else 100
     targets = (torch.arange(rows) < (positives[rank] or 0)).long()
-    texts = texts_of(loss, 40, lambda step: draw(2 * step + rank, rows=rows), targets, cross_entropy if add else None)
+
+    def make_scores(step):
+        scores = draw(2 * step + rank, rows=rows)
+        return scores if columns else scores[:, 0]
+
+    def pointwise(scores, targets):
+        return cross_entropy(scores.view(-1, 1), targets)
+
+    texts = texts_of(loss, 40, make_scores, targets, pointwise if add else None)
     return sum("raises all scores together" in text for text in texts)
 
 
@@ -305,6 +316,18 @@ def test_a_push_is_measured_over_the_rows_of_all_ranks(pool_of_two, case):
     positives, add, expected = SHARES[case]
     queue_size = 20 if "balanced" in case else 1024
     assert pool_of_two(hints_over_ranks, positives, add, queue_size) == expected
+    assert pool_of_two(hints_over_ranks, positives, add, queue_size, False) == expected
+
+
+@pytest.mark.parametrize("name", ["small pool", "negatives alone", "probabilities"])
+def test_scores_without_a_class_dimension_give_the_same_hints(name):
+    make, steps, _ = MISUSES[name]
+    make_scores = steps.get("make_scores", draw)
+    columns, flat = (
+        texts_of(make(), 40, **{**steps, "make_scores": scores})
+        for scores in (make_scores, lambda step: make_scores(step)[:, 0])
+    )
+    assert flat == columns
 
 
 def own_rows_alone(rank, *case):

@@ -52,10 +52,13 @@ def _with(values, number):
 BAD_ROWS = {
     "logits is a list": (TypeError, "logits", "", {"logits": LOGITS.tolist()}),
     "logits of integers": (TypeError, "logits", "int64", {"logits": LOGITS.long()}),
-    "logits of one dimension": (ValueError, "logits", r"\(24,\)", {"logits": LOGITS.flatten()}),
     "logits of three dimensions": (ValueError, "logits", r"\(8, 3, 1\)", {"logits": LOGITS[..., None]}),
     "targets is a list": (TypeError, "targets", "", {"targets": TARGETS.tolist()}),
-    "targets of floats": (TypeError, "targets", "float32", {"targets": TARGETS.float()}),
+    "complex targets": (TypeError, "targets", "complex64", {"targets": TARGETS * 1j}),
+    "a target between two classes": (ValueError, "targets", "0.5", {"targets": _with(TARGETS.double(), 0.5)}),
+    "a target without a number": (ValueError, "targets", "nan", {"targets": _with(TARGETS.float(), math.nan)}),
+    "an infinite target": (ValueError, "targets", "-inf", {"targets": _with(TARGETS.half(), -math.inf)}),
+    "a float above the range": (ValueError, "targets", r"3\.0", {"targets": _with(TARGETS.float(), 3.0)}),
     "too few targets": (ValueError, "targets", r"\(3,\)", {"targets": TARGETS[:3]}),
     "multi-hot targets": (ValueError, "targets", r"\(8, 3\)", {"targets": torch.ones(8, 3, dtype=torch.int64)}),
     "target above the range": (ValueError, "targets", "3", {"targets": _with(TARGETS, 3)}),
@@ -73,7 +76,10 @@ BAD_MASKS = {
     "mask of integers": (TypeError, "iid_mask", "int64", {"iid_mask": ONES.long()}),
     "mask of another shape": (ValueError, "iid_mask", r"\(5,\)", {"iid_mask": torch.ones(5, dtype=torch.bool)}),
 }
-BAD_COLUMNS = {"logits of two columns": (ValueError, "logits", r"\(8, 2\)", {"logits": LOGITS[:, :2]})}
+BAD_COLUMNS = {
+    "logits of two columns": (ValueError, "logits", r"\(8, 2\)", {"logits": LOGITS[:, :2]}),
+    "logits of one dimension": (ValueError, "logits", r"\(24,\)", {"logits": LOGITS.flatten()}),
+}
 
 
 @pytest.mark.parametrize("bad", [*BAD_ROWS, *BAD_MASKS, *BAD_COLUMNS])
@@ -249,7 +255,10 @@ BAD_FOCAL_INPUTS = [
     (softmax_focal, TypeError, "inputs", {"inputs": X.long()}),
     (softmax_focal, ValueError, "inputs", {"inputs": X[:, 0, 0], "targets": Y[:, 0]}),
     (softmax_focal, ValueError, "targets", {"targets": Y[:, 0]}),
-    (softmax_focal, TypeError, "targets", {"targets": Y.float()}),
+    (softmax_focal, TypeError, "targets", {"targets": Y * 1j}),
+    (softmax_focal, ValueError, "targets", {"targets": Y + 0.5}),
+    (softmax_focal, ValueError, "targets", {"targets": Y + 3.0}),
+    (sigmoid_focal, ValueError, "targets", {"targets": X.transpose(1, 2)}),
     (softmax_focal, ValueError, "targets", {"targets": Y + 3}),
     (softmax_focal, ValueError, "targets", {"targets": Y - 1}),
     (softmax_focal, ValueError, "alpha", {"alpha": [1.0, 2.0]}),
@@ -318,14 +327,20 @@ ADVICE = [
     (lambda: SmoothAPLoss(3)(LOGITS, TARGETS, sample_weight=ONES[:, None]), r"Use sample_weight\.squeeze\(1\)\."),
     (lambda: SmoothAPLoss(3)(LOGITS, TARGETS, ONES), "Weights go to sample_weight=."),
     (lambda: SmoothAPLoss(3)(LOGITS, TARGETS.to("meta")), r"Use targets\.to\(logits\.device\)\."),
-    (lambda: softmax_focal(LOGITS, TARGETS[:, None]), r"Use targets\.squeeze\(1\)\."),
+    (lambda: softmax_focal(LOGITS, TARGETS + 0.5), r"got 0\.5\. Targets are one class each, as whole numbers"),
+    (lambda: smooth_ap(ONES, ONES * 0.3), r"0, 1 or ignore_index=-100, got 0\.3.* SigmoidFocalLoss for soft targets"),
+    (lambda: smooth_ap(ONES, -ONES), r"got -1\.0\. Use \(targets > 0\)\.long\(\) for targets of -1 and \+1"),
+    (lambda: smooth_ap(ONES, ONES * math.nan), r"got nan\. Rows without a label .*nan_to_num\(-100\)"),
+    (lambda: smooth_ap(ONES, ONES * 2), r"got 2\.0\. Use .*num_classes=C"),
+    (
+        lambda: smooth_ap(torch.zeros(3, 257), torch.zeros(3, dtype=torch.bfloat16)),
+        "holds the indices of 257 classes, got a bfloat16 tensor.*Keep class indices as integers",
+    ),
     (lambda: softmax_focal(LOGITS, TARGETS, sample_weight=ONES[:, None]), r"Use sample_weight\.squeeze\(1\)\."),
     (
         lambda: softmax_focal(LOGITS[:, :1], TARGETS * 0),
         "at least two classes in dim 1.*For one logit use SigmoidFocalLoss",
     ),
-    (lambda: sigmoid_focal(LOGITS[:, :1], ONES), r"Use targets\.unsqueeze\(1\)\."),
-    (lambda: sigmoid_focal(LOGITS[:, 0], ONES[:, None]), r"Use targets\.squeeze\(1\)\."),
     (lambda: sigmoid_focal(ONES, -ONES), r"numbers in \[0, 1\], got -1\.0\. Use \(targets > 0\)\.float\(\)"),
     (lambda: SigmoidFocalLoss()(ONES, ONES * math.nan), r"numbers in \[0, 1\], got nan"),
 ]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from sklearn.metrics import roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
+from torchmetrics.classification import BinaryAveragePrecision
 from torchmetrics.utilities.distributed import gather_all_tensors
 from workers import class_of, get_pool
 
@@ -548,7 +549,8 @@ def test_plot():
         (torch.zeros(4, 3), torch.zeros(5).long(), ValueError, r"targets: expected shape \(4,\)"),
         (torch.zeros(4, 3), torch.zeros(4, 3).long(), ValueError, r"targets: expected shape \(4,\)"),
         (torch.zeros(4, 3).long(), torch.zeros(4).long(), TypeError, "logits: expected a floating-point tensor"),
-        (torch.zeros(4, 3), torch.zeros(4), TypeError, "targets: expected integers or bools"),
+        (torch.zeros(4, 3), torch.full((4,), 0.5), ValueError, r"targets: expected class indices .*got 0\.5"),
+        (torch.zeros(4, 3), None, TypeError, "targets: expected targets or target, got neither"),
         (torch.zeros(4, 3), torch.full((4,), 3), ValueError, r"targets: expected class indices in \[0, 3\).*got 3"),
         (torch.zeros(4, 3), torch.full((4,), -1), ValueError, r"targets: expected class indices in \[0, 3\).*got -1"),
         ([[0.0] * 3], torch.zeros(1).long(), TypeError, "logits: expected a tensor"),
@@ -560,6 +562,56 @@ def test_bad_rows(logits, targets, error, text):
         with pytest.raises(error, match=text):
             metric.update(logits, targets)
         assert metric.logits == metric.targets == []
+
+
+@pytest.mark.parametrize("kind", [RecallAtQuantile, PAUCAtBudget])
+def test_the_names_of_torchmetrics_and_the_inputs_people_have(kind):
+    scores, targets = _binary("random")
+    expected = _value(kind(1, average=None), scores, targets)
+    forms = [targets, targets[:, None], targets.bool(), targets.int(), targets.float(), targets.half()[:, None]]
+    for given, target in itertools.product((scores, scores[:, None]), forms):
+        metric = kind(1, average=None)
+        metric.update(preds=given, target=target)
+        assert torch.equal(metric.compute(), expected)
+        assert metric.logits[0].shape == (len(scores), 1)
+    collection = MetricCollection({"ours": kind(1, average=None), "theirs": BinaryAveragePrecision()})
+    collection.update(preds=scores.sigmoid(), target=targets)
+    _close(collection.compute()["ours"], _value(kind(1, average=None), scores.sigmoid(), targets))
+    with pytest.raises(TypeError, match="logits: expected logits or preds, got both"):
+        metric.update(scores, targets, preds=scores)
+    with pytest.raises(ValueError, match=r"targets: expected 0, 1 or ignore_index=-100, got 0\.5"):
+        metric.update(scores, targets * 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-9, 9, (90, NUM_CLASSES), generator=generator) / 4.0
+    targets = (torch.rand(90, NUM_CLASSES, generator=generator) < 0.3).long()
+    if dtype != torch.bool:
+        targets[torch.rand(targets.shape, generator=generator) < 0.1] = -100
+        targets[7] = -100  # a row that takes part in nothing
+    by_class = []
+    for multi, single in zip(make_metrics(multi_hot=True), make_metrics()):
+        half = len(logits) // 2
+        for part in (slice(half), slice(half, None)):
+            multi.update(logits[part], targets[part].to(dtype))
+        assert len(multi.rows()[0]) == (targets != -100).any(dim=1).sum()
+        arguments = {name: getattr(single, name) for name in single._own_arguments()}
+        by_class = torch.stack(
+            [
+                _value(type(single)(1, average=None, **arguments), logits[:, c], targets[:, c]).squeeze()
+                for c in range(NUM_CLASSES)
+            ]
+        )
+        _close(multi.compute(), by_class if multi.average is None else by_class.mean())
+    # The control: with a row that is ignored for class 0 counted as a negative, the value of class 0 differs.
+    if dtype != torch.bool:
+        other = PAUCAtBudget(NUM_CLASSES, multi_hot=True, average=None, beta=0.2, budget_basis="population")
+        other.update(logits, targets.clamp_min(0))
+        assert not torch.allclose(other.compute(), by_class)
+    with pytest.raises(ValueError, match=r"targets: expected multi-hot shape \(90, 3\)"):
+        multi.update(logits, targets[:, 0])
 
 
 def test_odd_binary_targets_warn_and_count_as_positive_as_in_the_losses():

@@ -184,6 +184,8 @@ def elsewhere(rank: int, folder: str) -> list[tuple[str, str]]:
         loss(*rows_of(3, rank, 2))
         loss.gather_distributed = False
         found.append(error_of(lambda: loss(*rows_of(4, 0, 1))))
+        assert error_of(lambda: loss.eval()(*rows_of(4, 0, 1)))[0] == "none"  # there the queue takes no part
+        assert torch.equal(loss(*rows_of(4, 0, 1)), fullrank.losses.smooth_ap(*rows_of(4, 0, 1)))
     else:
         found.append(error_of(lambda: loss.load_state_dict(own)))
     return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from loss_cases import POOLED
 from torch import Tensor
 from workers import WorkerPool, get_pool
 
@@ -63,6 +65,22 @@ def checkpoint_round_trip(rank: int, folder: str) -> list[Any]:
     dcp.load(state, checkpoint_id=folder)
     fresh.load_state_dict(state["loss"])
     return [step(loss, 3, rank, world_size), step(fresh, 3, rank, world_size), len(fresh.queue)]
+
+
+def validate_together(rank: int, pool: str) -> list[float]:
+    """Train with a queue, validate on all ranks; return the values without and with the queue, and that of all rows."""
+    values: list[float] = []
+    for queue_in_eval in (False, True):
+        given: dict[str, Any] = {"queue_size": 40, "temperature": 0.4, "queue_in_eval": queue_in_eval, "pool": pool}
+        loss = fullrank.SmoothAPLoss(num_classes=1, **given)
+        world_size = dist.get_world_size()
+        for index in range(3):
+            step(loss, index, rank, world_size)
+        before = loss.queue.position
+        values.append(step(loss.eval(), 9, rank, world_size))  # at temperature 0.04
+        assert loss.queue.position == before
+    alone = fullrank.SmoothAPLoss(num_classes=1, temperature=0.4, gather_distributed=False)
+    return [*values, step(alone, 9, 0, 1)]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
@@ -230,6 +248,48 @@ def test_eval_leaves_the_queue_alone() -> None:
     loss.update_queue_in_eval = True
     loss(*rows(0, 4))
     assert len(loss.queue) == 4
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_in_eval_mode_validation_rows_are_ranked_among_themselves(name: str) -> None:
+    case = POOLED[name]
+    generator = torch.Generator().manual_seed(0)
+    past, live = (
+        (torch.randn(40, 1, generator=generator, dtype=torch.float64), (torch.arange(40) % 3 == 0).long())
+        for _ in range(2)
+    )
+    alone = case.module(1, **case.default)(*live)
+    for queue_in_eval in (False, True):
+        loss = case.module(1, queue_size=64, queue_in_eval=queue_in_eval, **case.default)
+        loss(*past)
+        twin = copy.deepcopy(loss)
+        value = loss.eval()(*live)
+        assert torch.equal(value, twin(*live) if queue_in_eval else alone)
+        assert loss.queue.position[1] == 40
+        assert torch.equal(loss.train()(*live), twin(*live) if not queue_in_eval else value)
+    assert not torch.equal(value, alone)  # the control: these rows rank otherwise against the queue
+
+
+@pytest.mark.parametrize("pool", ["gathered", "sharded"])
+def test_over_ranks_validation_rows_are_ranked_among_themselves(pool_of_two: WorkerPool, pool: str) -> None:
+    (without, with_queue, whole), other = pool_of_two(validate_together, pool)
+    assert other == [without, with_queue, whole]
+    assert without == pytest.approx(whole, rel=0 if pool == "gathered" else 1e-12, abs=0)
+    assert abs(with_queue - whole) > 1e-3
+
+
+def test_validation_draws_no_rows_for_the_queue_and_reads_it_through_a_warm_up_on_request() -> None:
+    main = fullrank.SmoothAPLoss(num_classes=1, queue_size=40, temperature=0.4, max_pool_size=30)
+    loss = fullrank.LossWarmupWrapper(fullrank.SigmoidFocalLoss(), main, warmup_steps=0)
+    loss.on_train_batch_start(0)
+    loss(*rows(0, 20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # 40 rows would be drawn down
+        value = loss.eval()(*rows(10, 20))
+    assert torch.equal(value, fullrank.losses.smooth_ap(*rows(10, 20), 0.4))
+    main.queue_in_eval, main.max_pool_size = True, None
+    assert not torch.equal(loss(*rows(10, 20)), value)
+    assert "queue_in_eval=True" in repr(main)
 
 
 def test_saved_state_is_a_copy_that_continues_bit_identically(tmp_path: Path) -> None:
