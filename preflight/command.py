@@ -66,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--measure",
         choices=("steps", "costs", "all"),
-        help="then measure: steps of the losses (seconds), costs of the kernels (minutes, one process), or both",
+        help="then measure: steps of the losses, costs of the kernels (some minutes, one process), or both",
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")

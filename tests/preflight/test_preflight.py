@@ -18,7 +18,7 @@ from workers import WorkerPool
 
 from fullrank import losses
 from fullrank.losses import DistributedLoss, hard_negative_cross_entropy, smooth_ap
-from fullrank.preflight import checks, command
+from fullrank.preflight import checks, command, steps
 from fullrank.preflight.site import Site
 
 pytestmark = pytest.mark.slow
@@ -173,6 +173,21 @@ def test_a_fault_is_found(pool_of_two: WorkerPool, fault: str, check: str, text:
 def test_the_last_bits_may_differ(pool_of_two: WorkerPool) -> None:
     for (outcome, detail), _ in pool_of_two(with_fault, "last bits", "agreement"):
         assert outcome == "passed", detail
+
+
+def measured(rank: int) -> list[steps.StepCost]:
+    """Return the steps of rows that the ranks gather."""
+    site = Site(rank, dist.get_world_size(), "gloo", torch.device("cpu"), torch.float64, 1e-12)
+    return steps.measure_steps(site, (20,))
+
+
+def test_steps_are_measured_over_ranks(pool_of_two: WorkerPool) -> None:
+    first, second = pool_of_two(measured)
+    assert [step.loss for step in first] == list(checks.LOSSES)
+    for one, other in zip(first, second):
+        assert one.waits is None
+        assert one.operators > 0
+        assert (one.seconds, one.copy_seconds) == (other.seconds, other.copy_seconds)  # those of the slowest rank
 
 
 def test_every_loss_is_checked() -> None:
