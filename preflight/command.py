@@ -66,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--measure",
         choices=("steps", "costs", "all"),
-        help="then measure: steps of the losses (seconds), costs of the kernels (minutes, one process), or both",
+        help="then measure: steps of the losses, costs of the kernels (some minutes, one process), or both",
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
@@ -142,9 +142,9 @@ def _table_of_steps(machine: steps.Machine, found: list[steps.StepCost]) -> str:
             str(step.rows),
             "-" if step.waits is None else f"{step.waits:g}",
             str(step.operators),
-            f"{step.num_bytes / 1e6:.3g}",
-            f"{step.seconds * 1e3:.3g}",
-            f"{step.copy_seconds * 1e3:.2g}",
+            _three_digits(step.num_bytes / 1e6),
+            _three_digits(step.seconds * 1e3),
+            _three_digits(step.copy_seconds * 1e3),
             f"{step.repeat:.0e}" if step.repeat else "exact",
             "yes" if step.deterministic == "yes" else "raises",
         ]
@@ -155,8 +155,8 @@ def _table_of_steps(machine: steps.Machine, found: list[steps.StepCost]) -> str:
     lines = [
         f"Steps, forward and backward, float32: {checks.CLASSES} classes, queue of {steps.QUEUE:,}, rows of each rank",
         "",
-        f"  an operator {machine.launch * 1e6:.3g} us, with its result read {machine.wait * 1e6:.3g} us, "
-        f"copy {machine.copy / 1e9:.3g} GB/s, float32 products {machine.product / 1e12:.3g} TFLOP/s",
+        f"  one operator {machine.launch * 1e6:.3g} us, with its result read {machine.wait * 1e6:.3g} us, "
+        f"copy {machine.copy / 1e9:.3g} GB/s, float32 matrix products {machine.product / 1e12:.3g} TFLOP/s",
         "",
         *("  " + "  ".join(row) for row in rows),
     ]
@@ -167,3 +167,7 @@ def _table_of_steps(machine: steps.Machine, found: list[steps.StepCost]) -> str:
         if any(texts):
             lines += ["", title, "", *(name + text for name, text in zip(names, texts) if text)]
     return "\n".join(lines)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

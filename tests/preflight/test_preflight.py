@@ -18,7 +18,7 @@ from workers import WorkerPool
 
 from fullrank import losses
 from fullrank.losses import DistributedLoss, hard_negative_cross_entropy, smooth_ap
-from fullrank.preflight import checks, command
+from fullrank.preflight import checks, command, steps
 from fullrank.preflight.site import Site
 
 pytestmark = pytest.mark.slow
@@ -70,6 +70,26 @@ class _Silent(checks.SmoothAPLoss):
             return logits.sum() * 0
 
 
+class _Unordered(checks.SmoothAPLoss):
+    """Adds up in another order than the object before it, as atomic operations do: a few last bits differ."""
+
+    size, objects = 1e-15, 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _Unordered.objects += 1
+        self.factor = 1 + self.size * (_Unordered.objects % 2)
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(logits, targets) * self.factor
+
+
+class _Wrong(_Unordered):
+    """Differs by more than the promise."""
+
+    size = 1e-10
+
+
 def with_fault(rank: int, fault: str, check: str) -> list[tuple[str, str]]:
     """Return outcome and detail of ``check``, run with ``fault``, and of another check after it."""
     site = Site(rank, dist.get_world_size(), "gloo", torch.device("cpu"), torch.float64, 1e-12)
@@ -79,6 +99,8 @@ def with_fault(rank: int, fault: str, check: str) -> list[tuple[str, str]]:
         "value of one loss": ("SmoothAPLoss", _Poisoned),
         "rows on one rank": ("gather_rows", _spoil_rows),
         "silence on bad input": ("SmoothAPLoss", _Silent),
+        "last bits": ("SmoothAPLoss", _Unordered),
+        "more than last bits": ("SmoothAPLoss", _Wrong),
     }
     kept = {key: command._CHECKS[key] for key in (check, "gather, no rows")}
     with mock.patch.object(checks, *replacement[fault]), mock.patch.object(command, "_CHECKS", kept):
@@ -136,6 +158,7 @@ def test_on_one_process(tmp_path):
         ("value of one loss", "gradient of SmoothAPLoss", "off by inf"),
         ("rows on one rank", "gather, equal rows", "rank 1: rows differ"),
         ("silence on bad input", "agreement", "a rank did not raise"),
+        ("more than last bits", "agreement", "the next step is off by 1.0e-10"),
     ],
 )
 def test_a_fault_is_found(pool_of_two: WorkerPool, fault: str, check: str, text: str) -> None:
@@ -145,6 +168,26 @@ def test_a_fault_is_found(pool_of_two: WorkerPool, fault: str, check: str, text:
         assert outcome == "FAILED"
         assert text in detail
         assert after == ("passed", "0 + 0 rows, gradients exact")
+
+
+def test_the_last_bits_may_differ(pool_of_two: WorkerPool) -> None:
+    for (outcome, detail), _ in pool_of_two(with_fault, "last bits", "agreement"):
+        assert outcome == "passed", detail
+
+
+def measured(rank: int) -> list[steps.StepCost]:
+    """Return the steps of rows that the ranks gather."""
+    site = Site(rank, dist.get_world_size(), "gloo", torch.device("cpu"), torch.float64, 1e-12)
+    return steps.measure_steps(site, (20,))
+
+
+def test_steps_are_measured_over_ranks(pool_of_two: WorkerPool) -> None:
+    first, second = pool_of_two(measured)
+    assert [step.loss for step in first] == list(checks.LOSSES)
+    for one, other in zip(first, second):
+        assert one.waits is None
+        assert one.operators > 0
+        assert (one.seconds, one.copy_seconds) == (other.seconds, other.copy_seconds)  # those of the slowest rank
 
 
 def test_every_loss_is_checked() -> None:

@@ -235,7 +235,8 @@ def test_costs_are_measured_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -
         return {name: [float(number)] for number, name in enumerate(tried, 1)}
 
     monkeypatch.setattr(costs, "interleave", run_once)
-    monkeypatch.setattr(costs.Measurement, "rows", lambda self, rows: rows // 20)
+    monkeypatch.setattr(costs.Measurement, "rows", lambda self, rows: rows // 100)
+    monkeypatch.setattr(costs, "NARROW", 0.02)
     before = copy.copy(TABLE)
     records = costs.measure_costs(DEVICE, repeats=1)
     assert before == TABLE
