@@ -160,6 +160,8 @@ def measure(device: torch.device, quick: bool, repeats: int) -> list[Record]:
 
 def as_source(value: float) -> str:
     """Return a constant as the source of kernels/costs.py writes it."""
+    if isinstance(value, bool):
+        return str(value)
     if isinstance(value, int) and value >= 2**8 and value & (value - 1) == 0:
         return f"2**{int(math.log2(value))}"
     return f"{value:_}" if isinstance(value, int) else f"{value:g}"
