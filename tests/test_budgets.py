@@ -27,19 +27,19 @@ BUDGETS = {
     "SmoothAP": (1, 62),
     "SmoothAP, nothing checked": (0, 69),
     "SmoothAP of more rows": (2, 120),
-    "SmoothAP, automatic temperature": (3, 140),
-    "SmoothAP, queue of 1,024": (2, 200),
-    "SmoothAP of many rows": (2, 200),
-    "SmoothAP of classes": (3, 300),
-    "SmoothAP of many rows and classes": (3, 300),
-    "Recall": (2, 113),
-    "pAUC, trapezoid": (2, 220),
-    "pAUC, pairwise": (10, 377),
-    "pAUC, dro": (4, 356),
+    "SmoothAP, automatic temperature": (3, 128),
+    "SmoothAP, queue of 1,024": (2, 180),
+    "SmoothAP of many rows": (2, 120),
+    "SmoothAP of classes": (3, 92),
+    "SmoothAP of many rows and classes": (3, 139),
+    "Recall": (2, 101),
+    "pAUC, trapezoid": (2, 171),
+    "pAUC, pairwise": (3, 290),
+    "pAUC, dro": (2, 197),
     "hard negatives": (1, 74),
-    "softmax focal": (1, 60),
+    "softmax focal": (1, 47),
 }
-OVER_RANKS = {"SmoothAP, queue of 1,024": (3, 200), "softmax focal": (2, 60)}
+OVER_RANKS = {"SmoothAP, queue of 1,024": (3, 200), "softmax focal": (2, 52)}
 
 
 @pytest.fixture(scope="module")

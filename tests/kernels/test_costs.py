@@ -25,12 +25,12 @@ def test_a_device_type_that_is_not_listed_is_an_accelerator():
 
 def test_every_cost_is_positive_and_every_size_an_int():
     for costs in TABLE.values():
-        assert all(value > 0 for value in costs._replace(plain_pairs=1, interleaved=True, many_rows=1))
+        assert all(value > 0 for value in costs._replace(plain_pairs=1, many_rows=1, interleaved=True))
         assert costs.plain_pairs >= 0  # 0: never on this device
         assert costs.many_rows >= 0  # 0: always
-        assert type(costs.interleaved) is bool
-        for name, value in costs._replace(interleaved=1)._asdict().items():
-            assert type(value) is (float if name in ("pair", "fixed", "row", "coarse_bin") else int), name
+        kinds = dict.fromkeys(("pair", "fixed", "row", "coarse_bin"), float) | {"interleaved": bool}
+        for name, value in costs._asdict().items():
+            assert type(value) is kinds.get(name, int), name
 
 
 def test_bins_take_over_when_their_cost_is_less_than_that_of_the_pairs():
