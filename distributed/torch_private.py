@@ -329,7 +329,9 @@ def holds_unreduced(module: DistributedDataParallel) -> bool:
     """
     if module.require_forward_param_sync is not False:
         return False
-    if any(p.grad is not None and p.grad._version == 0 for p in module.parameters() if p.requires_grad):
+    ignored = getattr(module, "parameters_to_ignore", ())  # DDP writes to none of these
+    reduced = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
+    if any(p.grad is not None and p.grad._version == 0 for p in reduced):
         return True
     if module not in _LOCAL_FORWARDS:
         _LOCAL_FORWARDS[module] = False

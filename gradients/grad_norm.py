@@ -262,8 +262,8 @@ def _measure(
         if any(holds_unreduced(one) and one.process_group.size() > 1 for one in wrapped):
             warn(
                 f"{call}: the last forward of the DDP module with gradients ran inside no_sync, so its backward did "
-                "not reduce. The gradients differ between the ranks, and so does their norm: clip after a forward and "
-                "backward outside of no_sync."
+                "not reduce. Unless something else has reduced since, the gradients differ between the ranks, and so "
+                "does their norm: clip after a forward and backward outside of no_sync."
             )
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")

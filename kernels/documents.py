@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import expected
+from ..errors import Words, expected
 
 SHIFTED_DOCUMENTS = (
     "Labels that were shifted before must have the ignored value where a document ends: set it there, and pass no "
@@ -38,4 +38,7 @@ def same_document(name: str, document_ids: Any, labels: Tensor) -> Tensor:
     if ids.shape != labels.shape:
         what = f"shape {tuple(labels.shape)}, that of the labels"
         raise ValueError(expected(name, what, ids, "Pass the document of each token."))
+    if ids.device != labels.device:
+        given, fix = Words(f"one on {ids.device}"), f"Use {name}.to(labels.device)."
+        raise ValueError(expected(name, f"a tensor on {labels.device}, as labels", given, fix))
     return ids[..., 1:] == ids[..., :-1]

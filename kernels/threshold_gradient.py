@@ -91,6 +91,7 @@ def _gradient(
         else:
             sums, most = _write_slopes(slopes, scores, start, rates, rows)
             if in_doubt:
+                assert rows is not None  # else ``most`` is not the largest slope
                 far = (finite[:, level] & (most < _NEAR)).nonzero()[:, 0]
                 if len(far) > 0:
                     part, part_of_rows = slopes[far], None if rows is None else rows[far]

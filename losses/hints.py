@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -83,6 +84,8 @@ class Hints:
             and setting.is_alone
             and pool.live is not None
             and logits.requires_grad
+            and live.logits.requires_grad  # not under no_grad, where the rows of all ranks have no graph
+            and torch.is_grad_enabled()
             and "alone" not in self._given
         ):
             self._watch_push(logits, live.logits)
@@ -165,6 +168,7 @@ class Hints:
         self._read(sums if counts is None else sums * counts, self._count_push, later=True)
 
     def _count_push(self, sums: list[float]) -> None:
+        """Warn of a push. A rank alone may have one, so a warning that is an error must not stop this rank alone."""
         push = -sums[0] / sums[1] if sums[1] > 0 else 0.0
         self._pushes = self._pushes + 1 if push > _PUSH else 0
         if self._pushes == _MANY_PUSHES:
@@ -173,6 +177,7 @@ class Hints:
                 f"with queue_keep='negatives', {push:.0%} of the gradient raises all scores together: they are "
                 "compared with constants that nothing lowers. If no pointwise loss such as cross-entropy is trained "
                 "next to it, add one, or use queue_keep='all'.",
+                may_raise=False,
             )
 
     def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
@@ -194,10 +199,15 @@ class Hints:
             copy, then = self._copies.pop(0)
             then(copy.host.tolist())
 
-    def _give(self, kind: str, text: str) -> None:
+    def _give(self, kind: str, text: str, *, may_raise: bool = True) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            warn(f"{self._loss}: {text}")
+            try:
+                warn(f"{self._loss}: {text}")
+            except UserWarning:
+                if may_raise:
+                    raise
+                logging.getLogger(__name__).warning("%s: %s", self._loss, text)
 
 
 class Copy(NamedTuple):

@@ -425,7 +425,10 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             setting = Setting(
                 self._width_of_step(),
                 self._few_rows(num_rows) if is_full else None,
-                self.depends_on_order_alone and self.queue_keep == "negatives" and self._schedule is None,
+                self.depends_on_order_alone
+                and self.queue_keep == "negatives"
+                and self._schedule is None
+                and found is None,
             )
             if found is not None:  # what a hint says about some ranks' rows alone could stop these ranks alone
                 none = torch.zeros(0, dtype=torch.int64, device=live.logits.device)

@@ -6,11 +6,13 @@ at once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.exchange import Exchange
@@ -252,7 +254,10 @@ def _loss(
     if split is None:
         values, valid, _ = _queries(unit, labels.index_select(0, kept), temperature, with_grad)
     else:
-        counts = tuple(int((part != ignore_index).sum()) for part in labels.split(split.rows))
+        # The rows kept of all ranks together are read at once, whatever the number of ranks.
+        so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
+        ends = torch.tensor([0, *itertools.accumulate(split.rows)], device=labels.device)
+        counts = tuple(so_far[ends].diff().tolist())
         anchors = [anchor_of(unit)] if with_grad else []
         given = unit, labels.index_select(0, kept), temperature, with_grad
         values, valid = _SplitQueries.apply(split._replace(rows=counts), *given, *anchors)

@@ -211,6 +211,14 @@ def test_no_document_predicts_the_next() -> None:
     assert count < count_valid_tokens([{"labels": labels}])
 
 
+def test_document_ids_on_another_device(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("there is no other device")
+    logits, labels = make_rows()
+    with pytest.raises(ValueError, match="document_ids: expected a tensor on"):
+        causal_lm_loss(logits.to(device), labels.to(device), document_ids=IDS)
+
+
 def test_position_ids_give_documents() -> None:
     logits, labels = make_rows((1, 6))
     positions = torch.tensor([[0, 1, 2, 0, 1, 0]])

@@ -1,6 +1,7 @@
 """A ranking loss that is probably misused warns once, names the fix, and never warns about what is right."""
 
 import copy
+import logging
 import pickle
 import warnings
 from unittest import mock
@@ -342,6 +343,46 @@ def own_rows_alone(rank, *case):
 
 def test_control_a_push_of_the_own_rows_alone_blames_a_balanced_pool(pool_of_two):
     assert pool_of_two(own_rows_alone, (0, 100), False, 20) == [0, 1]
+
+
+def without_gradients(rank):
+    """Return the losses of three steps, the second of scores that ask for a gradient but under no_grad."""
+    loss, found = SmoothAPLoss(1, temperature=0.1, queue_size=20, queue_keep="negatives"), []
+    for step in range(3):
+        with torch.set_grad_enabled(step != 1):
+            found.append(loss(draw(2 * step + rank, rows=40), every(4, rows=40)))
+    return [(value.item(), value.requires_grad) for value in found]
+
+
+def test_a_forward_without_gradients_over_ranks_is_not_watched(pool_of_two):
+    first, second = pool_of_two(without_gradients)
+    assert first == second
+    assert [requires_grad for _, requires_grad in first] == [True, False, True]
+
+
+def as_errors(rank):
+    """Train on two ranks, of which only the first has rows; return the hints logged, and what was raised."""
+    texts, raised, log = [], None, logging.getLogger(hints.__name__)
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    log.addHandler(handler)
+    loss = SmoothAPLoss(1, temperature=0.1, queue_size=1024, queue_keep="negatives")
+    rows = 0 if rank else 100
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(40):
+                loss(draw(2 * step + rank, rows=rows), (torch.arange(rows) < 4).long()).backward()
+    except Exception as error:
+        raised = repr(error)
+    finally:
+        log.removeHandler(handler)
+    return sum("raises all scores together" in text for text in texts), raised
+
+
+def test_a_hint_of_one_rank_stops_no_rank_where_warnings_are_errors(pool_of_two):
+    """The other rank would wait for it in the next step."""
+    assert pool_of_two(as_errors) == [(1, None), (0, None)]
 
 
 def test_a_warning_does_not_change_the_loss():

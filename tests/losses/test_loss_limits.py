@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import numpy
 import pytest
@@ -320,3 +321,23 @@ def test_inductor_compiles_smooth_ap():
         pytest.skip(f"inductor cannot build here: {error}")
     for ours, eager in zip(result, _loss_and_gradient(function, targets, options)):
         assert_close(ours, eager, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("budget_basis", ["fpr", "population"])
+@pytest.mark.parametrize("tau_scale", ["iqr", "band"])
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise", "dro"])
+def test_an_undefined_scale_does_not_reach_a_class_without_positives(surrogate, tau_scale, budget_basis):
+    """Between two negatives at infinity the scale is inf - inf. With a positive that makes the loss NaN."""
+    scores = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
+    scores[:16] = math.inf
+    loss = PAUCAtBudgetLoss(1, beta=0.3, surrogate=surrogate, tau_scale=tau_scale, budget_basis=budget_basis)
+    for num_positive in (0, 1):
+        targets = (torch.arange(20) >= 20 - num_positive).long()
+        leaf = scores.clone().requires_grad_()
+        value = loss(leaf, targets)
+        value.backward()
+        if num_positive == 0:
+            assert value.item() == 0.0
+            assert not leaf.grad.any()
+        elif surrogate != "dro":
+            assert value.isnan()  # the control
