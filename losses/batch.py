@@ -62,6 +62,11 @@ class TargetRule(NamedTuple):
     ignore_index: int = -100
     multi_hot: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of checked targets, the same on every rank."""
+        return multi_hot_dtype(self.ignore_index) if self.multi_hot else torch.int64
+
     def marked(self, codes: Tensor) -> Tensor:
         """Return which multi-hot ``codes`` are positives: those equal to 1, or none if 1 is the ignored value."""
         return (codes == 1) & (codes != self.ignore_index)
@@ -176,7 +181,7 @@ def _check_targets(
             bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
             if bool(bad.any()):
                 raise _not_binary(targets[bad][0].item(), rule.ignore_index)
-        return _Checked(targets.to(multi_hot_dtype(rule.ignore_index)))  # the ranks must send the same dtype
+        return _Checked(targets.to(rule.dtype))  # the ranks must send the same dtype
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
     if tuple(targets.shape) != (count,):

@@ -12,7 +12,6 @@ from torchmetrics.utilities import rank_zero_warn
 from ..errors import Words, check_count, check_int, expected
 from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
 from ..losses.pool import PerClass, Pool, one_vs_rest
-from ..queues.memory_queue import multi_hot_dtype
 from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
@@ -111,7 +110,7 @@ class RankingMetric(GatheredMetric):
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return all rows of the state: (M, C) float64, and (M,) int64 or (M, C), in these dtypes even without rows."""
-        dtype = multi_hot_dtype(self.ignore_index) if self.multi_hot else torch.int64
+        dtype = self._rule.dtype
         if self.logits:
             return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(dtype)
         device = torch.device("cpu") if self.compute_on_cpu else self.device
