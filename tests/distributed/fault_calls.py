@@ -285,10 +285,8 @@ CALLS = {
     "smooth_ap_sharded": _pooled("smooth_ap", "SmoothAPLoss", pool="sharded"),
     "smooth_ap_by_moments": _by_form("moments"),
     "smooth_ap_by_positives": _by_form("positives"),
-    "recall_sharded": _pooled("recall", "RecallAtQuantileLoss", pool="sharded"),
     "recall_by_sums": _by_sums("recall", fullrank.RecallAtQuantileLoss),
     "pauc_trapezoid_by_sums": _by_sums("pauc_trapezoid", fullrank.PAUCAtBudgetLoss),
-    "pauc_dro_sharded": _pooled("pauc_dro", "PAUCAtBudgetLoss", pool="sharded"),
     "queries": Call(
         ("SmoothAPLoss",),
         "SmoothAPLoss",

@@ -421,7 +421,7 @@ DEATH_S = 10  # what a rank waits that nobody lets notice a death, long compared
 SHORT_S = 2  # where the timeout itself is what ends the others
 
 # Each call, and its collectives in the forward.
-FORWARD = [(name, 1) for name in CALLS]
+FORWARD = [(name, 1) for name in CALLS if "_by_" not in name]  # the forms of a sharded pool have one header
 FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoid_focal", "global_mean")]
 FORWARD.remove(("wrapper_in_warmup", 2))
 FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
