@@ -260,10 +260,13 @@ def _add(counts: Counts, name: str, args: Any, kwargs: Any, tensors: list[torch.
     if waits:
         counts.waits += waits
         counts.waited[name, _line()] += waits
+    results = [*_tensors(result)]
+    if results and all(tensor.numel() == 0 for tensor in results):
+        launches = 0  # nothing to compute
     if launches:
         counts.launches += launches
         counts.launched[name, _line()] += launches
-        counts.bytes += sum(_bytes_of(tensor) for tensor in (*tensors, *_tensors(result)))
+        counts.bytes += sum(_bytes_of(tensor) for tensor in (*tensors, *results))
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

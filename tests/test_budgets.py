@@ -24,20 +24,20 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "launches.py"
 
 # Waits and launches of forward and backward.
 BUDGETS = {
-    "SmoothAP": (1, 62),
-    "SmoothAP, nothing checked": (0, 69),
-    "SmoothAP of more rows": (2, 120),
-    "SmoothAP, automatic temperature": (3, 140),
-    "SmoothAP, queue of 1,024": (2, 200),
+    "SmoothAP": (1, 40),
+    "SmoothAP, nothing checked": (0, 49),
+    "SmoothAP of more rows": (2, 111),
+    "SmoothAP, automatic temperature": (3, 119),
+    "SmoothAP, queue of 1,024": (2, 171),
     "SmoothAP of many rows": (2, 200),
     "SmoothAP of classes": (3, 300),
     "SmoothAP of many rows and classes": (3, 300),
-    "Recall": (2, 113),
-    "pAUC, trapezoid": (2, 220),
-    "pAUC, pairwise": (10, 377),
-    "pAUC, dro": (4, 356),
-    "hard negatives": (1, 74),
-    "softmax focal": (1, 60),
+    "Recall": (2, 89),
+    "pAUC, trapezoid": (2, 161),
+    "pAUC, pairwise": (3, 281),
+    "pAUC, dro": (2, 188),
+    "hard negatives": (1, 64),
+    "softmax focal": (1, 47),
 }
 OVER_RANKS = {"SmoothAP, queue of 1,024": (3, 200), "softmax focal": (2, 60)}
 
