@@ -15,7 +15,7 @@ from .registration import register
 from .soft_ranks_binned import smooth_ap_binned
 from .soft_ranks_pairs import Pool, smooth_ap_direct, smooth_ap_sorted
 from .soft_ranks_plain import loss_and_gradient as of_all_pairs
-from .soft_ranks_plain import plain_is_faster, smooth_ap_plain
+from .soft_ranks_plain import plain_is_faster, scaled, smooth_ap_plain
 
 
 def smooth_ap_sums(
@@ -251,7 +251,7 @@ def _fake(
 
 
 def _scaled(grad_loss: Tensor, gradient: Tensor) -> tuple[Tensor]:
-    return (grad_loss.to(gradient.dtype)[:, None] * gradient,)
+    return (scaled(gradient, grad_loss),)
 
 
 _smooth_ap = register(

@@ -9,12 +9,13 @@ A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, both 0
 
     dloss/dx_j = sum_i s'_ij A_i                                                        for a negative j
     dloss/dx_j = sum_i s'_ij (-B_i + B_j for a positive i, -A_j for a negative i)       for a positive j
+
+What comes in pairs is one tensor (C, M, 2), with the sign of the negatives turned: (r, -n), and (A, -B).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,53 +48,66 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
     num_classes, num_rows = scores.shape
-    negative = ~positive if member is None else member & ~positive
-    positives, negatives = positive.to(scores.dtype), negative.to(scores.dtype)
-    mass = positives if weight is None else positives * weight
-    total_mass = mass.sum(dim=1, keepdim=True)  # [C, 1]
-    valid = (total_mass[:, 0] > 0) & negative.any(dim=1)
-    share = mass / total_mass.clamp_min(torch.finfo(scores.dtype).tiny)
-    # 0, or NaN for a class with a NaN: there may be no positive whose sums would be NaN.
-    nan = scores.amax(dim=1, keepdim=True).clamp(0, 0) if num_rows else scores.new_zeros(num_classes, 1)
+    if num_rows == 0:
+        nothing = scores.new_zeros(num_classes)
+        return nothing.double(), scores.new_empty(scores.shape if with_grad else 0), nothing > 0
+    # [C, M, 2]: (1, 0) for positives, (0, -1) for the others
+    marks = positive[:, :, None] + torch.arange(0, -2, -1, dtype=scores.dtype, device=scores.device)
+    groups = marks if member is None else marks * member[:, :, None]
+    numbers = groups.sum(dim=1)  # [C, 2] positives, and minus the negatives
+    mass = marks[:, :, 0] if weight is None else marks[:, :, 0] * weight
+    total_mass = numbers[:, :1] if weight is None else mass.sum(dim=1, keepdim=True)  # [C, 1]
+    valid = total_mass[:, 0] * numbers[:, 1] < 0
+    # The maximum is NaN for a class with a NaN: there may be no positive whose sums would be NaN.
+    tiny = torch.finfo(scores.dtype).tiny
+    share = mass / torch.maximum(total_mass, scores.amax(dim=1, keepdim=True).clamp(tiny, tiny))
 
-    difference = _without_itself((scores[:, None, :] - scores[:, :, None]) / temperature)  # [C, M, M]
-    r, n = _products(torch.sigmoid(difference), positives, negatives)  # [C, M], of the positives
+    difference = _above_itself((scores[:, None, :] - scores[:, :, None]) / temperature)  # [C, M, M]
     # Two negatives at one infinity have no difference, and need none.
-    r, n = r.masked_fill(negative, 0.0) + 1.0, n.masked_fill(negative, 0.0)
-    total = r + n
-    loss = (share * n / total).sum(dim=1, dtype=torch.float64) + nan[:, 0]
+    sums = torch.where(positive[:, :, None], _product(torch.sigmoid(difference), groups), marks)  # (r, -n)
+    minus_total = sums[:, :, 1] - sums[:, :, 0]
+    parts = sums * (share / minus_total)[:, :, None]  # of 1, the loss at the right
+    loss = parts[:, :, 1].sum(dim=1, dtype=torch.float64)
     if not with_grad:
         return loss, scores.new_empty(0), valid
 
-    factor = share / (total * total) / temperature
-    push, pull = factor * n, factor * r  # B and A, 0 outside of the positives
+    rates = parts / (minus_total * temperature)[:, :, None]  # (A, -B)
     small = difference.copysign(-1.0).sigmoid()  # of both tails
     slope = torch.addcmul(small, small, small, value=-1).nan_to_num(0.0)
-    by_pull, by_push, by_positives, by_negatives = _products(slope, pull, push, positives, negatives)
-    of_positive = torch.addcmul(push * by_positives, pull, by_negatives, value=-1) - by_push
-    gradient = torch.where(positive, of_positive, by_pull) + nan
+    (by_a, by_b), (by_positives, by_negatives) = (_product(slope, pair).unbind(dim=2) for pair in (rates, groups))
+    gradient = torch.where(positive, by_b, by_a).addcmul(rates[:, :, 0], by_negatives)
+    gradient = gradient.addcmul(rates[:, :, 1], by_positives, value=-1)
     if member is not None:
         gradient = gradient.masked_fill(~member, 0.0)
     return loss, gradient, valid
 
 
-def _without_itself(difference: Tensor) -> Tensor:
-    """Return ``difference`` (C, M, M) with -inf on the diagonal: a row has no pair with itself."""
+def _above_itself(difference: Tensor) -> Tensor:
+    """Return ``difference`` (C, M, M) with inf on the diagonal: a row with itself adds 1, and has no slope."""
     if not torch.compiler.is_compiling():
-        difference.diagonal(dim1=1, dim2=2).fill_(-math.inf)
+        difference.diagonal(dim1=1, dim2=2).fill_(math.inf)
         return difference
     place = torch.arange(difference.shape[1], device=difference.device)
-    return torch.where(place == place[:, None], -math.inf, difference)
+    return torch.where(place == place[:, None], math.inf, difference)
 
 
-def _products(matrix: Tensor, *columns: Tensor) -> Iterable[Tensor]:
-    """Return the products of ``matrix`` (C, M, M) with each of ``columns`` (C, M).
+def _product(matrix: Tensor, columns: Tensor) -> Tensor:
+    """Return ``matrix @ columns``, (C, M, M) and (C, M, 2).
 
-    Compiled, they are sums, which the compiler fuses with what computes the matrix, so that no matrix is stored.
+    Compiled, it is sums, which the compiler fuses with what computes the matrix, so that no matrix is stored. It does
+    not fuse ``stack``.
     """
     if not torch.compiler.is_compiling():
-        return (matrix @ torch.stack(columns, dim=2)).unbind(dim=2)
-    return [(matrix * column[:, None, :]).sum(dim=2) for column in columns]
+        return matrix @ columns
+    first, second = ((matrix * column[:, None, :]).sum(dim=2, keepdim=True) for column in columns.unbind(dim=2))
+    return torch.where(torch.arange(2, device=matrix.device) == 0, first, second)
+
+
+def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
+    """Return ``gradient`` (C, M) times the float64 numbers ``grad`` (C,), in its own dtype."""
+    if grad.numel() == 1:
+        return gradient * grad.reshape(())  # a scalar needs no conversion
+    return gradient * grad.to(gradient.dtype)[:, None]
 
 
 class _PlainSmoothAP(torch.autograd.Function):
@@ -109,4 +123,4 @@ class _PlainSmoothAP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return grad.to(gradient.dtype)[:, None] * gradient, None, None, None, None
+        return scaled(gradient, grad), None, None, None, None

@@ -233,7 +233,7 @@ def _read(
     if targets.device.type == "cpu":  # nothing waits: what is not needed now may be counted when it is
         return int(values[0]), int(values[1]), int(sum(values[2:])), None, None
     if rule.num_classes == 1:
-        values.append((targets == 1).sum())
+        values.append(targets.sum())  # the number of ones, where that of the positives is used
     if stored is not None:
         values.append(stored(logits.detach(), targets).sum())
     low, high, *counts = torch.stack(values).tolist()

@@ -72,7 +72,7 @@ class Hints:
         if setting.few_rows is not None and self._small_pools == _SMALL_POOLS:
             self._give("few rows", setting.few_rows)
         if "no valid class" not in self._given:
-            self._read(per_class.valid.any()[None], self._count_empty_calls)
+            self._read(per_class.valid, self._count_empty_calls)
         doubled = self._calls & (self._calls - 1) == 0  # calls 1, 2, 4, 8, ...: these hints take a pass over the rows
         if doubled and live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._given:
             self._read(torch.stack(live.logits.detach().aminmax()), self._look_at_range)
@@ -91,7 +91,7 @@ class Hints:
             self._watch_push(logits, live.logits)
 
     def _count_empty_calls(self, valid: list[float]) -> None:
-        self._empty_calls = 0 if valid[0] else self._empty_calls + 1
+        self._empty_calls = 0 if any(valid) else self._empty_calls + 1
         if self._empty_calls == _EMPTY_CALLS:
             self._give(
                 "no valid class",

@@ -120,7 +120,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         else:
             weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
             missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], found.tau)[:, :, 0]
-    per_class = PerClass(spread_nan((missed * share).sum(dim=1), pool), valid)
+    per_class = PerClass(spread_nan((missed * share).sum(dim=1) * valid, pool), valid)
     if not with_stats:
         return Outcome(per_class, flat_class, None)
     assert found.edges is not None

@@ -47,7 +47,7 @@ class Pool(NamedTuple):
 class PerClass(NamedTuple):
     """A loss before its reduction."""
 
-    values: Tensor  # [C]: NaN where a score of the class is NaN, valid or not; else finite where not valid
+    values: Tensor  # [C]: NaN where a score of the class is NaN; else 0, without a gradient, where not valid
     valid: Tensor  # [C] bool
 
 
@@ -176,8 +176,8 @@ def spread_nan(values: Tensor, pool: Pool) -> Tensor:
     if pool.scores.shape[1] == 0:
         return values
     # The maximum is NaN if any score is. This takes one pass and stores no mask.
-    poisoned = pool.scores.detach().amax(dim=1).isnan()  # [C]
-    return values * torch.where(poisoned, math.nan, 1.0).to(values)
+    one_or_nan = pool.scores.detach().amax(dim=1).clamp(1.0, 1.0)  # [C]
+    return values * one_or_nan.to(values)
 
 
 def loss_of(per_class: PerClass, pool: Pool, reduction: str, return_per_class: bool) -> Tensor | LossWithClasses:
@@ -199,8 +199,9 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
     values, valid = per_class
     if reduction == "none":
         return values.masked_fill(~valid, math.nan).to(dtype)
-    counted = valid | values.isnan()
-    loss = (values * counted).sum()
-    if reduction == "mean" and counted.numel() > 1:
-        loss = loss / counted.sum().clamp_min(1)
+    if values.numel() == 1:
+        return values.reshape(()).to(dtype)
+    loss = values.sum()
+    if reduction == "mean":
+        loss = loss / (valid | values.isnan()).sum().clamp_min(1)
     return loss.to(dtype)

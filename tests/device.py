@@ -286,10 +286,13 @@ def _add(counts: Counts, name: str, args: Any, kwargs: Any, tensors: list[torch.
             waits = 0 if is_free and (target.type == DEVICE.type or hasattr(args[0], "is_pinned_here")) else 1
     if waits:
         counts.add_waits(name, waits)
+    results = [*_tensors(result)]
+    if results and all(tensor.numel() == 0 for tensor in results):
+        launches = 0  # nothing to compute
     if launches:
         counts.launches += launches
         counts.launched[name, _line()] += launches
-        counts.bytes += sum(_bytes_of(tensor) for tensor in (*tensors, *_tensors(result)))
+        counts.bytes += sum(_bytes_of(tensor) for tensor in (*tensors, *results))
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
