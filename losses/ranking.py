@@ -112,7 +112,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         pool: PoolForm = "gathered",
     ) -> None:
         super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
-        self.pool = check_choice("pool", pool, POOL_FORMS)
+        self._pool_form = check_choice("pool", pool, POOL_FORMS)
         if pool == "sharded" and max_pool_size is not None:
             fix = "No rank holds a sharded pool, so that none has too many rows, and a draw needs them all."
             raise ValueError(expected("max_pool_size", "None with pool='sharded'", max_pool_size, fix))
@@ -471,6 +471,12 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         self._num_draws = int(state["num_draws"])
         if self.has_temperature:
             self.temperature = loaded_temperature(state["temperature"])
+
+    @property
+    def pool(self) -> PoolForm:
+        """``"gathered"`` or ``"sharded"``, as constructed: the queue is of that kind."""
+        form: PoolForm = self._pool_form
+        return form
 
     def _few_rows(self, rows: int) -> str | None:
         """Return what is wrong with a pool of ``rows`` rows and how to fix it, or None."""

@@ -481,6 +481,8 @@ def test_max_pool_size_is_refused() -> None:
         fullrank.SmoothAPLoss(1, max_pool_size=9, pool="sharded")
     with pytest.raises(ValueError, match="pool: expected"):
         fullrank.SmoothAPLoss(1, pool="shared")  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):  # the queue is of the other kind
+        fullrank.SmoothAPLoss(1).pool = "sharded"  # type: ignore[misc]
 
 
 def differing_pools(rank: int) -> tuple[str, str]:
