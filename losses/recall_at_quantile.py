@@ -346,7 +346,7 @@ class RecallAtQuantileLoss(RankingLoss):
         threshold = self.quantile, self.quantile_interpolation, self.threshold_gradient
         return recall_of_part(pool, shared, temperature, *threshold)
 
-    def _few_rows(self, rows: int) -> str | None:
+    def _small_pool_hint(self, rows: int) -> str | None:
         if rows * self.quantile >= 1:
             return None
         return (
