@@ -181,14 +181,14 @@ def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None
     # Ones are written out: scatter_add_ of one expanded number takes twice as long.
     wide = u.double()
     power = torch.ones_like(wide) if weight is None else weight.double()
-    rest, index = index[:, whole:], _spread(index[:, :whole], lanes, takes_turns)
+    rest, index = index[:, whole:], _over_lanes(index[:, :whole], lanes, takes_turns)
     ours = 2 if weight is None else 1  # from this degree on `power` is no input and may be overwritten
     for degree in range(moments.shape[0]):
         if degree > ours:
             power.mul_(wide)
         elif degree:
             power = power * wide if degree == ours else wide
-        moments[degree].scatter_add_(1, index, _spread(power[:, :whole], lanes, takes_turns))
+        moments[degree].scatter_add_(1, index, _over_lanes(power[:, :whole], lanes, takes_turns))
         if rest.shape[1]:
             moments[degree].scatter_add_(1, rest, power[:, whole:])
 
@@ -197,7 +197,7 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Return the polynomial of each row's bin at the row: coefficients (p, c, bins), index, u and result (c, m)."""
     costs = costs_of(u.device)
     lanes = costs.lanes if u.shape[0] == 1 and not costs.interleaved else u.shape[0]
-    index, place = _spread(index, lanes), _spread(u, lanes)
+    index, place = _over_lanes(index, lanes), _over_lanes(u, lanes)
     table = coefficients.expand(-1, lanes, -1)
     value = table[-1].gather(1, index)
     for degree in range(table.shape[0] - 2, -1, -1):
@@ -205,7 +205,7 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
     return value.view_as(u)
 
 
-def _spread(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
+def _over_lanes(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
     """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; other rows as they are.
 
     A lane takes a run of rows, or with ``takes_turns`` every ``lanes``-th row.

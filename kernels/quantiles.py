@@ -56,7 +56,7 @@ class Levels(NamedTuple):
 
     def minus(self, other: Levels) -> Tensor:
         """Return the differences to the levels ``other``, float64."""
-        difference = self.base.double() - other.base.double()
+        difference = self.base.double() - other.base
         if self.offset is not None and other.offset is not None:
             difference = difference + (self.offset - other.offset)
         return difference
@@ -105,7 +105,6 @@ def upper_levels(
     last: Tensor | int = num_rows - 1
     if member is None:
         ranks, weight = ranks_of(last * shares[None], interpolation)
-        ranks = ranks.to(scores.device, non_blocking=True)
         weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:
         last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
@@ -156,6 +155,7 @@ def _in_order(
 ) -> Tensor:
     """Return the members' scores of the ``ranks`` (c, R) as (C, R): from one tail if it holds them all, else sorted.
 
+    The ranks may be on the host, where arithmetic with them launches nothing.
     ``last`` is the largest rank, of each class (C, 1) or of all.
     """
     # Branches, because torch.compile may make the outcome of a comparison symbolic, which topk does not take.
@@ -165,16 +165,16 @@ def _in_order(
         from_top, share = False, 1.0 - min(fractions)
     else:
         ordered = _filled(scores, member, math.inf).sort(dim=1).values  # [C, M]
-        return ordered.gather(1, ranks.expand(scores.shape[0], -1))
+        return ordered.gather(1, ranks.to(scores.device, non_blocking=True).expand(scores.shape[0], -1))
     most = min(scores.shape[1], math.floor(share * (scores.shape[1] - 1) * (1 + _SNAP)) + 2)
     tail = _filled(scores, member, -math.inf if from_top else math.inf)
     ordered = tail.topk(most, dim=1, largest=from_top).values  # [C, k]
     ranks = (last - ranks if from_top else ranks).clamp_max(most - 1)
-    return ordered.gather(1, ranks.expand(scores.shape[0], -1))
+    return ordered.gather(1, ranks.to(scores.device, non_blocking=True).expand(scores.shape[0], -1))
 
 
 def _filled(scores: Tensor, member: Tensor | None, value: float) -> Tensor:
-    return scores if member is None else scores.masked_fill(~member, value)
+    return scores if member is None else torch.where(member, scores, value)
 
 
 def _numpy_can_read(scores: Tensor) -> bool:

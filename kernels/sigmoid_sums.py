@@ -24,6 +24,7 @@ from .node_tables import (
     sources_of,
 )
 from .registration import check_not_batched, register
+from .torch_private import func_transforms_are_active
 
 METHODS = ("auto", "direct", "binned")
 MOST_KERNELS = 64  # classes with a kernel of their own at a time, up to 430 KiB each
@@ -84,7 +85,7 @@ def sigmoid_sums(
         raise ValueError(expected("queries, keys, weights", what, shapes))
     wide = torch.promote_types(queries.dtype, torch.float32)
     inputs = [tensor.to(wide) if batched else tensor.to(wide)[None] for tensor in (queries, keys, weights)]
-    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None)[0].to(queries.dtype)
+    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None, _is_variable(weights))[0].to(queries.dtype)
     return sums if batched else sums[0]
 
 
@@ -99,16 +100,28 @@ def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temp
         weights: (C, K, n), the dtype of ``queries``.
         temperatures: (C,), > 0, detached.
     """
-    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", temperatures.to(queries.dtype))[0]
+    widths = temperatures.to(queries.dtype)
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", widths, _is_variable(weights))[0]
     return sums
 
 
+def _is_variable(weights: Tensor) -> bool:
+    """Return whether ``weights`` may need a gradient, which takes as long as that of the scores."""
+    return weights.requires_grad or func_transforms_are_active()
+
+
 def _sums(
-    queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    temperature: float,
+    method: str,
+    temperatures: Tensor | None,
+    with_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums (C, Q, n), and the ends of the scores on the host, (3, C), for the backward.
 
-    ``temperatures`` (C,) replace ``temperature`` where they are given.
+    ``temperatures`` (C,) replace ``temperature`` where they are given. ``with_weights`` is for the backward alone.
     """
     ends = _ends(queries, keys, weights, method, temperatures)
     sums = _sums_of_some(queries, keys, weights, temperature, method, temperatures, ends)
@@ -132,7 +145,7 @@ def _sums_of_some(
     parts = _num_parts(queries, keys, weights, method, temperatures)
     if parts > 1:
         of_each = _split(parts, temperatures, queries, keys, weights)
-        return torch.cat([_sums(q, k, w, temperature, method, t)[0] for t, q, k, w in of_each])
+        return torch.cat([_sums(q, k, w, temperature, method, t, False)[0] for t, q, k, w in of_each])
     sums = None
     for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
@@ -153,8 +166,11 @@ def _gradients(
     ends: Tensor,
     temperature: float,
     method: str,
+    with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and weights. ``ends`` are those of the forward, NaN where not known.
+
+    That of the weights is empty unless ``with_weights``.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
@@ -165,27 +181,40 @@ def _gradients(
         of_keys, of_queries = tables.moments(keys, weights), tables.moments(queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), queries) * grad).sum(dim=2)
         grad_keys = (tables.read(tables.slopes(of_queries), keys) * weights).sum(dim=2)
+        if not with_weights:
+            return grad_queries, grad_keys, weights.new_empty(0)
         return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), keys)
     parts = _num_parts(queries, keys, weights, method, temperatures)
     if parts > 1:
         of_each = _split(parts, temperatures, grad, queries, keys, weights)
         unknown = ends.new_full((3, 1), math.nan)
-        found = (_gradients(g, q, k, w, t, unknown, temperature, method) for t, g, q, k, w in of_each)
+        found = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for t, g, q, k, w in of_each)
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
     grads = None
     for c, q in chunks_of_pairs(queries, keys):
         divisor = _divisor(temperature, temperatures, c)
-        sigmoid, slope = sigmoid_and_slope(_differences(queries[c, q], keys[c], divisor))
+        difference = _differences(queries[c, q], keys[c], divisor)
+        if with_weights:
+            sigmoid, slope = sigmoid_and_slope(difference)
+            of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
+        else:
+            slope, of_weights = slope_of(difference), weights.new_empty(0)
         slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
-        some = -slope.sum(dim=2), slope.sum(dim=1), sigmoid.transpose(1, 2) @ grad[c, q]
+        some = -slope.sum(dim=2), slope.sum(dim=1), of_weights
         if some[0].shape == queries.shape:  # one chunk
             return some
-        grads = grads or (torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights))
+        grads = grads or _zeros(queries, keys, weights, with_weights)
         grads[0][c, q] = some[0]
         grads[1][c] += some[1]
-        grads[2][c] += some[2]
-    return grads or (torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights))
+        if with_weights:
+            grads[2][c] += some[2]
+    return grads or _zeros(queries, keys, weights, with_weights)
+
+
+def _zeros(queries: Tensor, keys: Tensor, weights: Tensor, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    of_weights = torch.zeros_like(weights) if with_weights else weights.new_empty(0)
+    return torch.zeros_like(queries), torch.zeros_like(keys), of_weights
 
 
 # Pairs or bins
@@ -311,6 +340,12 @@ def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
     return sigmoid, e.addcmul_(e, e, value=-1)
 
 
+def slope_of(difference: Tensor) -> Tensor:
+    """Return the second result of :func:`sigmoid_and_slope` alone; ``difference`` is overwritten."""
+    e = difference.copysign_(-1.0).sigmoid_()
+    return e.addcmul_(e, e, value=-1)
+
+
 # Bins
 
 
@@ -391,7 +426,13 @@ class _Tables:
 
 
 def _fake_sums(
-    queries: Tensor, keys: Tensor, weights: Tensor, temperature: float, method: str, temperatures: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    temperature: float,
+    method: str,
+    temperatures: Tensor | None,
+    with_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     ends = torch.empty(3, queries.shape[0], dtype=queries.dtype, device="cpu")
     return queries.new_empty(*queries.shape, weights.shape[-1]), ends
@@ -406,15 +447,17 @@ def _fake_gradients(
     ends: Tensor,
     temperature: float,
     method: str,
+    with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(weights)
+    of_weights = torch.empty_like(weights) if with_weights else weights.new_empty(0)
+    return torch.empty_like(queries), torch.empty_like(keys), of_weights
 
 
 _sigmoid_sums = register(
     "sigmoid_sums",
     forward=_sums,
     fake=_fake_sums,
-    saved=lambda inputs, outputs: ((*inputs[:3], inputs[5], outputs[1]), inputs[3:5]),
+    saved=lambda inputs, outputs: ((*inputs[:3], inputs[5], outputs[1]), (*inputs[3:5], inputs[6])),
     backward=_gradients,
     fake_backward=_fake_gradients,
 )

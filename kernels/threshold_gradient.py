@@ -89,7 +89,7 @@ def _gradient(
             moved = None if shift is None else shift[:, level]
             sums = _write_relative_slopes(slopes, scores, start, moved, rates, rows)
         else:
-            sums, most = _write_slopes(slopes, scores, start, rates, rows)
+            sums, most = _write_slopes(slopes, scores, start, rates, rows, in_doubt)
             if in_doubt:
                 assert rows is not None  # else ``most`` is not the largest slope
                 far = (finite[:, level] & (most < _NEAR)).nonzero()[:, 0]
@@ -99,7 +99,7 @@ def _gradient(
                     slopes[far] = part
         # The level of a class that is not valid is arbitrary, and the inverse of its sum may be as large as floats are.
         counted = finite[:, level] & (sums >= _NEAR / 2)
-        scale = (grad[:, level] * torch.where(counted, 1 / sums, 0.0).to(scores.dtype))[:, None]
+        scale = (grad[:, level] * torch.where(counted, sums.reciprocal(), 0.0).to(scores.dtype))[:, None]
         if level:
             total.addcmul_(slopes, scale)
         else:
@@ -108,22 +108,23 @@ def _gradient(
 
 
 def _write_slopes(
-    slopes: Tensor, scores: Tensor, origin: Tensor, rates: Tensor, rows: Tensor | None
+    slopes: Tensor, scores: Tensor, origin: Tensor, rates: Tensor, rows: Tensor | None, with_most: bool
 ) -> tuple[Tensor, Tensor]:
-    """Write s'(d / tau) into ``slopes`` (C, M); return their sums and, with ``rows``, the largest, (C,) each.
+    """Write s'(d / tau) into ``slopes`` (C, M); return their sums and, ``with_most``, the largest, (C,) each.
 
     ``rates`` (C,) are -1 / tau.
     """
     sums = torch.zeros_like(origin, dtype=torch.float64)
-    most = torch.zeros_like(origin) if rows is not None else origin
+    most = torch.zeros_like(origin) if with_most else origin
     for c, m in chunks(scores):
         slope = slopes[c, m]
         torch.sub(scores[c, m], origin[c, None], out=slope).abs_().mul_(rates[c, None]).sigmoid_()
         slope.addcmul_(slope, slope, value=-1)  # e - e^2 with e = s(-|d| / tau), exact to rounding in both tails
         if rows is not None:
             slope.mul_(rows[c, m])
+        if with_most:
             most[c] = torch.maximum(most[c], slope.amax(dim=1))
-        sums[c] += slope.sum(dim=1)
+        sums[c].add_(slope.sum(dim=1))
     return sums, most
 
 
@@ -152,7 +153,7 @@ def _write_relative_slopes(
         slope = distances(c, m).sub_(nearest[c, None]).to(scores.dtype).mul_(rates[c, None]).exp_()
         slope.div_((slope * factors[c, None]).add_(1).square_())
         slopes[c, m] = slope
-        sums[c] += slope.sum(dim=1)
+        sums[c].add_(slope.sum(dim=1))
     return sums
 
 

@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     """What decides which hints apply to a loss; None where one does not."""
 
     temperature: float | None  # None where it is automatic, or where the loss has none
-    few_rows: str | None  # what is wrong with a pool as small as this one will stay, and the fix
+    small_pool: str | None  # what is wrong with a pool as small as this one will stay, and the fix
     is_alone: bool  # queued rows are negatives alone, and no schedule around the loss adds a pointwise loss
 
 
@@ -68,9 +68,9 @@ class Hints:
                 "logits of shape (N, 2) are ranked as two classes, so that the frequent class counts as much as the "
                 "rare one. If the problem is binary, use num_classes=1 and one logit: logits[:, 1:] - logits[:, :1].",
             )
-        self._small_pools = 0 if setting.few_rows is None else self._small_pools + 1
-        if setting.few_rows is not None and self._small_pools == _SMALL_POOLS:
-            self._give("few rows", setting.few_rows)
+        self._small_pools = 0 if setting.small_pool is None else self._small_pools + 1
+        if setting.small_pool is not None and self._small_pools == _SMALL_POOLS:
+            self._give("few rows", setting.small_pool)
         if "no valid class" not in self._given:
             self._read(per_class.valid, self._count_empty_calls)
         doubled = self._calls & (self._calls - 1) == 0  # calls 1, 2, 4, 8, ...: these hints take a pass over the rows

@@ -99,7 +99,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         valid = valid & negative.any(dim=1)
     if area.scale is not None:  # the scale between two equal infinities is NaN, and must not reach a class left out
         found = found._replace(tau=found.tau.masked_fill(~valid, 1.0))
-    flat = None if area.scale is None else has_positive & found.has_reference & ~found.resolved
+    flat = None if area.scale is None else has_positive & (found.has_reference ^ found.resolved)
     if area.surrogate == "trapezoid":
         missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), first_flat(flat)
         mask: Tensor | None = numerator
@@ -119,7 +119,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
             missed = torch.where(share > 0, missed, 0.0)
         else:
             weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
-            missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], found.tau)[:, :, 0]
+            missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], found.tau).squeeze(2)
     per_class = PerClass(spread_nan((missed * share).sum(dim=1) * valid, pool), valid)
     if not with_stats:
         return Outcome(per_class, flat_class, None)
@@ -194,9 +194,10 @@ def _trapezoid(
     assert found.edges is not None
     filling = _filling(found, valid)
     queries = torch.where(numerator & valid[:, None], pool.scores, filling)
-    weights = torch.full_like(found.edges.base, 1.0 / (area.n_knots - 1))  # on an interval of length 1
-    weights[:, 0] /= 2
-    weights[:, -1] /= 2
+    step = 1.0 / (area.n_knots - 1)  # on an interval of length 1
+    rule = [step / 2, *[step] * (area.n_knots - 2), step / 2]
+    weights = torch.tensor(rule, dtype=found.edges.base.dtype, device="cpu").to(queries.device, non_blocking=True)
+    weights = weights.expand_as(found.edges.base)
     knots, drawing = found.edges.where(valid), None
     points = knots.movable.to(queries.dtype)
     if area.threshold_gradient:
@@ -211,7 +212,8 @@ def _filling(found: Thresholds, valid: Tensor) -> Tensor:
     """
     assert found.edges is not None
     lowest = found.edges.base[:, -1:]
-    return torch.where(lowest.isfinite() & valid[:, None], lowest, 0.0)
+    is_finite = lowest - lowest == 0  # isfinite takes four operators
+    return torch.where(is_finite & valid[:, None], lowest, 0.0)
 
 
 def _usable(
@@ -231,7 +233,7 @@ def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Ten
     ``points`` (C, K) are ``knots.movable``, in the dtype of the queries and perhaps with a gradient.
     """
     if knots.offset is None:
-        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau)[:, :, 0]
+        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau).squeeze(2)
     # Each knot is a class of its own, on a line with its base in 0.
     distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
     offsets, tau = points.reshape(-1, 1), tau.repeat_interleave(weights.shape[1])
@@ -274,9 +276,10 @@ def _take(group: tuple[Tensor, ...], count: Tensor, width: int) -> tuple[Tensor 
 
 def first_flat(flat: Tensor | None) -> int | None:
     """Return the first class that is flat, None without one."""
-    if flat is None or not has_values(flat) or not bool(flat.any()):
+    if flat is None or not has_values(flat):
         return None
-    return int(flat.nonzero()[0, 0])
+    classes = flat.tolist()
+    return classes.index(True) if True in classes else None
 
 
 def _variance(values: Tensor, mask: Tensor) -> Tensor:

@@ -522,7 +522,7 @@ class PAUCAtBudgetLoss(RankingLoss):
                 f"band, or try {other}.",
             )
 
-    def _few_rows(self, rows: int) -> str | None:
+    def _small_pool_hint(self, rows: int) -> str | None:
         if rows * self.beta >= 1 or self.surrogate == "dro":  # which has no band
             return None
         return (

@@ -424,7 +424,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             setting = Setting(
                 self._width_of_step(),
-                self._few_rows(num_rows) if is_full else None,
+                self._small_pool_hint(num_rows) if is_full else None,
                 self.depends_on_order_alone
                 and self.queue_keep == "negatives"
                 and self._schedule is None
@@ -478,7 +478,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         form: PoolForm = self._pool_form
         return form
 
-    def _few_rows(self, rows: int) -> str | None:
+    def _small_pool_hint(self, rows: int) -> str | None:
         """Return what is wrong with a pool of ``rows`` rows and how to fix it, or None."""
         return None
 

@@ -198,7 +198,7 @@ def _per_class(
             drawing = drawing.index_select(1, rows)
     if threshold.offset is not None:
         scores = scores - threshold.base
-    below = sigmoid_sums(scores, point, torch.ones_like(point)[:, :, None], temperature)[:, :, 0]
+    below = sigmoid_sums(scores, point, torch.ones_like(point)[:, :, None], temperature).squeeze(2)
     below = hold_others(below, drawing)
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
@@ -346,7 +346,7 @@ class RecallAtQuantileLoss(RankingLoss):
         threshold = self.quantile, self.quantile_interpolation, self.threshold_gradient
         return recall_of_part(pool, shared, temperature, *threshold)
 
-    def _few_rows(self, rows: int) -> str | None:
+    def _small_pool_hint(self, rows: int) -> str | None:
         if rows * self.quantile >= 1:
             return None
         return (
