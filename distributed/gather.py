@@ -41,6 +41,7 @@ class Rows(NamedTuple):
     facts: Mapping[str, object] = {}  # must be equal on all ranks
     checksum: Checksum | None = None
     totals: Sequence[Tensor | float] = ()
+    kept: Any = None  # handed back to this rank; does not travel
 
 
 class Gathered(NamedTuple):
@@ -170,20 +171,20 @@ def gather_agreed(
         backward: see :func:`all_gather_with_grad`.
     """
     agreed = agree_on_rows(call, group, prepare)
-    outputs = gather_after(call, group, agreed.value, agreed.rows, gradient_reduction, backward)
+    outputs = gather_after(call, group, agreed.value.tensors, agreed.rows, gradient_reduction, backward)
     return Gathered(outputs, agreed.rows, agreed.totals)
 
 
-def agree_on_rows(call: str, group: ProcessGroup, prepare: Callable[[], Rows]) -> Agreement[tuple[Tensor | None, ...]]:
+def agree_on_rows(call: str, group: ProcessGroup, prepare: Callable[[], Rows]) -> Agreement[Rows]:
     """Agree on a call whose arguments are row-aligned tensors: the header of :func:`gather_agreed`."""
 
-    def bring() -> Offer[tuple[Tensor | None, ...]]:
-        tensors, facts, checksum, totals = prepare()
-        count = check_rows(tensors)
-        check_no_tangents(*tensors)
-        _check_devices(tensors, group)
-        facts = {**facts, "tensors": [_describe(tensor) for tensor in tensors]}
-        return Offer(tensors, facts, count, totals, checksum)
+    def bring() -> Offer[Rows]:
+        given = prepare()
+        count = check_rows(given.tensors)
+        check_no_tangents(*given.tensors)
+        _check_devices(given.tensors, group)
+        facts = {**given.facts, "tensors": [_describe(tensor) for tensor in given.tensors]}
+        return Offer(given, facts, count, given.totals, given.checksum)
 
     return agree_untransformed(call, group, bring)
 

@@ -78,8 +78,10 @@ def select_levels(
     # Ranks with the same digits so far share a slot, and only scores in a slot are looked at.
     slot = _first_equal(prefix)
     if wanted == 1:  # two comparisons are faster than a table
-        low, high = (_floats((prefix << shift) + more, scores.dtype) for more in (0, (1 << shift) - 1))
-        low, high = low.nan_to_num(nan=-math.inf), high.nan_to_num(nan=math.inf)
+        first, last = prefix << shift, (prefix << shift) + ((1 << shift) - 1)
+        last = last.masked_fill(last == -1, -2)  # -1 is -0, which compares equal to the 0 of the next slot
+        low, high = _floats(first, scores.dtype), _floats(last, scores.dtype)
+        low, high = (edge.nan_to_num(end, math.inf, -math.inf) for edge, end in ((low, -math.inf), (high, math.inf)))
     table = digit.new_full((num_classes * size,), -1)
     bits_of = torch.where(prefix < 0, size // 2 - 1 - prefix, prefix)
     table.scatter_(0, (bits_of + _offsets(digit, size)).view(-1), slot.expand_as(digit).reshape(-1))

@@ -296,13 +296,11 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             queued = self._queued_rows()
             part = self._join(live, queued)
             stored = self._own_queue.count(live.logits, live.targets) if self._enqueues else 0
-            held.append((live, part))
             weights = live.sample_weight, None if queued is None else queued.sample_weight
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
             totals = totals_of(part, stored, is_huge)
-            return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, None, totals)
+            return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, None, totals, kept=(live, part))
 
-        held: list[tuple[Batch, Pool]] = []  # this rank's live rows, and its part of the pool
         group = self._resolve_group()
         if group is None:
             live = check()
@@ -310,37 +308,37 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 self._own_queue.take_whole(type(self).__name__)
         elif self.pool == "sharded" and indexes is None:
             agreed = agree_on_rows(call, group, prepare_part)
-            return self._sharded(Exchange(call, group), agreed, *held[0], needs_rows)
+            return self._sharded(Exchange(call, group), agreed, needs_rows)
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
             live = Batch(*gathered.tensors).with_known(gathered.totals)
         return self._join(live, self._queued_rows()), live, None
 
-    def _sharded(
-        self,
-        exchange: Exchange,
-        agreed: Agreement[tuple[Tensor | None, ...]],
-        live: Batch,
-        part: Pool,
-        needs_rows: bool,
-    ) -> tuple[Pool, Batch, Found]:
+    def _sharded(self, exchange: Exchange, agreed: Agreement[Rows], needs_rows: bool) -> tuple[Pool, Batch, Found]:
         """Return what :meth:`_pool` does: this rank's part with the loss over all of them, or the rows of all ranks."""
+        live: Batch
+        part: Pool
+        live, part = agreed.value.kept
         needs_grad = torch.is_grad_enabled() and live.logits.requires_grad
-        low, high, positives, stored = agreed.totals.cpu().unbind(dim=1)
+        low, high, positives, stored = agreed.totals.unbind(dim=1)
+        num_queued = self._own_queue.num_held if self._ranks_queue else 0
         shared = Shared(
             exchange,
             gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad),
             agreed.rows,
-            self._own_queue.num_held if self._ranks_queue else 0,
+            num_queued,
             lambda: self._own_queue.places()[: None if self._ranks_queue else 0],
             float(low.amin()),
             float(high.amax()),
             tuple(positives.tolist()),
             tuple(map(int, stored.tolist())),
+            live.sample_weight is not None or (num_queued > 0 and self._own_queue.has_weights),
         )
         per_class = None if needs_rows else self._per_class_of_part(part, shared)
         if per_class is None:
-            rows = gather_after(exchange.call, exchange.group, agreed.value, agreed.rows, self.gradient_reduction)
+            rows = gather_after(
+                exchange.call, exchange.group, agreed.value.tensors, agreed.rows, self.gradient_reduction
+            )
             queued = self._own_queue.whole(exchange) if shared.num_queued else None
             part = self._join(Batch(*rows), queued)
         return part, live, Found(per_class, shared)
@@ -455,6 +453,10 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         That state loads on any number of ranks, and with ``pool="gathered"``. Without this call each rank saves its own
         rows, which load on the same rank of the same number of ranks. ``state_dict`` itself never communicates. With
         ``pool="gathered"`` every rank holds the whole queue, and there is nothing to do.
+
+        Raises:
+            RuntimeError: on every rank, when a rank makes another call or its queue is in another state.
+            ValueError: on every rank, when the queue of one was loaded from the rows of another rank.
         """
         if isinstance(self.queue, OwnQueue):
             self.queue.gather(self._resolve_group())
@@ -499,4 +501,5 @@ def _check_own_rows(module: RankingLoss, state_dict: Mapping[str, Any], prefix: 
     state = state_dict.get(f"{prefix}queue._extra_state", {})
     if "rank" in state and isinstance(module.queue, OwnQueue):
         group = module._resolve_group()
-        module.queue.check_place(state, *((0, 1) if group is None else (group.rank(), group.size())))
+        if group is not None:  # else the first call compares: the process group may come later
+            module.queue.check_place(state, group.rank(), group.size())

@@ -23,7 +23,7 @@ from .pool import PerClass, Pool
 
 
 class Shared(NamedTuple):
-    """What every rank knows of a sharded pool, equal on all of them but for ``first`` and ``places``."""
+    """What every rank knows of a sharded pool, equal on all of them but for ``places``."""
 
     exchange: Exchange
     scale: int  # k, the factor on the gradient of this rank's rows
@@ -32,13 +32,19 @@ class Shared(NamedTuple):
     places: Callable[[], Tensor]  # [queued rows of this rank] int64: where a gathered pool has them after live rows
     low: float  # of the scores of the pool, NaN if one is NaN; inf without rows
     high: float
-    positives: tuple[float, ...]  # of all classes, of each rank; inf asks for the rows to be gathered
+    positives: tuple[float, ...]  # of all classes, of each rank; inf on a rank that needs the rows gathered
     stored: tuple[int, ...]  # rows that each rank enqueues
+    weighted: bool  # rows of the pool have sample weights, on whichever rank; ``pool.weight`` of a rank may be None
 
     @property
     def num_live(self) -> int:
         """Live rows of this rank."""
         return self.rows[self.exchange.rank]
+
+    @property
+    def must_gather(self) -> bool:
+        """A rank needs the rows of all ranks to be gathered."""
+        return math.inf in self.positives
 
     @property
     def num_rows(self) -> int:

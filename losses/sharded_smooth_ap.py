@@ -15,7 +15,7 @@ positives
         positives ==all-gather==> sums over own rows ==all-reduce==> loss, slopes -> gradient of own rows as keys
                                                                  gradient of the positives as queries ==all-reduce==>
 
-The form is the one that moves the fewest bytes. Where gathering the rows moves fewer, they are gathered.
+The form is the cheapest by ``COSTS``. Where gathering the rows is cheaper, they are gathered.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClas
         temperature: > 0, the same on all ranks.
     """
     num_classes, size = pool.scores.shape[0], pool.scores.element_size()
-    if sum(shared.positives) == math.inf:
+    if shared.must_gather:
         return None
     bytes_of = {
         "gather": shared.num_rows * (num_classes * size + 8.0),
@@ -81,7 +81,7 @@ def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClas
     order = order_for(scores, shared.num_rows)
     bins = cover(low.to(scores.dtype), high.to(scores.dtype), temperature, order.fine)
     if bins.window <= most_bins(shared.num_rows):
-        tables = 2.0 if pool.weight is None else 3.0
+        tables = 3.0 if shared.weighted else 2.0
         bytes_of["moments"] = 16.0 * tables * order.p * num_classes * bins.num_fine
     form = min(COSTS, key=lambda name: COSTS[name] * bytes_of[name])
     if form == "gather":
@@ -185,7 +185,7 @@ def _by_moments(
     located = locate_rows(rows, bins)
     places = locate_positives(rows, bins, located)
     counted, weighted = sum_positives(rows, bins, order, places)
-    tables = [sum_rows(rows, bins, order, located), counted, *([] if pool.weight is None else [weighted])]
+    tables = [sum_rows(rows, bins, order, located), counted, *([weighted] if shared.weighted else [])]
     sums = shared.exchange.sum(torch.stack(tables), "the moments")  # [2 or 3, p, C, B F + 1]
     del tables, counted, weighted
     members, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, sums.shape[0] - 1))
@@ -241,7 +241,7 @@ def _by_positives(
     rows, exchange, num_classes = _rows_of(scores, pool, temperature), shared.exchange, scores.shape[0]
     counts = [int(count) for count in shared.positives]
     sent = [scores[rows.class_of, rows.row_of], rows.class_of.to(torch.int32)]
-    x, class_of, *mass = exchange.rows(sent if pool.weight is None else [*sent, rows.share], counts)
+    x, class_of, *mass = exchange.rows([*sent, rows.share] if shared.weighted else sent, counts)
     x, class_of = x.double(), class_of.to(torch.int64)
     weight = mass[0] if mass else torch.ones_like(x)
     groups = _groups(class_of, num_classes)

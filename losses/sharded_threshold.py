@@ -80,14 +80,15 @@ def trapezoid_of_part(
     weights = torch.full_like(thresholds.edges.base, 1.0 / (area.n_knots - 1))  # on an interval of 1
     weights[:, 0] /= 2
     weights[:, -1] /= 2
-    sums = _Sums(thresholds.edges.where(valid), weights, thresholds.tau, reference, area.threshold_gradient)
+    taus = torch.where(valid, thresholds.tau, 1.0)
+    sums = _Sums(thresholds.edges.where(valid), weights, taus, reference, area.threshold_gradient)
     per_class = _loss_at_levels(pool, shared, positives, total, has_nan > 0, valid, sums)
     return per_class, first_flat((total > 0) & thresholds.has_reference & ~thresholds.resolved)
 
 
 def _pays(pool: Pool, shared: Shared, num_fractions: int, interpolation: str) -> bool:
     """Return whether the counts are fewer bytes than the rows."""
-    if sum(shared.positives) == math.inf:
+    if shared.must_gather:
         return False
     num_classes, dtype = pool.scores.shape[0], pool.scores.dtype
     counts = 16.0 * num_counts(dtype, num_classes, num_fractions, interpolation)
@@ -251,9 +252,11 @@ def _loss_at_levels(
     sums: _Sums,
 ) -> PerClass:
     """Return the mean over the positives of the weighted sums of ``s((level - x) / tau)``."""
-    share = positives.mass * (torch.where(valid, total, 1.0).reciprocal() * valid)[positives.class_of]
+    factor = torch.where(valid, total, 1.0).reciprocal() * valid
+    share = positives.mass * factor.masked_fill(has_nan, math.nan)[positives.class_of]
     found = _found_at_levels(pool.scores.detach(), pool, shared, positives, share, sums, needs_gradient(pool))
     loss, gradient = found
     loss = loss.masked_fill(has_nan, math.nan)
-    gradient = None if gradient is None else gradient.masked_fill_(has_nan[:, None], math.nan)
+    if gradient is not None and sums.threshold_gradient:  # else only positives have one
+        gradient.masked_fill_(loss.isnan()[:, None], math.nan)  # also of inf - inf, on any rank
     return PerClass(with_gradient(loss, gradient, pool, shared), valid)

@@ -78,6 +78,7 @@ class MemoryQueue(nn.Module):
         self.keep, self.multi_hot = keep, multi_hot
         self._allocate(torch.empty(0).device)
 
+    @torch.inference_mode(False)
     def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, columns = self.capacity, self.num_classes
         self._logits = torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -89,6 +90,7 @@ class MemoryQueue(nn.Module):
         self._weight = torch.ones(rows, dtype=dtype, device=device)
         self._clear()
 
+    @torch.inference_mode(False)
     def _clear(self) -> None:
         self._fill = self._pointer = self._num_enqueued = 0
         self._has_weights = False
@@ -120,6 +122,7 @@ class MemoryQueue(nn.Module):
         weight = self._weight[held] if self._has_weights else None
         return QueueRows(self._logits[held], self._targets[held], self._iid[held], weight)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def enqueue(
         self,
@@ -238,6 +241,7 @@ class MemoryQueue(nn.Module):
 
         agree_on("MemoryQueue.assert_synchronized", resolved, bring)
 
+    @torch.inference_mode(False)
     def _move(self, device: torch.device) -> None:
         for name in ("_logits", "_targets", "_iid", "_weight", "_checksum"):
             setattr(self, name, getattr(self, name).to(device))
@@ -290,6 +294,7 @@ class MemoryQueue(nn.Module):
                 )
                 raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
 
+    @torch.inference_mode(False)
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned, on this queue's device.
 

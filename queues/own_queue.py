@@ -84,6 +84,11 @@ class OwnQueue(MemoryQueue):
         """The state that must be equal on all ranks: ranks, rows held, rows so far, weighted."""
         return self._place[1] if self._num_enqueued else 0, self.num_held, self._num_enqueued, self._has_weights
 
+    @property
+    def has_weights(self) -> bool:
+        """True from the first weighted rows of any rank on."""
+        return self._has_weights
+
     def rows(self) -> QueueRows:
         """Return this rank's rows, as views, oldest first."""
         held = slice(self._start, self._start + self._fill)
@@ -94,6 +99,7 @@ class OwnQueue(MemoryQueue):
         """Return how many of the rows would be stored."""
         return int(self.wanted(logits.detach(), targets).sum()) if self.capacity else 0
 
+    @torch.inference_mode(False)
     def take_place(self, rank: int, world_size: int) -> None:
         """Keep the part of this rank of rows that were loaded for any number of ranks.
 
@@ -132,6 +138,7 @@ class OwnQueue(MemoryQueue):
         if self._place[1] > 1:
             self.take_place(0, 1)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def enqueue(
         self,
@@ -241,9 +248,13 @@ class OwnQueue(MemoryQueue):
         """
         if not is_initialized():
             return
+        agree_on("OwnQueue.assert_synchronized", resolve_group(group), lambda: Offer(None, {"queue": self._state}))
+
+    @property
+    def _state(self) -> State:
+        """What must be equal on all ranks before one reads how many rows the others hold."""
         held = [[step.first, *step.counts] for step in self._steps]
-        state = State((self.position, held), SAME_QUEUE)
-        agree_on("OwnQueue.assert_synchronized", resolve_group(group), lambda: Offer(None, {"queue": state}))
+        return State((self.capacity, self.position, held), SAME_QUEUE)
 
     @torch.no_grad()
     def gather(self, group: ProcessGroup | None) -> None:
@@ -251,10 +262,26 @@ class OwnQueue(MemoryQueue):
 
         Args:
             group: the ranks over which the loss is pooled; None if this process is alone.
+
+        Raises:
+            RuntimeError: on every rank, when a rank makes another call or its queue is in another state; on this rank
+                if it is alone and holds its part of the rows of several ranks.
+            ValueError: on every rank, when the rows of one are the part of another place.
         """
-        if group is None or self.capacity == 0:
+        if group is None:
+            if self._num_enqueued and self._place[1] > 1:
+                fix = "Call it on every rank, in the process group of the training, with gather_distributed=None."
+                held = Words(f"rank {self._place[0]} of {self._place[1]} alone")
+                raise RuntimeError(expected("gather_queue", "a call on all ranks of the queue", held, fix))
             return
-        self.take_place(group.rank(), group.size())
+
+        def bring() -> Offer[None]:
+            self.take_place(group.rank(), group.size())
+            return Offer(None, {"queue": self._state})
+
+        agree_on("gather_queue", group, bring)
+        if not self._num_enqueued:
+            return
         exchange = Exchange("gather_queue", group)
         checksum = exchange.sum(self._checksum.clone().reshape(1), "the checksums of the queue")[0]
         self._gathered = self._state_of(self.whole(exchange), checksum)

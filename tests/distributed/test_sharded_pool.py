@@ -34,6 +34,7 @@ class Case(NamedTuple):
     num_classes: int = 1
     queue_size: int = 0
     weighted: bool = False
+    weighted_steps: int = STEPS  # the first of all steps
     masked: bool = False
     multi_hot: bool = False
     queue_keep: str = "all"
@@ -77,12 +78,13 @@ def make_step(case: Case, index: int, count: int = 90) -> Step:
         targets[::6] = -100
     iid = torch.rand(count, generator=generator) < 0.8 if case.masked else None
     weight = torch.rand(count, generator=generator, dtype=torch.float64).to(dtype) if case.weighted else None
+    weight = weight if index < case.weighted_steps else None
     return Step(logits, targets, iid, weight)
 
 
 def counts_of(split: str, count: int, world_size: int, index: int) -> list[int]:
     """Return how many rows each rank has."""
-    if split == "last":
+    if split == "last" or (split == "last at first" and index == 0):
         return [0] * (world_size - 1) + [count]
     shares = [1 + (rank + index) % world_size * 2 for rank in range(world_size)]
     if split == "empty":
@@ -176,6 +178,8 @@ ROWS_OF: dict[str, dict[str, Any]] = {
     "queue": {"queue_size": 130, "split": "empty"},
     "queue_of_classes": {"queue_size": 130, "num_classes": 3, "weighted": True, "reduction": "none"},
     "queue_on_one_rank": {"queue_size": 130, "multi_hot": True, "num_classes": 2, "split": "last"},
+    # After the first step the queued rows of one rank have weights, and the others hold no queued row.
+    "once_weighted": {"queue_size": 500, "weighted": True, "weighted_steps": 1, "split": "last at first"},
     "negatives": {"queue_size": 50, "queue_keep": "negatives", "temperature": None},
     "automatic": {"temperature": None, "num_classes": 2, "queue_size": 64, "split": "empty"},
 }
@@ -345,6 +349,73 @@ def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_recall_of_any_scores(pool_of_two: WorkerPool, dtype: str) -> None:
     assert pool_of_two(recall_of_sets, dtype) == [[], []]
+
+
+class NotFinite(NamedTuple):
+    """What a loss with values that are not finite gives: whether it is that of a gathered pool, and which are NaN."""
+
+    same: bool
+    value_is_nan: bool
+    nan_rows: int  # of the gradient
+
+
+def not_finite(rank: int, loss: str) -> dict[str, NotFinite]:
+    """Put infinite scores at a threshold, where differences are NaN, or a NaN; with and without its gradient."""
+    found, world_size = {}, dist.get_world_size()
+    for kind in ("inf", "nan", "finite"):
+        for carried in (True, False):
+            for queue_size in (0, 20):
+                case = Case(loss, queue_size=queue_size, options=(("threshold_gradient", carried),), temperature=0.3)
+                step = make_step(case, 0)
+                if kind == "inf":
+                    step.logits[::7] = torch.inf  # and so a threshold
+                elif kind == "nan":
+                    step.logits[-1] = torch.nan
+                own = own_rows(step, counts_of("uneven", len(step.logits), world_size, 0), rank)
+                gathered = loss_and_gradient(make_loss(case), own)
+                with forced("sums"):
+                    sharded = loss_and_gradient(make_loss(case, pool="sharded"), own)
+                same = all(torch.allclose(*pair, equal_nan=True) for pair in zip(gathered, sharded))
+                nan_rows = int(sharded[1].isnan().sum())
+                found[f"{kind} {carried} {queue_size}"] = NotFinite(same, bool(sharded[0].isnan()), nan_rows)
+    return found
+
+
+@pytest.mark.parametrize("loss", ["recall", "trapezoid"])
+def test_nan_is_where_a_gathered_pool_has_it(pool_of_two: WorkerPool, loss: str) -> None:
+    for outcomes in pool_of_two(not_finite, loss):
+        for name, outcome in outcomes.items():
+            assert outcome.same, name
+            assert outcome.value_is_nan == ("finite" not in name), name
+            assert (outcome.nan_rows > 0) == ("finite" not in name), name
+
+
+def without_gradient(rank: int, form: str) -> list[bool]:
+    """Return whether calls without gradient give the values of those with one, and leave the queue as they do."""
+    found = []
+    for name in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
+        case = Case(name, queue_size=60)
+        steps = [make_step(case, index) for index in range(3)]
+        split = [counts_of("empty", len(step.logits), dist.get_world_size(), index) for index, step in enumerate(steps)]
+        owns = [own_rows(step, counts, rank) for step, counts in zip(steps, split)]
+        with forced(form):
+            clean = make_loss(case, pool="sharded")
+            expected = [loss_and_gradient(clean, own) for own in owns]
+            for context in (torch.no_grad, torch.inference_mode):
+                loss = make_loss(case, pool="sharded")
+                with context():
+                    values = [loss(own.logits, own.targets) for own in owns[:2]]
+                last = loss_and_gradient(loss, owns[2])
+                found.append(all(bool(value == wanted[0]) for value, wanted in zip(values, expected)))
+                found.append(all(map(torch.equal, last, expected[2])))
+    return found
+
+
+@pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
+def test_calls_without_gradient(pool_of_two: WorkerPool, form: str) -> None:
+    """In training mode, so that their rows enter the queue that the next training step reads and writes."""
+    for found in pool_of_two(without_gradient, form):
+        assert all(found)
 
 
 DEGENERATE: dict[str, tuple[int, int, int]] = {  # rows of all ranks, classes, and the target of every row

@@ -29,14 +29,20 @@ def scores_of(kind: str, num_classes: int, dtype: torch.dtype) -> Tensor:
         scores = (scores * 40).exp() * scores.sign()
     if kind == "not finite":
         scores[:, ::5], scores[:, 1::7] = math.inf, -math.inf
+    if kind == "ends":  # of each kind of extreme value there are enough to be a quantile, next to the other
+        most = torch.finfo(dtype).max
+        for place, value in enumerate([math.inf, most, -most, -math.inf]):
+            scores[:, place::5] = value
     return scores.to(dtype)
 
 
 class Together:
     """Adds up what several parts bring, one round after another."""
 
-    def __init__(self, parts: list[tuple[Tensor, Tensor | None]], interpolation: str) -> None:
-        self.parts, self.interpolation = parts, interpolation
+    def __init__(
+        self, parts: list[tuple[Tensor, Tensor | None]], interpolation: str, fractions: list[float] | None = None
+    ) -> None:
+        self.parts, self.interpolation, self.fractions = parts, interpolation, fractions or FRACTIONS
         self.sums: list[Tensor] = []
 
     def run(self) -> Any:
@@ -56,7 +62,7 @@ class Together:
 
                 extra = torch.tensor([1.0, float(number)], dtype=torch.float64)
                 try:
-                    results.append(select_levels(scores, member, FRACTIONS, self.interpolation, add, extra))
+                    results.append(select_levels(scores, member, self.fractions, self.interpolation, add, extra))
                 except StopIteration:
                     continue
             if not asked:
@@ -67,7 +73,7 @@ class Together:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite"])
+@pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite", "ends"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_equal_to_the_quantiles_of_all(kind: str, dtype: torch.dtype, masked: bool) -> None:
     for num_classes in (1, 3):
@@ -87,6 +93,19 @@ def test_equal_to_the_quantiles_of_all(kind: str, dtype: torch.dtype, masked: bo
                 assert torch.equal(count, (member if masked else torch.ones_like(scores)).sum(dim=1).double())
                 assert extra.tolist() == [4.0, 6.0]
             assert len(together.sums) == (3 if dtype == torch.float32 else 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite", "ends"])
+@pytest.mark.parametrize("fraction", [0.005, 0.25, 0.5, 0.7, 0.9])
+def test_one_quantile(kind: str, dtype: torch.dtype, fraction: float) -> None:
+    """Two comparisons say which scores share its first digit."""
+    for num_classes in (1, 3):
+        scores = scores_of(kind, num_classes, dtype)
+        expected = upper_levels(scores, None, [fraction], "higher")
+        together = Together([(scores[:, :250], None), (scores[:, 250:], None)], "higher", [fraction])
+        for found in together.run():
+            assert torch.equal(found.levels.base, expected.base)
 
 
 def test_many_classes_take_more_rounds_of_shorter_digits(monkeypatch: pytest.MonkeyPatch) -> None:

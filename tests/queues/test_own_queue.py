@@ -201,3 +201,93 @@ def test_own_rows_load_where_they_were(tmp_path: Path) -> None:
             assert third[0] == ("RuntimeError" if world_size == 2 else "ValueError")
             assert all("gather_queue()" in text for _, text in (other, gathered)), third
             assert "pool='gathered'" in third[1] if world_size == 2 else "gather_queue()" in third[1]
+
+
+def gather_with_a_fault(rank: int, fault: str, steps: int) -> list[tuple[str, str]]:
+    """Spoil ``gather_queue`` on each rank in turn; a step follows that is as if it had never been called."""
+    found = []
+    for odd in range(2):
+        loss, clean = (fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded") for _ in range(2))
+        if fault == "place" and rank == odd:  # rows of this rank alone, which no gathered queue has
+            loss.gather_distributed = False
+            loss(*rows_of(9, rank, 2))
+            loss.gather_distributed = None
+        elif fault != "place":
+            for step in range(steps):
+                loss(*rows_of(step, rank, 2)), clean(*rows_of(step, rank, 2))
+        if fault == "state" and rank == odd:
+            loss.queue._steps[-1] = loss.queue._steps[-1]._replace(counts=(99, 1))  # type: ignore[union-attr]
+        if fault == "call" and rank == odd:
+            found.append(error_of(lambda loss=loss: loss(*rows_of(8, rank, 2))))  # type: ignore[misc]
+        else:
+            found.append(error_of(loss.gather_queue))
+        if fault == "call":
+            assert loss(*rows_of(7, rank, 2)) == clean(*rows_of(7, rank, 2))
+            loss.gather_queue()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        ("call", "RuntimeError", "ranks: expected the same on every rank, got call: "),
+        ("place", "ValueError", "gather_queue failed on rank {odd}: queue: expected the rows of rank {odd} of 2, got "),
+        ("state", "RuntimeError", "gather_queue: expected the same on every rank, got queue: "),
+    ],
+)
+def test_a_fault_in_gather_queue_is_raised_on_every_rank(fault: str, error: str, text: str) -> None:
+    for steps in (1, 2):
+        for found in get_pool(2)(gather_with_a_fault, fault, steps):
+            for odd, (kind, message) in enumerate(found):
+                assert kind == error
+                assert message.startswith(text.format(odd=odd)), message
+
+
+def alone_and_later(rank: int, folder: str) -> list[tuple[str, str]]:
+    """Gather the queue of several ranks alone; load own rows before there is a group to compare with."""
+    own, other = (torch.load(Path(folder, f"own{r}"), weights_only=True) for r in (rank, 1 - rank))
+    found = []
+    for state in (own, other):
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded", gather_distributed=False)
+        loss.load_state_dict(state)
+        found.append(error_of(loss.gather_queue))
+        loss.gather_distributed = None
+        found.append(error_of(lambda loss=loss: loss(*rows_of(3, rank, 2))))  # type: ignore[misc]
+    return found
+
+
+def test_own_rows_load_before_the_group_exists(tmp_path: Path) -> None:
+    get_pool(2)(train, str(tmp_path), "sharded", "", "own", 0, False)
+    for gather, first, gather_other, first_other in get_pool(2)(alone_and_later, str(tmp_path)):
+        assert gather[0] == gather_other[0] == "RuntimeError"
+        assert "gather_queue: expected a call on all ranks of the queue, got rank" in gather[1]
+        assert first[0] == "none"
+        assert first_other[0] == "ValueError"
+        assert "SmoothAPLoss failed on rank 0: queue: expected the rows of rank 0 of 2, got those of" in first_other[1]
+
+
+@pytest.mark.parametrize("pool", ["gathered", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_a_queue_filled_in_inference_mode_is_trained_with(pool: Any, dtype: torch.dtype) -> None:
+    def rows(step: int) -> tuple[Tensor, Tensor]:
+        logits, targets = rows_of(step, 0, 1)
+        return logits.detach().to(dtype).requires_grad_(), targets
+
+    def run(context: Any) -> tuple[list[float], Any]:
+        with context():
+            loss = fullrank.SmoothAPLoss(1, queue_size=200, pool=pool, update_queue_in_eval=True)
+        values = []
+        for first in (0, 5):
+            with context():
+                loss.eval()(*rows(first))
+                if first:
+                    loss.load_state_dict(loss.state_dict())
+            for step in range(first + 1, first + 4):
+                value = loss.train()(*rows(step))
+                value.backward()
+                values.append(value.item())
+        tensors = (loss.queue._logits, loss.queue._targets, loss.queue._iid, loss.queue._weight, loss.queue._checksum)
+        assert not any(tensor.is_inference() for tensor in tensors)
+        return values, loss.queue.checksum.item()
+
+    assert run(torch.inference_mode) == run(torch.no_grad)
