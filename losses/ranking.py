@@ -299,7 +299,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             weights = live.sample_weight, None if queued is None else queued.sample_weight
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
             totals = totals_of(part, stored, is_huge)
-            return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, None, totals, kept=(live, part))
+            loaded = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
+            return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, loaded, totals, kept=(live, part))
 
         group = self._resolve_group()
         if group is None:

@@ -58,7 +58,8 @@ class _Range(NamedTuple):
 
     low: Tensor  # [C] float64, 0 without a row
     high: Tensor  # [C]
-    undefined: Tensor  # [C] bool
+    undefined: Tensor  # [C] bool: the class has a NaN
+    clashes: Tensor  # [C] bool: two equal infinities, one of them of a positive, have no difference
 
 
 def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClass | None:
@@ -77,7 +78,7 @@ def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClas
         "positives": sum(shared.positives) * (size + 60.0),
         "moments": math.inf,
     }
-    scores, (low, high, undefined) = _make_finite(pool, shared, temperature)
+    scores, (low, high, undefined, clashes) = _make_finite(pool, shared, temperature)
     order = order_for(scores, shared.num_rows)
     bins = cover(low.to(scores.dtype), high.to(scores.dtype), temperature, order.fine)
     if bins.window <= most_bins(shared.num_rows):
@@ -90,6 +91,7 @@ def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClas
         loss, gradient, valid = _by_moments(scores, pool, shared, temperature, bins, order)
     else:
         loss, gradient, valid = _by_positives(scores, pool, shared, temperature)
+    undefined = undefined | (clashes & valid)
     loss = loss.masked_fill(undefined, math.nan)
     gradient = None if gradient is None else gradient.masked_fill_(undefined[:, None], math.nan)
     return PerClass(with_gradient(loss, gradient, pool, shared), valid)
@@ -120,7 +122,7 @@ def _make_finite(pool: Pool, shared: Shared, temperature: float) -> tuple[Tensor
     if bool(undefined.any()):
         scores = scores.masked_fill(undefined[:, None], 0.0)
     if bool((low.isfinite() & high.isfinite()).all()):
-        return scores, _Range(low, high, undefined)
+        return scores, _Range(low, high, undefined, torch.zeros_like(undefined))
 
     # An infinite score moves beyond the reach of every finite one, see soft_ranks.py.
     finite = scores.isfinite() if member is None else scores.isfinite() & member
@@ -135,19 +137,19 @@ def _make_finite(pool: Pool, shared: Shared, temperature: float) -> tuple[Tensor
     edges = shared.exchange.largest(edges, "the ends of the finite scores")
     counts = shared.exchange.sum(counts, "the numbers of infinite scores")
     edges.nan_to_num_(neginf=0.0)
-    low, high = -edges[0], edges[1]
+    low, high, clashes = -edges[0], edges[1], torch.zeros_like(undefined)
     for k, sign in enumerate((-1.0, 1.0)):
         edge = edges[k].to(scores.dtype)
         beyond = edge + (edge.abs() * 1e-3).clamp_min(64 * temperature)
         beyond = beyond.clamp_max(torch.finfo(scores.dtype).max)
         scores = torch.where(scores == sign * math.inf, sign * beyond[:, None], scores)
         moved = counts[2 * k] > 0
-        undefined = undefined | ((counts[2 * k] > 1) & (counts[2 * k + 1] > 0))
+        clashes = clashes | ((counts[2 * k] > 1) & (counts[2 * k + 1] > 0))
         if sign < 0:
             low = torch.where(moved, -beyond.double(), low)
         else:
             high = torch.where(moved, beyond.double(), high)
-    return scores, _Range(low, high, undefined)
+    return scores, _Range(low, high, undefined, clashes)
 
 
 def _largest(scores: Tensor, sign: float, part: Tensor | None) -> Tensor:

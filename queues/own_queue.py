@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.exchange import Exchange
 from ..distributed.group import Group, is_initialized, resolve_group
-from ..distributed.header import Offer, State, agree_on
+from ..distributed.header import Offer, State, agree_on, digest
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected
 from .memory_queue import GATHER_FIRST, SAME_QUEUE, Keep, MemoryQueue, QueueRows
@@ -67,7 +67,7 @@ class OwnQueue(MemoryQueue):
     def _clear(self) -> None:
         super()._clear()
         self._steps.clear()
-        self._start, self._gathered = 0, None
+        self._start, self._gathered, self._loaded = 0, None, 0
 
     @property
     def num_held(self) -> int:
@@ -76,8 +76,8 @@ class OwnQueue(MemoryQueue):
 
     @property
     def checksum(self) -> Tensor:
-        """0: there is no replica that could differ."""
-        return torch.zeros((), dtype=torch.int64, device="cpu")
+        """A hash of what was loaded, 0 without: no replica could differ but by a load of different checkpoints."""
+        return torch.tensor(self._loaded, dtype=torch.int64, device="cpu")
 
     @property
     def position(self) -> tuple[int, int, int, bool]:
@@ -331,7 +331,9 @@ class OwnQueue(MemoryQueue):
         if "rank" in state:
             self._gathered, self._place = None, (int(state["rank"]), int(state["world_size"]))
             self._steps = deque(_Step(int(first), tuple(map(int, counts))) for first, *counts in state["steps"])
+            self._loaded = digest({"steps": repr(list(self._steps))})  # which every rank of a checkpoint knows
             return
+        self._loaded = int(state["checksum"])
         fill, pointer = self._fill, self._pointer
         if fill == self.capacity:  # the oldest row is where the next one would go
             for name in ("_logits", "_targets", "_iid", "_weight"):

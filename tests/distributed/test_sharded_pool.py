@@ -425,6 +425,7 @@ DEGENERATE: dict[str, tuple[int, int, int]] = {  # rows of all ranks, classes, a
     "one class of three": (30, 3, 2),
     "all ignored": (30, 3, -100),
     "one row": (1, 1, 1),
+    "infinite positives alone": (30, 1, 1),
 }
 
 
@@ -437,6 +438,7 @@ def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
             losses = [make_loss(case, gather_distributed=False), make_loss(case, pool="sharded")]
             for index in range(2):
                 logits = torch.randn(count, num_classes, generator=torch.Generator().manual_seed(index)).double()
+                logits[: 2 if "infinite" in name else 0] = torch.inf
                 step = Step(logits, torch.full((count,), target), None, None)
                 counts = counts_of("last" if index else "uneven", count, world_size, index)
                 expected, whole = loss_and_gradient(losses[0], step)
@@ -444,7 +446,8 @@ def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
                     value, gradient = loss_and_gradient(losses[1], own_rows(step, counts, rank))
                 reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
                 same = torch.allclose(value, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-                found.append((f"{name} {loss}", same and torch.allclose(gradient / world_size, reference, atol=1e-12)))
+                same = same and torch.allclose(gradient / world_size, reference, atol=1e-12, equal_nan=True)
+                found.append((f"{name} {loss}", same))
     return found
 
 

@@ -171,6 +171,25 @@ def test_a_gathered_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> N
     assert run == pytest.approx(whole, rel=1e-12)
 
 
+def load_another(rank: int, folder: str, kind: str, own: str) -> list[str]:
+    """Load the checkpoint ``own`` on the last rank and another one on the others; return what a call raises."""
+    loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded")
+    name = own if rank == dist.get_world_size() - 1 else "first"
+    state = torch.load(Path(folder, f"{name}{rank if kind == 'own' else ''}"), weights_only=True)
+    found = []
+    for _ in range(2):  # the second time as well
+        loss.load_state_dict(state)
+        found.append(error_of(lambda: loss(*rows_of(9, rank, dist.get_world_size())))[0])
+    return found
+
+
+def test_ranks_that_load_different_checkpoints_raise(tmp_path: Path) -> None:
+    for name, first in (("first", 0), ("second", 3)):
+        get_pool(2)(train, str(tmp_path), "sharded", "", name, first)
+    for own, expected in (("second", ["RuntimeError"] * 2), ("first", ["none"] * 2)):
+        assert get_pool(2)(load_another, str(tmp_path), "whole", own) == [expected] * 2
+
+
 def elsewhere(rank: int, folder: str) -> list[tuple[str, str]]:
     """Load own rows on another rank, on another number of ranks, and into a gathered pool; validate alone."""
     own, other = (torch.load(Path(folder, f"own{r}"), weights_only=True) for r in (rank % 2, 1 - rank % 2))
