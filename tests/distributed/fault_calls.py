@@ -100,7 +100,7 @@ _BAD_ROWS = {
     "sparse logits": _wrong("logits", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
     "targets not a tensor": _wrong("targets", lambda y: y.tolist(), "TypeError", "targets: expected a tensor"),
     "number of targets": _wrong("targets", lambda y: y[:-1], "ValueError", "targets: expected shape"),
-    "float targets": _wrong("targets", lambda y: y.double(), "TypeError", "targets: expected integers or bools"),
+    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
     "class out of range": _wrong("targets", lambda y: y + 7, "ValueError", "targets: expected class indices in [0, 3)"),
     "targets elsewhere": _wrong("targets", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu"),
     "mask shape": _given("iid_mask", lambda n: torch.ones(n - 1, dtype=torch.bool), "ValueError", "iid_mask: expected"),
@@ -128,7 +128,7 @@ _DIFFERENT_INPUTS = {
 _CLASS_INPUTS = {
     "dimensions of inputs": _wrong("inputs", lambda x: x[:, 0], "ValueError", "inputs: expected shape (N, C, *)"),
     "one class": _wrong("inputs", lambda x: x[:, :1], "ValueError", "at least two classes"),
-    "float targets": _wrong("targets", lambda y: y.double(), "TypeError", "targets: expected integer class indices"),
+    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
     "class out of range": _wrong("targets", lambda y: y - 7, "ValueError", "targets: expected class indices in [0, 3)"),
 }
 _BINARY_INPUTS = {
@@ -259,7 +259,7 @@ def _warmup(step: int) -> fullrank.LossWarmupWrapper:
 
 _BAD_FOR_BOTH = {
     kind: _BAD_ROWS[kind]._replace(text="expected ")
-    for kind in ("logits not a tensor", "number of targets", "float targets", "class out of range")
+    for kind in ("logits not a tensor", "number of targets", "soft targets", "class out of range")
 }
 _BAD_FOR_BOTH["one column"] = _wrong("logits", lambda x: x[:, :1], "ValueError", "expected ")
 # What only the warm-up loss refuses: the main loss must not have enqueued its rows by then.
