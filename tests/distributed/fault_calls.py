@@ -248,9 +248,21 @@ def _by_sums(name: str, cls: Any) -> Call:
     return _pooled(name, cls.__name__, pool="sharded")._replace(make=make)
 
 
+class _OfOneDimension(fullrank.SoftmaxFocalLoss):
+    """A warm-up loss that refuses targets which the main loss takes."""
+
+    def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Any:
+        if targets.ndim > 1:
+            raise ValueError(f"targets: got an int64 tensor of shape {tuple(targets.shape)}")
+        return super().elements(inputs, targets, sample_weight)
+
+
+_OfOneDimension.__name__ = "SoftmaxFocalLoss"  # the head of its messages
+
+
 def _warmup(step: int) -> fullrank.LossWarmupWrapper:
     """Return the wrapper in ``step``: 0 the warm-up, 1 the blend, 2 after it."""
-    warmup, main = fullrank.SoftmaxFocalLoss(gamma=0), fullrank.SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2)
+    warmup, main = _OfOneDimension(gamma=0), fullrank.SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2)
     loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=1, blend_steps=1, temp_start=0.2, temp_end=0.1)
     for index in range(step + 1):
         loss.on_train_batch_start(index)

@@ -122,7 +122,7 @@ def test_few_kernels_over_temperatures_and_row_counts(monkeypatch: pytest.Monkey
         loss = function(logits, targets, temperature)
         return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
-    expected = {args: outcome(call, *args) for args in ((100, 0.1), (100, 0.2), (130, 0.2))}
+    expected = {args: outcome(call, *args) for args in ((100, 0.1), (130, 0.2))}
     everywhere(monkeypatch)
     codes: list[str] = []
     for args, (loss, gradient) in expected.items():
