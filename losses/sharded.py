@@ -92,9 +92,11 @@ def agreed_temperature(pool: Pool, shared: Shared, temperature: float | None, mu
     sample[:, live] = values(column[live])
     queued = shared.places().to(scores.device) + sum(shared.rows)
     if queued.numel() and rows.numel():
-        place = torch.searchsorted(rows, queued).clamp_max(rows.numel() - 1)
-        held = (rows[place] == queued).nonzero()[:, 0]
-        sample[:, place[held]] = values(held + shared.num_live)
+        # The sample may hold a row twice, so each of its rows is looked up among those queued, not the reverse.
+        queued, order = queued.sort()
+        place = torch.searchsorted(queued, rows).clamp_max(queued.numel() - 1)
+        held = (queued[place] == rows).nonzero()[:, 0]
+        sample[:, held] = values(order[place[held]] + shared.num_live)
     sample = shared.exchange.sum(sample, "the sample of the scores")
     spread = spread_of_sample(sample)
     if spread is None and sample.numel() < num_classes * shared.num_rows <= MOST_IN_FULL:

@@ -457,6 +457,33 @@ def test_rows_without_a_valid_class(pool_of_two: WorkerPool, form: str) -> None:
         assert [name for name, right in found if not right] == []
 
 
+def temperatures(rank: int, form: str) -> list[tuple[float | None, float | None]]:
+    """Return the automatic temperatures of a gathered and a sharded pool with a queue, in four steps."""
+    found = []
+    for num_classes, capacity in ((3, 7), (3, 50), (30, 500)):  # too many rows for all of them to be in the sample
+        losses = [
+            fullrank.SmoothAPLoss(num_classes, capacity),
+            fullrank.SmoothAPLoss(num_classes, capacity, pool="sharded"),
+        ]
+        for index in range(4):
+            generator = torch.Generator().manual_seed(10 * index + rank)
+            count = 1500 + index if rank else 0
+            logits = torch.randn(count, num_classes, generator=generator).double().requires_grad_()
+            targets = torch.randint(0, num_classes, (count,), generator=generator)
+            with forced(form):
+                for loss in losses:
+                    loss(logits, targets)
+            found.append((losses[0].current_temperature, losses[1].current_temperature))
+    return found
+
+
+@pytest.mark.parametrize("form", ["moments", "positives"])
+def test_the_automatic_temperature_is_that_of_a_gathered_pool(pool_of_two: WorkerPool, form: str) -> None:
+    """Also where the sample holds a queued row twice, as an even sample of hardly more rows does."""
+    for found in pool_of_two(temperatures, form):
+        assert all(whole == part for whole, part in found), found
+
+
 # Controls
 
 
