@@ -3,7 +3,7 @@
 Usage: python benchmarks/order.py [--quick] [--out FOLDER]
 
 An error is ``norm(gradient - reference) / norm(reference)``; the reference sums pair by pair in float64, from the same
-scores. Nothing is timed. The full run takes about a minute and writes order.json and error_over_order.png; a quick one
+scores. Nothing is timed. The full run takes about a minute and writes order.json and error_over_order.svg; a quick one
 of fewer rows takes seconds and writes only where ``--out`` says. Needs the ``bench`` extra.
 """
 
@@ -146,12 +146,11 @@ def draw(orders: dict[str, list[Record]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from speed_figure import INK, MUTED, RC
+    from figures import BLUE, INK, MUTED, ORANGE, RC, WIDTH, save
 
-    blue, orange = "#0072B2", "#D55E00"
     with plt.rc_context(RC):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.6), sharey=True, layout="constrained")
-        panels = [(left, 8, blue), (left, 32, orange), (right, None, blue)]
+        figure, (upper, lower) = plt.subplots(2, 1, figsize=(WIDTH, 7.2), layout="constrained")
+        panels = [(upper, 8, BLUE), (upper, 32, ORANGE), (lower, None, BLUE)]
         for axes, fine, colour in panels:
             kind, key = ("coarse", "q") if fine is None else ("fine", "p")
             points = [(one[key], one["error"]) for one in orders[kind] if one.get("fine") == fine]
@@ -159,27 +158,23 @@ def draw(orders: dict[str, list[Record]], path: Path) -> None:
             line = [(count, rho**-count) for count, _ in points if rho**-count > 1e-16]
             axes.plot(*zip(*line), color=colour, linewidth=1.2, linestyle="--")
             axes.plot(*zip(*points), color=colour, linewidth=2.0, marker="o", markersize=5)
-        left.set_yscale("log")
-        left.set_ylim(1e-16, 8)
-        left.set_yticks([10.0**power for power in range(-16, 1, 4)])
-        left.set_xticks(list(FINE_NODES))
-        right.set_xticks(list(COARSE_NODES)[::2])
-        left.set_ylabel("relative error of the gradient")
-        left.set_xlabel("p, nodes of a fine bin")
-        right.set_xlabel("q, nodes of a coarse bin")
-        left.text(4.6, 3e-5, "8 fine bins in a coarse one", color=blue, backgroundcolor="white")
-        left.text(2.1, 2e-10, "32 fine bins", color=orange)
-        right.text(14.8, 1e-6, r"bound $\rho^{-q}$", color=blue)
-        right.text(10.8, 1e-10, "measured", color=blue, ha="right")
-        marks = ((left, 6, "float32: 8"), (left, 8, "float64: 32"), (right, 14, "float32"), (right, 28, "float64"))
+        for axes in (upper, lower):
+            axes.set(yscale="log", ylim=(1e-16, 8), ylabel="relative error of the gradient")
+            axes.set_yticks([10.0**power for power in range(-16, 1, 4)])
+        upper.set_xticks(list(FINE_NODES))
+        lower.set_xticks(list(COARSE_NODES)[::2])
+        upper.set_xlabel("p, nodes of a fine bin")
+        lower.set_xlabel("q, nodes of a coarse bin")
+        upper.text(4.6, 3e-5, "8 fine bins in a coarse one", color=BLUE)
+        upper.text(2.1, 2e-10, "32 fine bins", color=ORANGE)
+        lower.text(14.8, 1e-6, r"bound $\rho^{-q}$", color=BLUE)
+        lower.text(10.8, 1e-10, "measured", color=BLUE, ha="right")
+        marks = ((upper, 6, "float32: 8"), (upper, 8, "float64: 32"), (lower, 14, "float32"), (lower, 28, "float64"))
         for axes, count, label in marks:
             axes.axvline(count, ymax=0.93, color=MUTED, linewidth=0.8, linestyle=":")
-            axes.text(count, 0.6, label, color=INK, fontsize=9.5, ha="center", va="bottom")
-        figure.suptitle("Smooth-AP by bins against pairs in float64; dashed: the Chebyshev bound", x=0.01, ha="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-    print(f"Figure: {path}")
+            axes.text(count, 0.6, label, color=INK, fontsize=9, ha="center", va="bottom")
+        upper.set_title("Bins against pairs; dashed: the Chebyshev bound", pad=12)
+        save(figure, path)
 
 
 def main() -> None:
@@ -194,7 +189,7 @@ def main() -> None:
     result = measure(*((2_000, 20_000) if arguments.quick else (20_000, 1_000_000)))
     if out is not None:
         write_json(out / "order.json", {"machine": info, "quick": arguments.quick} | result)
-        draw(result["orders"], out / "error_over_order.png")
+        draw(result["orders"], out / "error_over_order.svg")
 
 
 if __name__ == "__main__":

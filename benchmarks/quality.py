@@ -21,7 +21,7 @@ The data and the ranges of the search were fixed before any method was run on th
 was chosen with cross-entropy only, on other rows. The rule for ties in ``evaluate`` was added after some networks had
 given most rows the same score; it can only lower a recall.
 
-``--full`` takes about 45 minutes on one core and writes quality.json, and quality.png for the documentation. The
+``--full`` takes about 45 minutes on one core and writes quality.json, and quality.svg for the documentation. The
 default takes a few minutes and ``--quick`` seconds; they write only with ``--out``. ``--cache`` stores every finished
 run, so that an interrupted benchmark can resume. Needs the ``test`` extra.
 """
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="number of seeds that are reported (default: by the size)")
     parser.add_argument("--trials", type=int, help="trials of each random search (default: by the size)")
     parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
-    parser.add_argument("--out", type=Path, help=f"folder for quality.json and quality.png (--full: {RESULTS})")
+    parser.add_argument("--out", type=Path, help=f"folder for quality.json and quality.svg (--full: {RESULTS})")
     arguments = parser.parse_args()
     size = SIZES["full" if arguments.full else "quick" if arguments.quick else "default"]
     size = size._replace(seeds=arguments.seeds or size.seeds, trials=arguments.trials or size.trials)
@@ -229,7 +229,7 @@ def main() -> None:
     out = arguments.out or (RESULTS if arguments.full else None)
     if out is not None:
         write_json(out / "quality.json", {"machine": info, "size": size._asdict(), "tasks": tasks})
-        draw_quality(tasks, (arguments.out or PICTURES) / "quality.png")
+        draw_quality(tasks, (arguments.out or PICTURES) / "quality.svg")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ of every step, so a queue of 1,000,000 rows is full 245 steps later. For each ca
 processor time of a step (forward, backward and optimizer), and the share of the ranking loss's steps in which the queue
 was full.
 
-``--full`` takes about 15 minutes on one core and writes queue_scale.json, and quality_queue.png for the documentation.
+``--full`` takes about 15 minutes on one core and writes queue_scale.json, and quality_queue.svg for the documentation.
 The default takes a minute or two on fewer rows and ``--quick`` seconds; they write only with ``--out``. Needs the
 ``test`` extra.
 """
@@ -134,7 +134,7 @@ def main() -> None:
         chosen = [{"method": method, "config": config} for method, config in found]
         shared = {"machine": info, "scale": scale._asdict(), "chosen": chosen}
         write_json(out / "queue_scale.json", shared | {"queue_scale": results})
-        draw_queue(results, (arguments.out or PICTURES) / "quality_queue.png")
+        draw_queue(results, (arguments.out or PICTURES) / "quality_queue.svg")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ torch are replaced by ones that act as if every other rank had the same rows. So
 to the collectives is counted. An all-gather of n bytes a rank receives (W - 1) n, an all-reduce of n bytes
 2 (W - 1) / W n, and a reduce-scatter of n bytes in all (W - 1) / W n. A gathered pool of more than ``MOST_ROWS`` rows
 times classes is not computed: its bytes are those of its rows. The full run takes some minutes and writes scale.json
-and scale.png; a quick run takes a minute and writes only with ``--out``. Needs the ``test`` extra.
+and scale.svg; a quick run takes a minute and writes only with ``--out``. Needs the ``test`` extra.
 """
 
 from __future__ import annotations
@@ -231,28 +231,36 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
-    from speed_figure import BLUE, ORANGE, RC
+    from figures import BLUE, ORANGE, RC, WIDTH, save
 
     cases = list(dict.fromkeys((record["loss"], record["rows"], record["classes"]) for record in records))
     names = {"smooth_ap": "Smooth-AP", "recall": "recall", "trapezoid": "partial AUC"}
     with plt.rc_context(RC):
-        figure, panels = plt.subplots(1, len(cases), figsize=(3.2 * len(cases), 3.4), sharey=True, squeeze=False)
-        for axes, (loss, rows, classes) in zip(panels[0], cases):
+        size = (WIDTH, 2.7 * -(-len(cases) // 2))
+        figure, panels = plt.subplots(
+            -(-len(cases) // 2), 2, figsize=size, sharey=True, squeeze=False, layout="constrained"
+        )
+        for axes, (loss, rows, classes) in zip(panels.flat, cases):
             some = [r for r in records if (r["loss"], r["rows"], r["classes"]) == (loss, rows, classes)]
             for pool, colour in (("gathered", ORANGE), ("sharded", BLUE)):
                 values = [record[f"{pool}_bytes"] / 1e6 for record in some]
-                axes.plot([record["ranks"] for record in some], values, color=colour, marker="o", label=pool)
+                axes.plot([record["ranks"] for record in some], values, color=colour, marker="o", markersize=5)
+                if axes is panels[0, 0]:
+                    axes.annotate(
+                        pool,
+                        (some[-1]["ranks"], values[-1]),
+                        (0, 8),
+                        textcoords="offset points",
+                        color=colour,
+                        ha="right",
+                    )
             axes.set(xscale="log", yscale="log", xlabel="ranks", xticks=[2, 8, 64, 1024])
             axes.set_xticklabels(["2", "8", "64", "1,024"])
             kind = "binary" if classes == 1 else f"{classes:,} classes"
-            axes.set_title(f"{names[loss]}, {kind}\n{rows:,} rows", fontsize=11)
-        panels[0][0].set_ylabel("MB received by a rank in a step")
-        panels[0][0].legend(frameon=False)
-        figure.tight_layout()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    print(f"Figure: {path}")
+            axes.set_title(f"{names[loss]}, {kind}\n{rows:,} rows", fontsize=10)
+        for row in panels:
+            row[0].set_ylabel("MB per rank and step")
+        save(figure, path)
 
 
 def main() -> None:
@@ -260,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, some seconds")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each pool (default: 7)")
-    parser.add_argument("--out", type=Path, help=f"folder for scale.json and scale.png (default: {RESULTS})")
+    parser.add_argument("--out", type=Path, help=f"folder for scale.json and scale.svg (default: {RESULTS})")
     arguments = parser.parse_args()
     info = machine()
     print_machine(info)
@@ -273,7 +281,7 @@ def main() -> None:
     out = arguments.out or (None if arguments.quick else RESULTS)
     if out is not None:
         write_json(out / "scale.json", {"machine": info, "measured": measured, "modelled": modelled})
-        draw(modelled, (arguments.out or PICTURES) / "scale.png")
+        draw(modelled, (arguments.out or PICTURES) / "scale.svg")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Usage: python benchmarks/speed.py [--quick] [--repeats 5] [--out FOLDER]
 
 Competitors run in turn, repetition by repetition, so that both see the same state of the machine; only the ratios hold
-on other machines. The full run takes a few minutes and writes speed.json and speed.png. A quick run of small sizes
+on other machines. The full run takes a few minutes and writes speed.json and speed.svg. A quick run of small sizes
 takes seconds and writes only with ``--out``. The figure also shows the results of retrieval.py, if they are in the same
 folder. Needs the ``bench`` extra.
 """
@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each measurement (default: 5)")
-    parser.add_argument("--out", type=Path, help=f"folder for speed.json and speed.png (default: {RESULTS})")
+    parser.add_argument("--out", type=Path, help=f"folder for speed.json and speed.svg (default: {RESULTS})")
     arguments = parser.parse_args()
     out = arguments.out or (None if arguments.quick else RESULTS)
     warnings.simplefilter("ignore")  # warnings of the peer

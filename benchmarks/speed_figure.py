@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/speed_figure.py [--out FOLDER]
 
-Redraws speed.png from the speed.json and the retrieval.json in the same folder, without measuring anything; speed.py
+Redraws speed.svg from the speed.json and the retrieval.json in the same folder, without measuring anything; speed.py
 calls ``draw`` itself. The left panel shows one ranking. If there is a retrieval.json, the right panel shows N rankings
 of N rows.
 """
@@ -18,26 +18,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from figures import BLUE, MUTED, ORANGE, PURPLE, RC, WIDTH, save
 from matplotlib.axes import Axes
-from matplotlib.patheffects import withStroke
 from report import PEER_MOST_BYTES, RESULTS
-
-INK, MUTED = "#333333", "#666666"
-RC = {
-    "font.size": 11,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#888888",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.minor.bottom": False,
-    "ytick.minor.left": False,
-}
 
 
 class Line(NamedTuple):
@@ -47,21 +30,18 @@ class Line(NamedTuple):
     label: str
     colour: str
     width: float
-    rise: float = 0.0  # of the label, in points: separates the labels of two lines that end close together
-    before: bool = False  # the label is above the end and to the left, because another line continues below
-    ends: str = ""  # why it ends before the others
+    is_left: bool = False  # the label is left of the end, because another line passes on the right
 
 
-BLUE, ORANGE, PURPLE = "#0072B2", "#D55E00", "#8B5A9F"
-LIMIT = f"{PEER_MOST_BYTES / 2**30:.0f} GiB"
+# Why the line of a peer ends: its arrays of pairs, or of triples in retrieval, would be larger.
+LIMIT = f"needs over {PEER_MOST_BYTES / 2**30:.0f} GiB"
 POOL = (
-    Line("peer_ms", "imbalanced-losses", ORANGE, 2.0, ends=f"ends here: its pairs\nwould outgrow {LIMIT}"),
-    Line("sort_ms", "one torch.sort", MUTED, 2.0, rise=14.0),
-    Line("ours_ms", "fullrank", BLUE, 3.0, rise=-3.0),
+    Line("peer_ms", "imbalanced-losses", ORANGE, 2.0, is_left=True),
+    Line("sort_ms", "one torch.sort", MUTED, 2.0),
+    Line("ours_ms", "fullrank", BLUE, 3.0),
 )
-CUBE = f"ends here: its N x N x N arrays\nwould outgrow {LIMIT}"
 RETRIEVAL = (
-    Line("peer_ms", "pytorch-metric-learning", PURPLE, 2.0, rise=56.0, before=True, ends=CUBE),
+    Line("peer_ms", "pytorch-metric-learning", PURPLE, 2.0, is_left=True),
     Line("ours_ms", "fullrank", BLUE, 3.0),
 )
 
@@ -70,27 +50,19 @@ def draw(folder: Path) -> None:
     """Draw time against pool size from the results in ``folder``, and print the path of the figure."""
     growth = json.loads((folder / "speed.json").read_text())["growth"]
     retrieval = folder / "retrieval.json"
-    panels = [(growth, POOL, "one ranking; rows in the pool, 1 % positive", 0.34)]
+    panels = [(growth, POOL, "one ranking", "rows in the pool, 1 % positive", 0.42)]
     if retrieval.exists():
         points = json.loads(retrieval.read_text())["retrieval"]
-        panels.append((points, RETRIEVAL, "N rankings of N rows each (retrieval); N", 0.36))
+        panels.append((points, RETRIEVAL, "N rankings of N rows (retrieval)", "N", 0.42))
     with plt.rc_context(RC):
-        size = (8.4, 5.0) if len(panels) == 1 else (13.0, 5.4)
-        widths = [1.6, 1.0][: len(panels)]
-        figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained", squeeze=False)
-        axes[0, 0].get_gridspec().set_width_ratios(widths)
-        for place, (points, lines, label, room) in zip(axes[0], panels):
+        size = (WIDTH, 3.6 * len(panels))
+        figure, axes = plt.subplots(len(panels), 1, figsize=size, layout="constrained", squeeze=False)
+        figure.get_layout_engine().set(h_pad=0.12)
+        for place, (points, lines, title, label, room) in zip(axes[:, 0], panels):
             _draw_panel(place, points, lines, room)
             place.set_xlabel(label)
-        first = axes[0, 0]
-        first.set_ylim(top=first.get_ylim()[1] * 30)  # space for a label above the highest line
-        first.set_title("Smooth-AP, forward and backward", loc="left", fontsize=14, fontweight="bold", pad=24)
-        subtitle = "Time on a CPU, compared with one sort of the same scores. All axes are logarithmic."
-        first.text(0, 1.025, subtitle, transform=first.transAxes, color=MUTED)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "speed.png", dpi=130)
-        plt.close(figure)
-    print(f"Figure: {folder / 'speed.png'}")
+            place.set_title(f"Time of a step: {title}", pad=12)
+        save(figure, folder / "speed.svg")
 
 
 def _draw_panel(axes: Axes, points: list[dict[str, Any]], lines: tuple[Line, ...], room: float) -> None:
@@ -112,14 +84,16 @@ def _draw_line(axes: Axes, line: Line, points: list[dict[str, Any]]) -> None:
     if not drawn:
         return
     axes.plot(*zip(*drawn), color=line.colour, linewidth=line.width, marker="o", markersize=line.width + 2.5)
-    halo = [withStroke(linewidth=4, foreground="white")]  # keeps the grid away from the letters
-    style = {"textcoords": "offset points", "color": line.colour, "va": "center", "path_effects": halo}
-    place = -2 if line.before else 9
-    style["ha"] = "right" if line.before else "left"
-    axes.annotate(line.label, drawn[-1], (place, line.rise), fontweight="bold", **style)
-    axes.annotate(_time(drawn[-1][1]), drawn[-1], (place, line.rise - 14), fontsize=9.5, **style)
-    if len(drawn) < len(points):
-        axes.annotate(line.ends, drawn[-1], (place, line.rise - 35), fontsize=9.5, **style)
+    end = _time(drawn[-1][1]) + (f", then\n{LIMIT}" if len(drawn) < len(points) else "")
+    style = {
+        "textcoords": "offset points",
+        "color": line.colour,
+        "va": "top",
+        "ha": "right" if line.is_left else "left",
+    }
+    place = -22 if line.is_left else 9
+    axes.annotate(line.label, drawn[-1], (place, 6), fontweight="bold", **style)
+    axes.annotate(end, drawn[-1], (place, -7), fontsize=8, **style)
 
 
 def _rows(value: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from make_pictures import BAND, BLUE, MUTED, ORANGE, RC
 from matplotlib.axes import Axes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from figures import BLUE, MUTED, ORANGE, RC, SHADE, WIDTH, save
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -37,7 +40,7 @@ def draw_scores(axes: Axes, scores: np.ndarray, targets: np.ndarray, last: dict[
     """Draw the histograms of the scores, and the band over them."""
     low, high = last["t_beta"], last["t_alpha"]
     bins = np.linspace(scores.min(), scores.max(), 51)
-    axes.axvspan(low, high, color=BAND, linewidth=0)
+    axes.axvspan(low, high, color=SHADE, linewidth=0)
     axes.hist(scores[targets == 0], bins, density=True, color=MUTED, alpha=0.55, label="negatives")
     axes.hist(scores[targets == 1], bins, density=True, color=ORANGE, alpha=0.65, label="positives")
     top = axes.get_ylim()[1] * 1.18
@@ -55,7 +58,7 @@ def draw_history(edges: Axes, share: Axes, history: list[dict[str, float]]) -> N
     steps, low, high, caught = (np.array([row[key] for row in history]) for key in keys)
     for axes in (edges, share):
         axes.set(xlim=(0, steps[-1]))
-    edges.fill_between(steps, low, high, color=BAND, linewidth=0)
+    edges.fill_between(steps, low, high, color=SHADE, linewidth=0)
     edges.plot(steps, high, color=BLUE, linewidth=1.8)
     edges.plot(steps, low, color=BLUE, linewidth=1.8)
     edges.text(0.97, 0.6, "t_alpha", color=BLUE, ha="right", transform=edges.transAxes)
@@ -67,20 +70,17 @@ def draw_history(edges: Axes, share: Axes, history: list[dict[str, float]]) -> N
 
 
 def draw(names: dict[str, Any], path: Path) -> None:
-    """Draw diagnostics.png."""
+    """Draw diagnostics.svg."""
     torch = names["torch"]
     with torch.no_grad():
         scores = names["model"](names["test_features"]).flatten().numpy()
-    with plt.rc_context(RC):
-        figure = plt.figure(figsize=(10.5, 4.2), layout="constrained")
-        grid = figure.add_gridspec(2, 2, height_ratios=[1.6, 1])
+    with plt.rc_context({**RC, "axes.grid": False}):
+        figure = plt.figure(figsize=(WIDTH, 6.2), layout="constrained")
+        grid = figure.add_gridspec(3, 1, height_ratios=[1.8, 1.2, 0.9])
         targets = names["test_targets"].flatten().numpy()
-        draw_scores(figure.add_subplot(grid[:, 0]), scores, targets, names["history"][-1])
-        draw_history(figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1]), names["history"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    print(f"Figure: {path}")
+        draw_scores(figure.add_subplot(grid[0]), scores, targets, names["history"][-1])
+        draw_history(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), names["history"])
+        save(figure, path)
 
 
 def main() -> None:
@@ -89,9 +89,11 @@ def main() -> None:
     folder = FOLDER / "images"
     parser.add_argument("--out", type=Path, default=folder, help="folder for the pictures (default: docs/images)")
     out = parser.parse_args().out
-    draw(run_page("tutorial.md"), out / "diagnostics.png")
-    run_page("logging.md")["figure"].savefig(out / "per-class.png", dpi=100)  # as torchmetrics draws it
-    print(f"Figure: {out / 'per-class.png'}")
+    draw(run_page("tutorial.md"), out / "diagnostics.svg")
+    with plt.rc_context(RC):
+        figure = run_page("logging.md")["figure"]
+        figure.set_size_inches(WIDTH, 0.65 * WIDTH)
+        save(figure, out / "per-class.svg")
 
 
 if __name__ == "__main__":

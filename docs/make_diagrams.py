@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -69,37 +70,66 @@ def svg(name: str, width: int, height: int, title: str, description: str, parts:
     return "\n".join([head, labels, f"<style>{STYLE}</style>", *parts, "</svg>", ""])
 
 
+KINDS = {"pooled": "a rank or a threshold needs every row", "summed": "a sum over rows, divided by a count"}
+CELLS = {  # kind of loss, how the batch is spread
+    ("pooled", "across ranks"): ("Gather the rows", ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"]),
+    ("pooled", "across micro-batches"): ("Score, one loss, replay", ["pooled_backward"]),
+    ("summed", "across ranks"): ("Reduce two numbers", ["global_mean"]),
+    ("summed", "across micro-batches"): (
+        "One count per window",
+        ["windows, count_valid_tokens", "accumulate", "DeferredMean"],
+    ),
+}
+GRADIENTS = {
+    "When they are reduced": [
+        "maybe_no_sync, sum_gradients_",
+        "all_reduce_grads_",
+        "sequence_sync_group",
+        "discard_gradients_",
+    ],
+    "How large they may be": ["total_grad_norm", "clip_grad_norm_"],
+}
+MAP = "The map of fullrank"
+MAP_IN_WORDS = (
+    "A table of two rows and two columns. Pooled losses: across ranks the rows are gathered; across micro-batches "
+    "all are scored, one loss is computed, and the forwards are replayed. Summed losses: across ranks two numbers "
+    "are reduced; across micro-batches there is one count per window. Below: when gradients are reduced, and how "
+    "large they may be."
+)
+
+
 def draw_map() -> str:
     """Return the map: two kinds of loss, two ways to spread a batch, and the two steps on gradients."""
-    cells = [
-        (150, 44, "a", "Gather the rows", ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"]),
-        (460, 44, "a", "Score, one loss, replay", ["pooled_backward"]),
-        (150, 170, "b", "Reduce two numbers", ["global_mean"]),
-        (460, 170, "b", "One count per window", ["windows, count_valid_tokens", "accumulate", "DeferredMean"]),
-    ]
-    parts = [text(300, 28, "across ranks", "head", "middle"), text(610, 28, "across micro-batches", "head", "middle")]
-    rows = (
-        (76, "pooled", ["a rank or threshold", "needs every row"]),
-        (202, "summed", ["a sum over rows", "over a count"]),
-    )
-    for y, name, notes in rows:
-        parts += [text(10, y, name, "head"), text(10, y + 20, notes, "small", step=16)]
-    for x, y, kind, head, names in cells:
-        parts += [box(x, y, 300, 112, kind), text(x + 16, y + 28, head, "head"), text(x + 16, y + 54, names, "code")]
+    columns, rows = {"across ranks": 150, "across micro-batches": 460}, {"pooled": 44, "summed": 170}
+    parts = [text(x + 150, 28, spread, "head", "middle") for spread, x in columns.items()]
+    for kind, y in rows.items():
+        parts += [text(10, y + 32, kind, "head"), text(10, y + 52, textwrap.wrap(KINDS[kind], 19), "small", step=16)]
+    for (kind, spread), (head, names) in CELLS.items():
+        x, y = columns[spread], rows[kind]
+        parts += [box(x, y, 300, 112, "a" if kind == "pooled" else "b"), text(x + 16, y + 28, head, "head")]
+        parts += [text(x + 16, y + 54, names, "code")]
     parts += [text(10, 328, "gradients", "head")]
     parts += [text(10, 348, ["the same for both", "kinds of loss"], "small", step=16)]
-    parts += [box(150, 296, 300, 112, "c"), text(166, 324, "When they are reduced", "head")]
-    reduced = ["maybe_no_sync, sum_gradients_", "all_reduce_grads_", "sequence_sync_group", "discard_gradients_"]
-    parts += [text(166, 346, reduced, "code")]
-    parts += [box(460, 296, 300, 112, "c"), text(476, 324, "How large they may be", "head")]
-    parts += [text(476, 346, ["total_grad_norm", "clip_grad_norm_"], "code")]
-    description = (
-        "A table of two rows and two columns. Pooled losses: across ranks the rows are gathered; across micro-batches "
-        "all are scored, one loss is computed, and the forwards are replayed. Summed losses: across ranks two numbers "
-        "are reduced; across micro-batches there is one count per window. Below: when gradients are reduced, and how "
-        "large they may be."
-    )
-    return svg("map", 770, 418, "The map of fullrank", description, parts)
+    for x, (head, names) in zip(columns.values(), GRADIENTS.items()):
+        parts += [box(x, 296, 300, 112, "c"), text(x + 16, 324, head, "head"), text(x + 16, 346, names, "code")]
+    return svg("map", 770, 418, MAP, MAP_IN_WORDS, parts)
+
+
+def draw_narrow_map() -> str:
+    """Return the map in one column, for a phone."""
+    parts, y = [], 0.0
+    for kind, note in [*KINDS.items(), ("gradients", "the same for both kinds of loss")]:
+        parts += [text(4, y + 26, kind, "head"), text(4, y + 44, note, "small")]
+        cells = [(head, spread, names) for (row, spread), (head, names) in CELLS.items() if row == kind]
+        y += 54
+        for head, spread, names in cells or [(head, "", names) for head, names in GRADIENTS.items()]:
+            lower = 66 if spread else 46
+            height = lower - 4 + 18 * len(names)
+            parts += [box(4, y, 332, height, {"pooled": "a", "summed": "b"}.get(kind, "c"))]
+            parts += [text(16, y + 24, head, "head"), text(16, y + lower, names, "code")]
+            parts += [text(16, y + 43, spread, "small")] if spread else []
+            y += height + 8
+    return svg("map-narrow", 340, round(y), MAP, MAP_IN_WORDS, parts)
 
 
 def squares(x: float, y: float, kinds: str) -> str:
@@ -219,28 +249,34 @@ def draw_gains() -> str:
 
     sets = {one["set"]: one for one in results["sets"] if one["set"] in results["size"]["binary"]}
     found = {name: (mean_of("CE", name), mean_of("SmoothAP + CE", name)) for name in sets}
-    left, unit, pitch, top = 300, 360, 30, 70
-    parts = [text(10, 24, "Average precision on test rows, nothing tuned", "head")]
-    parts += ['<circle cx="16" cy="43" r="6" class="before"/>', text(28, 48, "cross-entropy", "small")]
-    parts += ['<circle cx="146" cy="43" r="6" class="after"/>', text(158, 48, "cross-entropy + SmoothAPLoss", "small")]
+    left, unit, pitch, top = 215, 190, 27, 66
+    parts = [text(4, 24, "Average precision on test rows, nothing tuned", "head")]
+    parts += ['<circle cx="10" cy="43" r="6" class="before"/>', text(22, 48, "cross-entropy", "small")]
+    parts += ['<circle cx="136" cy="43" r="6" class="after"/>', text(148, 48, "cross-entropy + SmoothAPLoss", "small")]
     names = sorted(found, key=lambda name: found[name][0] - found[name][1])
     for row, name in enumerate(names):
         y, (before, after) = top + row * pitch + 10, found[name]
         one, other = left + unit * before, left + unit * after
         note = f"{sets[name]['target']}, {100 * sets[name]['share']:.1f} %"
-        parts += [text(10, y + 5, note, "small"), path("pad", f"M{left} {y} H{left + unit}")]
+        parts += [text(4, y + 5, note, "small"), path("pad", f"M{left} {y} H{left + unit}")]
         parts += [path("gain" if after > before else "loss", f"M{one:.1f} {y} H{other:.1f}")]
         parts += [f'<circle cx="{x:.1f}" cy="{y}" r="6" class="{k}"/>' for x, k in ((one, "before"), (other, "after"))]
-        parts += [text(left + unit + 14, y + 5, f"{before:.2f} to {after:.2f}", "small")]
+        parts += [text(left + unit + 12, y + 5, f"{before:.2f} to {after:.2f}", "small")]
     y = top + len(names) * pitch + 10
     parts += [text(left + unit * share, y + 8, f"{share:g}", "small", "middle") for share in (0, 0.5, 1)]
     description = f"For each of {len(names)} imbalanced sets the average precision without and with SmoothAPLoss: "
     description += "; ".join(f"{name} {found[name][0]:.2f} and {found[name][1]:.2f}" for name in names) + "."
     title = f"Average precision without and with SmoothAPLoss, {steps:,} steps, mean over learning rates and splits"
-    return svg("gains", 770, y + 24, title, description, parts)
+    return svg("gains", 500, y + 24, title, description, parts)
 
 
-DIAGRAMS = {"gains.svg": draw_gains, "map.svg": draw_map, "travel.svg": draw_travel, "call.svg": draw_call}
+DIAGRAMS = {
+    "gains.svg": draw_gains,
+    "map.svg": draw_map,
+    "map-narrow.svg": draw_narrow_map,
+    "travel.svg": draw_travel,
+    "call.svg": draw_call,
+}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ Needs matplotlib and numpy, not fullrank. The numbers of nodes and bins are thos
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -18,19 +19,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-INK, MUTED, BLUE, ORANGE, BAND = "#333333", "#666666", "#0072B2", "#D55E00", "#e3eef7"
-RC = {
-    "font.size": 11,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#888888",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
-WIDTH, REACH = 4.0, 9  # coarse bins in temperatures, and how many of them ceil(34 / 4) reaches
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from figures import BLUE, GRID, INK, MUTED, ORANGE, RC, SHADE, save
+
+BIN, REACH = 4.0, 9  # coarse bins in temperatures, and how many of them ceil(34 / 4) reaches
 FINE, P, Q = 16, 4, 14
+TARGET = "#b9d5ea"
 LEVELS = {"rows": 0.0, "fine": 1.0, "coarse": 2.0}
 
 
@@ -41,73 +35,70 @@ def chebyshev(count: int) -> np.ndarray:
 
 def draw_reach(axes: Axes) -> None:
     """Draw which rows reach a target at 0 through nodes, and which are only counted."""
-    edge = (REACH + 0.5) * WIDTH
+    edge = (REACH + 0.5) * BIN
     x = np.linspace(-58, 58, 600)
-    axes.axvspan(-edge, edge, color=BAND, linewidth=0)
-    for boundary in (np.arange(-14, 15) + 0.5) * WIDTH:
-        axes.axvline(boundary, color="white" if abs(boundary) < edge else "#e6e6e6", linewidth=1)
-    axes.axvspan(-WIDTH / 2, WIDTH / 2, color="#b9d5ea", linewidth=0)
+    axes.axvspan(-edge, edge, color=SHADE, linewidth=0)
+    for boundary in (np.arange(-14, 15) + 0.5) * BIN:
+        axes.axvline(boundary, color="#ffffff" if abs(boundary) < edge else GRID, linewidth=1)
+    axes.axvspan(-BIN / 2, BIN / 2, color=TARGET, linewidth=0)
     axes.plot(x, 1 / (1 + np.exp(-x)), color=BLUE, linewidth=2.5)
-    axes.text(-48, 0.5, "beyond reach:\nadds 0", ha="center", va="center")
-    axes.text(48, 0.5, "beyond reach:\nadds 1, a count", ha="center", va="center")
-    axes.text(-20, 0.5, "within reach:\nthrough the coarse nodes", ha="center", va="center")
+    axes.text(-48, 0.5, "beyond:\nadds 0", ha="center", va="center")
+    axes.text(48, 0.5, "beyond:\nadds 1", ha="center", va="center")
+    axes.text(-20, 0.5, "within reach:\nthrough nodes", ha="center", va="center")
     axes.text(0, 1.1, "target bin", ha="center", va="bottom", color=INK)
     axes.set(xlim=(-58, 58), ylim=(-0.05, 1.08), yticks=[0, 0.5, 1], xticks=[-38, -20, 0, 20, 38])
-    axes.set_xlabel("score of the other row minus score of the target, in temperatures")
+    axes.set_xlabel("score of the other row minus that of the target, in temperatures")
     axes.set_ylabel("what it adds")
 
 
 def draw_levels(axes: Axes) -> None:
     """Draw one source bin and one target bin: rows, fine nodes, coarse nodes, and the steps between them."""
     generator = np.random.default_rng(0)
-    centers = {"source": 0.0, "target": 8.0}
-    fine_nodes = (np.arange(FINE)[:, None] + 0.5 + chebyshev(P) / 2).ravel() / FINE * WIDTH - WIDTH / 2
+    centers = {"source": 0.0, "target": 10.0}
+    fine_nodes = (np.arange(FINE)[:, None] + 0.5 + chebyshev(P) / 2).ravel() / FINE * BIN - BIN / 2
     for name, center in centers.items():
         colour = ORANGE if name == "source" else BLUE
-        rows = generator.uniform(-WIDTH / 2, WIDTH / 2, 150)
-        left = center - WIDTH / 2
-        axes.add_patch(Rectangle((left, -0.35), WIDTH, 2.7, facecolor=BAND, edgecolor="none"))
+        rows = generator.uniform(-BIN / 2, BIN / 2, 150)
+        left = center - BIN / 2
+        axes.add_patch(Rectangle((left, -0.35), BIN, 2.7, facecolor=SHADE, edgecolor="none"))
         for k in range(1, FINE):
-            axes.plot([left + k * WIDTH / FINE] * 2, [-0.35, 1.35], color="white", linewidth=1)
+            axes.plot([left + k * BIN / FINE] * 2, [-0.35, 1.35], color="#ffffff", linewidth=1)
         axes.plot(center + rows, generator.uniform(-0.2, 0.2, rows.size), ".", color=INK, markersize=3.5)
-        for level, nodes, height in (("fine", fine_nodes, 0.22), ("coarse", chebyshev(Q) * WIDTH / 2, 0.28)):
+        for level, nodes, height in (("fine", fine_nodes, 0.22), ("coarse", chebyshev(Q) * BIN / 2, 0.28)):
             y = LEVELS[level]
             axes.vlines(center + nodes, y - height, y + height, color=colour, linewidth=1.2 if level == "fine" else 2)
-        axes.text(center, 2.5, f"{name} bin, 4 temperatures wide", ha="center", va="bottom", color=colour)
+        axes.text(center, 2.5, f"{name} bin", ha="center", va="bottom", color=colour)
     arrow = {"arrowstyle": "-|>", "color": MUTED, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
-    for x, way in ((-2.35, 1), (10.35, -1)):
+    for x, way in ((-2.35, 1), (12.35, -1)):
         for low in (0.0, 1.0):
             start, end = (low + 0.12, low + 0.88) if way > 0 else (low + 0.88, low + 0.12)
             axes.annotate("", (x, end), (x, start), arrowprops=arrow)
-    axes.annotate("", (5.8, 2.0), (2.2, 2.0), arrowprops=arrow)
+    axes.annotate("", (7.8, 2.0), (2.2, 2.0), arrowprops=arrow)
     notes = (
-        (-2.6, 0.5, "powers of the positions,\nadded up per fine bin", "right"),
-        (-2.6, 1.5, "constant matrix", "right"),
-        (4.0, 2.22, "sigmoid", "center"),
-        (10.6, 1.5, "constant matrix", "left"),
-        (10.6, 0.5, "one cubic per fine bin,\nevaluated at each row", "left"),
-        (4.0, 1.0, "4 nodes in each\nof F fine bins", "center"),
-        (4.0, 1.72, "14 coarse nodes", "center"),
-        (4.0, 0.0, "rows, any number", "center"),
+        (-2.6, 0.5, "powers of\nthe positions,\nadded up\nper fine bin", "right"),
+        (-2.6, 1.5, "constant\nmatrix", "right"),
+        (5.0, 2.22, "sigmoid", "center"),
+        (12.6, 1.5, "constant\nmatrix", "left"),
+        (12.6, 0.5, "one cubic\nper fine bin,\nevaluated\nat each row", "left"),
+        (5.0, 1.0, "4 nodes in each\nof F fine bins", "center"),
+        (5.0, 1.72, "14 coarse nodes", "center"),
+        (5.0, 0.0, "rows, any number", "center"),
     )
     for x, y, text, side in notes:
         axes.text(x, y, text, ha=side, va="center", color=INK if side == "center" else MUTED)
-    axes.set(xlim=(-7.2, 15.2), ylim=(-0.45, 2.9))
+    axes.set(xlim=(-6.6, 16.6), ylim=(-0.45, 2.9))
     axes.axis("off")
 
 
 def draw(path: Path) -> None:
-    """Draw linear-time.png."""
-    with plt.rc_context(RC):
-        figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(10.0, 7.0), layout="constrained", gridspec_kw={"height_ratios": [1, 1.35], "hspace": 0.08}
+    """Draw linear-time.svg."""
+    with plt.rc_context({**RC, "axes.grid": False}):
+        figure, (upper, lower) = plt.subplots(
+            2, 1, figsize=(5.5, 6.4), layout="constrained", gridspec_kw={"height_ratios": [1, 1.4], "hspace": 0.08}
         )
-        draw_reach(top)
-        draw_levels(bottom)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-    print(f"Figure: {path}")
+        draw_reach(upper)
+        draw_levels(lower)
+        save(figure, path)
 
 
 def main() -> None:
@@ -115,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(__file__).resolve().parent / "images"
     parser.add_argument("--out", type=Path, default=folder, help="folder for the pictures (default: docs/images)")
-    draw(parser.parse_args().out / "linear-time.png")
+    draw(parser.parse_args().out / "linear-time.svg")
 
 
 if __name__ == "__main__":

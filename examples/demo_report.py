@@ -27,7 +27,7 @@ class Style(NamedTuple):
 STYLES = {
     "cross_entropy": Style("cross-entropy", "#777777"),
     "weighted": Style("weighted CE", "#E69F00"),
-    "smooth_ap": Style("SmoothAP alone", "#56B4E9"),
+    "smooth_ap": Style("SmoothAP alone", "#009E73"),
     "sum": Style("weighted CE + SmoothAP", "#0072B2"),
 }
 LOOK = {
@@ -36,10 +36,12 @@ LOOK = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlesize": 12,
-    "font.size": 11,
+    "axes.titlesize": 11,
+    "font.size": 10,
     "grid.color": "#e6e6e6",
     "lines.linewidth": 1.8,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "fullrank",
 }
 METRIC_LABELS = {"ap": "AP", "recall": "recall", "pauc": "pAUC"}
 
@@ -177,15 +179,15 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path, subject: str) -> None:
     found = gains(runs, "ap")
     panels = 3 if found else 2
     with mpl.rc_context(LOOK):
-        figure, axes = plt.subplots(1, panels, figsize=(5.4 * panels, 5.2), layout="constrained")
-        _draw_precision_recall(axes[0], runs)
-        _draw_training(axes[1], runs)
+        figure, axes = plt.subplots(panels, 1, figsize=(5.5, 3.5 * panels), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.12)
+        _draw_training(axes[0], runs)
+        _draw_precision_recall(axes[1], runs)
         if found:
             _draw_gains(axes[2], found)
         seeds = len(next(iter(runs.values())))
-        figure.suptitle(f"{subject}: test rows, mean over {count(seeds, 'seed')}", fontsize=14)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs), frameon=False)
-        figure.savefig(path, dpi=150)
+        figure.suptitle(f"{subject}: test rows, mean over {count(seeds, 'seed')}", fontsize=12)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
 
@@ -196,7 +198,7 @@ def _draw_precision_recall(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> Non
         recall = np.arange(1, num_positives + 1) / num_positives
         precision = np.mean([_precision_at(one, recall) for one in many], axis=0)
         edges, heights = np.append(0, recall), np.append(precision[0], precision)
-        axes.step(edges, heights, color=STYLES[name].color, label=STYLES[name].label)
+        axes.step(edges, heights, color=STYLES[name].color)
     axes.set(xlabel="recall (share of positives found)", ylabel="precision (share of found rows that are positive)")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), title="Precision and recall after training")
 
@@ -208,13 +210,20 @@ def _precision_at(run: Run, recall: np.ndarray) -> np.ndarray:
 
 
 def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Draw the average precision on the test rows over the steps."""
+    """Draw the average precision on the test rows over the steps; a label at the end of each line."""
+    ends = {}
     for name, many in runs.items():
         steps = [step for step, _ in many[0].curve]
-        ap = np.array([[value for _, value in one.curve] for one in many])
-        axes.plot(steps, ap.mean(axis=0), color=STYLES[name].color)
+        ap = np.array([[value for _, value in one.curve] for one in many]).mean(axis=0)
+        axes.plot(steps, ap, color=STYLES[name].color)
+        ends[name] = float(ap[-1])
+    height = -math.inf
+    for name, end in sorted(ends.items(), key=lambda pair: pair[1]):
+        height = max(end, height + 0.075)  # labels of lines that end close together
+        axes.annotate(STYLES[name].label, (steps[-1] * 1.02, height), color=STYLES[name].color, va="center")
     axes.set(xlabel="optimizer step", ylabel="average precision", title="Average precision in training")
-    axes.set(xlim=(0, steps[-1]), ylim=(0, 1.02))
+    axes.set(xlim=(0, steps[-1] * 1.5), ylim=(0, 1.05))
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= steps[-1]])
 
 
 def _draw_gains(axes: Axes, found: Mapping[str, Gain]) -> None:

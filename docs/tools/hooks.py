@@ -50,6 +50,7 @@ def on_config(config: Any) -> Any:
 
 # Links to files outside docs/: a script gets a page that shows its source, a picture is copied.
 
+_outside: dict[str, Path] = {}  # pictures: the path in the site, and the file
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w/.-]+\.(?:py|png|svg))\)")
 
 
@@ -66,6 +67,7 @@ def on_files(files: Files, config: Any) -> Files:
                 files.append(File.generated(config, name, content=f"# {target}\n\n~~~~python\n{text}~~~~\n"))
             else:
                 files.append(File.generated(config, name, abs_src_path=str(source)))
+                _outside[name] = source
     return files
 
 
@@ -102,7 +104,7 @@ def readme_section(title: str) -> str:
 
 _written: set[str] = set()  # the characters of all formulas
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
-PICTURE = re.compile(r'(?:<p>)?<img [^>]*src="([^"]*\.svg)"[^>]*>(?:</p>)?')
+PICTURE = re.compile(r'(?:<p>)?<img alt="([^"]*)" src="([^"]*\.svg)"[^>]*>(?:</p>)?')
 WIDE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
 
 
@@ -127,12 +129,63 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     return WIDE.sub(r'<div class="wide"><table>\1</table></div>', content)
 
 
+# The colours of benchmarks/figures.py and of matplotlib, and the variables of the page that replace them.
+COLOURS = {
+    "ink": ("#000000", "#333333"),
+    "muted": ("#666666", "#777777"),
+    "line": ("#888888",),
+    "grid": ("#e6e6e6", "#b0b0b0"),
+    "page": ("#ffffff",),
+    "a": ("#e3eef7",),
+    "shade": ("#b9d5ea",),
+    "blue": ("#0072b2", "#1f77b4"),
+    "orange": ("#d55e00", "#ff7f0e"),
+    "green": ("#1b7f5c", "#2ca02c"),
+    "purple": ("#8b5a9f",),
+}
+VARIABLES = {colour: f"var(--{name}, {colour})" for name, colours in COLOURS.items() for colour in colours}
+
+
 def diagram(found: re.Match[str], page: Any) -> str:
-    """Return the diagram as inline SVG, so that it takes the colours of the page."""
-    path = Path(page.file.abs_src_path).parent / found[1]
+    """Return the picture as inline SVG, so that it takes the colours of the page."""
+    name = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), found[2]))
+    path = _outside.get(name, ROOT / "docs" / name)
     if not path.is_file():
         return found[0]
-    return f'<div class="diagram">{path.read_text("utf-8")}</div>'
+    text = path.read_text("utf-8")
+    if "fr-diagram" in text:
+        narrow = path.with_stem(f"{path.stem}-narrow")
+        if not narrow.is_file():
+            return f'<div class="diagram">{sized(text)}</div>'
+        phone = f'<div class="diagram on-phone">{sized(narrow.read_text("utf-8"))}</div>'
+        return f'<div class="diagram not-on-phone">{sized(text)}</div>\n{phone}'
+    return f'<div class="figure">{themed(text, path.stem, html.unescape(found[1]))}</div>'
+
+
+def sized(text: str) -> str:
+    """Return a diagram that shrinks to three quarters of its size at most; on a smaller screen it scrolls."""
+    size = re.search(r'viewBox="0 0 (\d+) ', text)
+    assert size is not None
+    width = int(size[1])
+    return text.replace("<svg ", f'<svg style="min-width: {0.7 * width:.0f}px; max-width: {1.2 * width:.0f}px" ', 1)
+
+
+def themed(text: str, name: str, label: str) -> str:
+    """Return a figure of matplotlib for use within a page: colours as variables, names that are unique, a label."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"<style[^>]*>\*\{(.*?)\}</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda found: VARIABLES.get(found[0], found[0]), text)
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert size is not None, name
+    head = f'<svg class="fr-figure" role="img" aria-label="{html.escape(label)}" viewBox="{size[0][9:-1]}" '
+    return re.sub(
+        r"<svg [^>]*?>",
+        head + 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">',
+        text,
+        count=1,
+    )
 
 
 def slanted(character: str) -> int:

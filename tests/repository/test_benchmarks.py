@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PNG = b"\x89PNG\r\n\x1a\n"
+SVG = b"<?xml"
 
 
 def _run(script, out, *arguments):
@@ -36,11 +36,11 @@ def test_speed_writes_its_results_and_draws_those_of_retrieval_too(retrieval):
     folder, _ = retrieval
     results = _run("speed", folder, "--repeats", "1")
     assert {"against_peer", "against_sort", "growth", "machine"} <= set(results)
-    both = (folder / "speed.png").read_bytes()
+    both = (folder / "speed.svg").read_bytes()
     (folder / "retrieval.json").unlink()
     subprocess.run([sys.executable, str(FOLDER / "speed_figure.py"), "--out", str(folder)], check=True, timeout=120)
-    assert both.startswith(PNG)
-    assert both != (folder / "speed.png").read_bytes()
+    assert both.startswith(SVG)
+    assert both != (folder / "speed.svg").read_bytes()
 
 
 def test_retrieval_is_the_loss_of_its_peer(retrieval):
@@ -74,7 +74,7 @@ def test_order_writes_its_results(tmp_path):
     results = _run("order", tmp_path)
     for points in (results["orders"]["fine"], results["orders"]["coarse"]):
         assert points[0]["error"] > 1e3 * points[-1]["error"]  # more nodes, less error
-    assert (tmp_path / "error_over_order.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "error_over_order.svg").read_bytes().startswith(SVG)
 
 
 def test_memory_runs(tmp_path):
@@ -97,7 +97,7 @@ def test_scale_counts_what_travels(tmp_path):
     for row in results["measured"]:
         if row["loss"] != "retrieval":
             assert counted[row["loss"], 2] == row["sharded_bytes"]
-    assert (tmp_path / "scale.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "scale.svg").read_bytes().startswith(SVG)
 
 
 def test_soak_finds_nothing(tmp_path):

@@ -20,7 +20,7 @@ from sklearn.metrics import roc_auc_score
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PNG = b"\x89PNG\r\n\x1a\n"
+SVG = b"<?xml"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_quality_writes_every_method(quality, scripts):
         assert [row["method"] for row in task["methods"]] == methods
         for row in task["methods"]:
             assert all(len(row[metric]["seeds"]) == 2 for metric in ("ap", "recall", "pauc"))
-    assert (quality / "quality.png").read_bytes().startswith(PNG)
+    assert (quality / "quality.svg").read_bytes().startswith(SVG)
     (fraud, _) = _tasks(quality)
     assert set(scripts("quality_figure").REFERENCES) < set(fraud["references"])
 
@@ -109,7 +109,7 @@ def test_queue_scale_writes_every_capacity(quality, scripts, tmp_path):
     found = [(row["loss"], row["capacity"]) for row in rows]
     assert found == [(loss, rows) for loss in losses for rows in (0, 1_000)]
     assert all(row["recall"]["gain"] == 0 for row in rows if row["capacity"] == 0)
-    assert (tmp_path / "quality_queue.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "quality_queue.svg").read_bytes().startswith(SVG)
 
 
 def test_intervals_are_of_the_differences(scripts):

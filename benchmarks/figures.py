@@ -1,0 +1,44 @@
+"""What the figures share: their look, and how they are stored.
+
+A figure is an SVG whose text stays text. docs/tools/hooks.py replaces the colours named here by those of the page, so a
+figure has no white ground in the dark scheme. Figures are 5.5 inches wide: their text is readable on a phone too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+WIDTH = 5.5
+INK, MUTED, LINE, GRID, SHADE = "#333333", "#666666", "#888888", "#e6e6e6", "#e3eef7"
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#1b7f5c", "#8b5a9f"
+RC = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": LINE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.minor.bottom": False,
+    "ytick.minor.left": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fullrank",  # the same figure has the same bytes
+}
+
+
+def save(figure: Any, path: Path) -> None:
+    """Store ``figure`` in the format that the suffix of ``path`` names, close it, and print the path."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    print(f"Figure: {path}")
