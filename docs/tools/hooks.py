@@ -105,6 +105,7 @@ def readme_section(title: str) -> str:
 _written: set[str] = set()  # the characters of all formulas
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 PICTURE = re.compile(r'(?:<p>)?<img alt="([^"]*)" src="([^"]*\.svg)"[^>]*>(?:</p>)?')
+SHORT = re.compile(r"<(td|th)([^>]*)>([^<]{1,14})</(?:td|th)>")  # a cell that must not be cut, such as a number
 WIDE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
 
 
@@ -113,6 +114,8 @@ def to_mathml(latex: str, display: str) -> str:
     latex = re.sub(r"\\mathrm\{(\w+)\}", r"\\text{\1}", latex).replace(r"\!", "")
     mathml = convert(latex, display=display).replace(r"\_", "_")
     _written.update(html.unescape(re.sub(r"<[^>]*>", "", mathml)))
+    if "<msqrt>" in mathml:
+        _written.add("\u221a")  # browsers draw the radical sign from the font
     return mathml
 
 
@@ -126,7 +129,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
     content = FORMULA.sub(formula, content)
     content = PICTURE.sub(lambda found: diagram(found, page), content)
-    return WIDE.sub(r'<div class="wide"><table>\1</table></div>', content)
+    return WIDE.sub(r'<div class="wide"><table>\1</table></div>', SHORT.sub(r'<\1 class="short"\2>\3</\1>', content))
 
 
 # The colours of benchmarks/figures.py and of matplotlib, and the variables of the page that replace them.
