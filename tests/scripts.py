@@ -109,11 +109,19 @@ def _program(script: str, arguments: list[str], environment: dict[str, str], cwd
     os.chdir(cwd)
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
-    if script.endswith(".py"):
-        sys.path.insert(0, str(Path(script).parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    try:
+        if script.endswith(".py"):
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        # As the interpreter would: from the script's own frame on, through the hook.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != script:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace or error.__traceback__)
+        sys.exit(1)
 
 
 def _write_to(output: str) -> None:
