@@ -24,7 +24,7 @@ import imbalanced_losses
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import RESULTS, bar_cells, machine, make_rows, print_machine, print_table, write_json
+from report import RESULTS, START_METHOD, bar_cells, machine, make_rows, print_machine, print_table, write_json
 
 import fullrank
 from fullrank.distributed.header import Offer, agree_on
@@ -94,10 +94,11 @@ def measure(rank: int, folder: str, cases: tuple[Case, ...], repeats: int, answe
 
 def run(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
     """Start the two processes, and return the medians in microseconds and the ratio of each case."""
-    context = mp.get_context("spawn")
+    context = mp.get_context(START_METHOD)
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (folder, cases, repeats, answers), nprocs=WORLD_SIZE)
+        arguments = (folder, cases, repeats, answers)
+        mp.start_processes(measure, arguments, nprocs=WORLD_SIZE, start_method=START_METHOD)
         medians = answers.get()
     results: list[dict[str, Any]] = []
     for case, seconds in zip(cases, medians):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import RESULTS, machine, print_machine, print_table, write_json
+from report import RESULTS, START_METHOD, machine, print_machine, print_table, write_json
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -235,9 +235,9 @@ def measure(rank: int, world_size: int, folder: str, answers: Any) -> None:
 
 def run(world_size: int) -> list[dict[str, Any]]:
     """Return the results of all conventions on ``world_size`` processes."""
-    answers = mp.get_context("spawn").SimpleQueue()
+    answers = mp.get_context(START_METHOD).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (world_size, folder, answers), nprocs=world_size)
+        mp.start_processes(measure, (world_size, folder, answers), nprocs=world_size, start_method=START_METHOD)
         return answers.get()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
@@ -23,6 +24,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PEER_BYTES_PER_PAIR = 3 * 4
 PEER_MOST_BYTES = 8 * 2**30
 SHORTEST = 0.02  # seconds, the least that one repetition measures: a shorter step is run several times
+# How a script starts its processes. The server that forks them has imported the script once, and computed nothing.
+START_METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
 Steps = dict[str, Callable[[], object]]
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from memory import CLEAR, resident
-from report import RESULTS, machine, make_rows, print_machine, print_records, write_json
+from report import RESULTS, START_METHOD, machine, make_rows, print_machine, print_records, write_json
 from torch import Tensor, nn
 
 import fullrank
@@ -191,10 +191,10 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     for peak_of in ("", "gathered", "sharded"):
         if peak_of and not CLEAR.exists():
             continue
-        results = mp.get_context("spawn").SimpleQueue()
+        results = mp.get_context(START_METHOD).SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
             arguments = (case, repeats, peak_of, f"{folder}/store", results)
-            mp.start_processes(run_rank, args=arguments, nprocs=case.world_size, start_method="spawn")
+            mp.start_processes(run_rank, args=arguments, nprocs=case.world_size, start_method=START_METHOD)
         found = results.get()
         record |= {f"{peak_of}_peak": found["peak"]} if peak_of else found
     return case._asdict() | record | {"ratio": record["sharded_ms"] / record["gathered_ms"]}

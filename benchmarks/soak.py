@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import RESULTS, machine, print_machine, print_table, write_json
+from report import RESULTS, START_METHOD, machine, print_machine, print_table, write_json
 from torch import Tensor, nn
 
 import fullrank
@@ -136,7 +136,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of soak.json (default: results)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(serve, (options.world_size, options.steps, folder), nprocs=options.world_size)
+        arguments = (options.world_size, options.steps, folder)
+        mp.start_processes(serve, arguments, nprocs=options.world_size, start_method=START_METHOD)
         ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(options.world_size)]
     worst = {name: max(held["worst"][name] for held in ranks) for name in ranks[0]["worst"]}
     grown = [growth(held["memory"]) for held in ranks]

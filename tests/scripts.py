@@ -2,8 +2,8 @@
 
 ``python script.py`` spends four seconds on imports, and torchrun three times as much for two processes. Here the
 processes come from the server of ``workers.process_context``. They get their own arguments, environment, folder and
-output, and the variables that torchrun sets. The tests that are about torchrun (restarts, the recipe of README.md, the
-preflight) start torchrun itself.
+output, and the variables that torchrun sets. :func:`run_under_agent` has the agent of torchrun start the processes, and
+start them again when one has died. The recipe of README.md and the preflight on two hosts run under torchrun itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from workers import process_context
 
+KINDS = ("out", "err")
 GRACE_S = 10  # how long the other processes may live after one has failed
 
 
@@ -50,10 +51,42 @@ def run_script(script: str | Path, *arguments: object, cwd: Path, processes: int
             process.start()
             started.append(process)
         codes = _wait(started, limit_s)
-        outputs = [Path(folder, f"{rank}.{kind}") for kind in ("out", "err") for rank in range(len(started))]
+        outputs = [Path(folder, f"{rank}.{kind}") for kind in KINDS for rank in range(len(started))]
         texts = [path.read_text("utf-8") if path.exists() else "" for path in outputs]
     stdout, stderr = "".join(texts[: len(started)]), "".join(texts[len(started) :])
     return Done(next((code for code in codes if code), 0), stdout, stderr)
+
+
+def run_under_agent(script: str | Path, *arguments: object, cwd: Path, processes: int, max_restarts: int = 0) -> Done:
+    """Run a Python file in ``processes`` that torchrun's agent starts, and starts again when one of them fails."""
+    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
+        options = (str(script), [str(argument) for argument in arguments], processes, max_restarts, str(cwd), folder)
+        agent = process_context().Process(target=_agent, args=options)
+        agent.start()
+        (code,) = _wait([agent], limit_s=120)
+        texts = ["".join(path.read_text("utf-8") for path in sorted(Path(folder).glob(f"*.{kind}"))) for kind in KINDS]
+    return Done(code, *texts)
+
+
+def _agent(script: str, arguments: list[str], processes: int, max_restarts: int, cwd: str, folder: str) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _write_to(f"{folder}/agent")
+    # A function instead of a command, so that the processes are forked with torch imported.
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        max_restarts=max_restarts,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method=process_context().get_start_method(),
+    )
+    elastic_launch(config, _program_of_agent)(script, arguments, cwd, folder)
+
+
+def _program_of_agent(script: str, arguments: list[str], cwd: str, folder: str) -> None:
+    _program(script, arguments, {"OMP_NUM_THREADS": "1"}, cwd, f"{folder}/{os.environ['RANK']}")
 
 
 def _wait(processes: list[Any], limit_s: float) -> list[int]:
@@ -71,14 +104,27 @@ def _wait(processes: list[Any], limit_s: float) -> list[int]:
 
 
 def _program(script: str, arguments: list[str], environment: dict[str, str], cwd: str, output: str) -> None:
-    for number, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    _write_to(output)
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
-    if script.endswith(".py"):
-        sys.path.insert(0, str(Path(script).parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    try:
+        if script.endswith(".py"):
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        # As the interpreter would: from the script's own frame on, through the hook.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != script:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace or error.__traceback__)
+        sys.exit(1)
+
+
+def _write_to(output: str) -> None:
+    """Send what this process prints to files; one that was started again continues those of its predecessor."""
+    for number, kind in enumerate(KINDS, start=1):
+        os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

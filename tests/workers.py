@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,8 @@ GRACE_S = 5  # how long the others may take to report after one rank has failed
 # What nearly every worker imports, at four seconds of a core. The server that forks the workers imports it once. The
 # compiler and the sharded wrappers are here because DDP and the first gather import them.
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "fullrank"]
+# What the workers of some files import, at one second and more; the server does if the collected files have.
+COSTLY = ["hypothesis", "sklearn.metrics", "torchmetrics"]
 
 
 def process_context() -> Any:
@@ -35,7 +38,7 @@ def process_context() -> Any:
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *(name for name in COSTLY if name in sys.modules)])
     return context
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import run_script
 from workers import WorkerPool, error_of, get_pool
 
 import fullrank
@@ -241,16 +239,14 @@ def test_control_an_agreement_inside_is_not_joined_twice(pool: WorkerPool) -> No
 
 
 SCRIPT = """
-import sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import fullrank
 
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(2, 3))
 loss_fn = fullrank.SmoothAPLoss(num_classes=3)
-targets = torch.tensor([0, 1, 7 if rank == 1 else 2])
+targets = torch.tensor([0, 1, 7 if dist.get_rank() == 1 else 2])
 loss_fn(model(torch.ones(3, 2)), targets)
 """
 
@@ -260,21 +256,11 @@ def test_what_one_bad_target_prints(tmp_path: Path) -> None:
     """One traceback on each rank, which names the line of the user, and the frames of the module and its forward."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    root = str(Path(fullrank.__file__).parents[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(3)
-    ]
-    printed = [process.communicate(timeout=120)[1] for process in processes]
-    for text in printed:
-        shown = text[text.index("Traceback") :]
-        assert shown.count("Traceback") == 1
+    done = run_script(script, cwd=tmp_path, processes=3)
+    assert done.returncode == 1
+    _, *printed = done.stderr.split("Traceback")
+    assert len(printed) == 3, done.stderr
+    for shown in printed:
         assert "The above exception" not in shown
         assert "During handling" not in shown
         assert "loss_fn(model(torch.ones(3, 2)), targets)" in shown

@@ -344,11 +344,12 @@ def poisoned(
     names = [[key for key, p in case.parameters if p.grad is not None and key != "tied"]]
     dist.broadcast_object_list(names, src=bad_rank)
     for key in names[0]:
-        case = build(name, rank)
         if rank == bad_rank:
             grad = dict(case.parameters)[key].grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            local.view(-1)[:1] = value  # nothing happens to an empty one
+            first = local.view(-1)[:1]  # of an empty one nothing
+            right = first.clone()
+            first.fill_(value)
         before = bytes_of(case)
         try:
             fullrank.clip_grad_norm_(case.parameters, MOST, norm_type, error_if_nonfinite=True, **case.options)
@@ -358,6 +359,8 @@ def poisoned(
         unchanged = bytes_of(case) == before
         norm = fullrank.total_grad_norm(case.parameters, norm_type, **case.options).item()
         outcomes.append((key, text, unchanged, norm))
+        if rank == bad_rank:
+            first.copy_(right)
     return outcomes
 
 

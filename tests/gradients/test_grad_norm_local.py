@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from blindfold import Blindfold
+from scripts import run_script
 from torch import Tensor, nn
 
 import fullrank
@@ -282,9 +280,7 @@ def test_the_device_is_not_waited_for(
 @pytest.mark.slow
 def test_the_benchmark_writes_its_results(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "grad_norm.py"
-    command = [sys.executable, str(script), "--quick", "--repeats", "1", "--out", str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_script(script, "--quick", "--repeats", 1, "--out", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     cases = json.loads((tmp_path / "grad_norm.json").read_text())["cases"]
     assert [case["norm_type"] for case in cases] == ["2.0", "1.0", "3.0", "inf"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_script
 
 from fullrank.kernels.costs import TABLE, Costs, costs_of
 
@@ -42,11 +40,7 @@ def test_bins_take_over_when_their_cost_is_less_than_that_of_the_pairs():
 
 @pytest.mark.slow
 def test_the_benchmark_prints_an_entry_that_can_be_pasted(tmp_path):
-    command = [sys.executable, str(BENCHMARK), "--quick", "--out", str(tmp_path)]
-    # One thread: on busy cores, threads that wait for each other take seconds for what takes microseconds.
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
-    )
+    done = run_script(BENCHMARK, "--quick", "--out", tmp_path, cwd=tmp_path, limit_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     entry = re.search(r'"cpu": (Costs\(.*?\n    \)),', done.stdout, re.DOTALL)
     assert entry is not None, done.stdout

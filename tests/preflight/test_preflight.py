@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -111,22 +108,9 @@ LINE = re.compile(r"^  (\S.*?)  +(passed|skipped|FAILED|not run) *(.*)$", re.MUL
 NEED_RANKS = {"control", "agreement", "latency", "bandwidth"}
 
 
-def _launch(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_on_two_processes(tmp_path):
     report = tmp_path / "report.json"
-    done = _launch(
-        "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fullrank", "--json", report, cwd=tmp_path
-    )
+    done = run_script("fullrank", "--json", report, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: (outcome, detail) for name, outcome, detail in LINE.findall(done.stdout)}
     assert set(found) == set(command._CHECKS)

@@ -6,10 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -19,6 +16,7 @@ import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import run_under_agent
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -310,13 +308,10 @@ ONE_FILE, DCP, ASYNC, FSDP_FILE = (
 
 
 def torchrun(folder: Path, *arguments: object) -> str:
-    """Run the example on two processes that torchrun may restart, and return what it printed."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 3)
-    command = [sys.executable, *launch, ROOT / "examples" / "resume.py", "--steps", 36, "--folder", folder, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+    """Run the example on two processes that torchrun's agent may restart, and return what it printed."""
+    example = ROOT / "examples" / "resume.py"
+    options = ("--steps", 36, "--folder", folder, *arguments)
+    done = run_under_agent(example, *options, cwd=folder, processes=2, max_restarts=3)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,12 +3,10 @@
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -17,11 +15,7 @@ SVG = b"<?xml"
 
 
 def _run(script, out, *arguments):
-    command = [sys.executable, str(FOLDER / f"{script}.py"), "--quick", "--out", str(out), *arguments]
-    # One thread: on busy cores, threads that wait for each other take seconds for what takes microseconds.
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
-    )
+    done = run_script(FOLDER / f"{script}.py", *arguments, "--out", out, cwd=out, limit_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((out / f"{script}.json").read_text())
 
@@ -29,16 +23,16 @@ def _run(script, out, *arguments):
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    return folder, _run("retrieval", folder, "--repeats", "1")
+    return folder, _run("retrieval", folder, "--quick", "--repeats", "1")
 
 
 def test_speed_writes_its_results_and_draws_those_of_retrieval_too(retrieval):
     folder, _ = retrieval
-    results = _run("speed", folder, "--repeats", "1")
+    results = _run("speed", folder, "--quick", "--repeats", "1")
     assert {"against_peer", "against_sort", "growth", "machine"} <= set(results)
     both = (folder / "speed.svg").read_bytes()
     (folder / "retrieval.json").unlink()
-    subprocess.run([sys.executable, str(FOLDER / "speed_figure.py"), "--out", str(folder)], check=True, timeout=120)
+    assert run_script(FOLDER / "speed_figure.py", "--out", folder, cwd=folder).returncode == 0
     assert both.startswith(SVG)
     assert both != (folder / "speed.svg").read_bytes()
 
@@ -54,24 +48,24 @@ def test_retrieval_is_the_loss_of_its_peer(retrieval):
 
 
 def test_temperature_compares_the_automatic_one(tmp_path):
-    results = _run("temperature", tmp_path)
+    results = _run("temperature", tmp_path, "--quick")
     assert {record["lr"] for record in results["temperature"]} == {1e-3, 1e-2, 5e-2}
     assert all(record["automatic_over_best"] > 0 for record in results["temperature"])
 
 
 def test_growth_writes_its_results(tmp_path):
-    results = _run("growth", tmp_path, "--repeats", "1")
+    results = _run("growth", tmp_path, "--quick", "--repeats", "1")
     assert {"classes", "positive", "recall", "machine"} <= set(results)
 
 
 def test_accuracy_is_within_the_bars(tmp_path):
-    results = _run("accuracy", tmp_path)
+    results = _run("accuracy", tmp_path, "--quick")
     assert results["cases"]
     assert all(case["met"] for case in results["cases"])
 
 
 def test_order_writes_its_results(tmp_path):
-    results = _run("order", tmp_path)
+    results = _run("order", tmp_path, "--quick")
     for points in (results["orders"]["fine"], results["orders"]["coarse"]):
         assert points[0]["error"] > 1e3 * points[-1]["error"]  # more nodes, less error
     assert (tmp_path / "error_over_order.svg").read_bytes().startswith(SVG)
@@ -80,16 +74,16 @@ def test_order_writes_its_results(tmp_path):
 def test_memory_runs(tmp_path):
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
-    assert all(case["peak_bytes"] > 0 for case in _run("memory", tmp_path, "--repeats", "1")["cases"])
+    assert all(case["peak_bytes"] > 0 for case in _run("memory", tmp_path, "--quick", "--repeats", "1")["cases"])
 
 
 def test_gather_writes_its_results(tmp_path):
-    (first, second) = _run("gather", tmp_path, "--repeats", "3")["gather"]
+    (first, second) = _run("gather", tmp_path, "--quick", "--repeats", "3")["gather"]
     assert {"peer_us", "ours_us", "ratio"} <= set(first) & set(second)
 
 
 def test_scale_counts_what_travels(tmp_path):
-    results = _run("scale", tmp_path, "--repeats", "1")
+    results = _run("scale", tmp_path, "--quick", "--repeats", "1")
     for row in [*results["measured"], *results["modelled"]]:
         assert {"gathered_bytes", "sharded_bytes", "gathered_collectives", "sharded_collectives"} <= set(row)
     # One process that acts for two counts what two processes do.
@@ -101,12 +95,7 @@ def test_scale_counts_what_travels(tmp_path):
 
 
 def test_soak_finds_nothing(tmp_path):
-    command = [sys.executable, str(FOLDER / "soak.py"), "--steps", "100", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "soak.json").read_text())
+    results = _run("soak", tmp_path, "--steps", "100")
     assert max(results["worst"].values()) <= 1e-12
     assert set(results["leaked_files"]) == {0}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import io
 import math
@@ -461,6 +462,12 @@ class Page(HTMLParser):
             self.loads += [values[name] for name in ("src", "srcset", "data", "poster") if values.get(name)]
 
 
+@functools.cache
+def page_of(path: Path) -> Page:
+    """Return what a file of the site holds."""
+    return Page(path.read_text("utf-8"))
+
+
 def is_external(address: str) -> bool:
     return bool(urlsplit(address).netloc) or urlsplit(address).scheme not in ("", "data")
 
@@ -469,7 +476,7 @@ def is_external(address: str) -> bool:
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 20
-    assert {load for page in pages for load in Page(page.read_text("utf-8")).loads if is_external(load)} == set()
+    assert {load for page in pages for load in page_of(page).loads if is_external(load)} == set()
     # The theme's script fetches a library for diagrams, if a page has one of that kind.
     assert not any('class="mermaid"' in page.read_text("utf-8") for page in pages)
     styles = sorted(site.rglob("*.css"))
@@ -497,7 +504,7 @@ def test_control_what_is_loaded_from_elsewhere_is_seen(text: str) -> None:
 @needs_site
 def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     """mkdocs checks those of Markdown; here also those of the theme, the reference and the shown files."""
-    pages = {path.resolve(): Page(path.read_text("utf-8")) for path in site.rglob("*.html")}
+    pages = {path.resolve(): page_of(path) for path in site.rglob("*.html")}
     broken = []
     for path, page in pages.items():
         for link in page.links + page.loads:
@@ -548,7 +555,7 @@ def public_names() -> list[str]:
 
 @needs_site
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    anchors = [Page(path.read_text("utf-8")).anchors for path in (site / "reference").glob("*.html")]
+    anchors = [page_of(path).anchors for path in (site / "reference").glob("*.html")]
     found = set().union(*anchors)
     # A function that has the name of its module is under the path of its definition.
     assert [name for name in public_names() if {name, f"{name}.{name.rpartition('.')[2]}"}.isdisjoint(found)] == []
@@ -561,8 +568,9 @@ def test_the_integrations_are_all_looked_at() -> None:
     assert modules == {"__init__", "lightning", "transformers", "schedules"}  # the last is shared by the others
 
 
-def test_every_option_of_the_command_is_in_the_reference() -> None:
-    done = subprocess.run([sys.executable, "-m", "fullrank", "--help"], capture_output=True, text=True, check=True)
+def test_every_option_of_the_command_is_in_the_reference(tmp_path: Path) -> None:
+    done = run_script("fullrank", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     options = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", done.stdout, re.MULTILINE)) - {"--help"}
     assert len(options) >= 4
     assert {option for option in options if f"`{option} " not in PAGES["reference/preflight.md"]} == set()

@@ -79,8 +79,15 @@ def clone(tmp_path_factory):
     return folder
 
 
+# Collecting the other folders takes most of the time and shows nothing more.
+FOLDERS = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
+OTHERS = [f"--ignore=tests/{name}" for name in FOLDERS if name != "repository"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["tests/repository/test_smoke.py"], ["-k", "test_smoke"]], ids=["file", "bare"])
+@pytest.mark.parametrize(
+    "arguments", [["tests/repository/test_smoke.py"], ["-k", "test_smoke", *OTHERS]], ids=["file", "bare"]
+)
 def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path, arguments):
     # `import fullrank` must find the clone, not the checkout that is installed.
     (tmp_path / "fullrank").symlink_to(clone, target_is_directory=True)

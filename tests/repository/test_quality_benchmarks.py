@@ -6,14 +6,13 @@ Whether a loss wins is not looked at: a few steps say nothing about that.
 import importlib
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scripts import run_script
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
@@ -50,10 +49,7 @@ def _tasks(folder):
 
 
 def test_gradient_scale_tells_who_is_off(tmp_path):
-    command = [sys.executable, str(FOLDER / "gradient_scale.py"), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
-    )
+    done = run_script(FOLDER / "gradient_scale.py", "--quick", "--out", tmp_path, cwd=tmp_path, limit_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["key"]: row for row in json.loads((tmp_path / "gradient_scale.json").read_text())["gradient_scale"]}
     expected = {  # of the encoder's gradient, of the scale's, of the logged loss, with W = 2
