@@ -434,29 +434,40 @@ def sum_gradients_(model: nn.Module) -> float:
 
 
 @contextmanager
-def maybe_no_sync(model: nn.Module, micro_step: int, num_micro_steps: int) -> Iterator[None]:
+def maybe_no_sync(
+    model: nn.Module,
+    micro_step: int,
+    num_micro_steps: int | None = None,
+    *,
+    grad_accum_steps: int | None = None,
+) -> Iterator[None]:
     """Reduce gradients only in the last micro-step of a window; forward and backward run inside.
 
     Args:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one.
         micro_step: which micro-batch this is, from 0.
         num_micro_steps: number of micro-batches of the window.
+        grad_accum_steps: another name for ``num_micro_steps``, which KempnerForge uses. Exactly one of them is given.
 
     Raises:
         TypeError: when ``model`` is not a module, or a number not an int.
-        ValueError: when ``micro_step`` is not in [0, num_micro_steps); for DDP with ``static_graph`` whose very first
-            backward would not reduce: torch fails inside it. Any later backward may.
+        ValueError: when ``micro_step`` is not in [0, num_micro_steps); with both names of the number; for DDP with
+            ``static_graph`` whose very first backward would not reduce: torch fails inside it. Any later backward may.
 
     The switches of the wrappers are restored afterwards, also after an exception.
     """
-    check_count("num_micro_steps", num_micro_steps, 1)
+    if num_micro_steps is not None and grad_accum_steps is not None:
+        raise ValueError(expected("grad_accum_steps", "None with num_micro_steps, which means the same", Words("both")))
+    name = "num_micro_steps" if grad_accum_steps is None else "grad_accum_steps"
+    number: Any = num_micro_steps if grad_accum_steps is None else grad_accum_steps
+    check_count(name, number, 1)
     check_count("micro_step", micro_step, 0)
-    if micro_step >= num_micro_steps:
-        raise ValueError(expected("micro_step", f"an int in [0, {num_micro_steps})", micro_step, "It counts from 0."))
+    if micro_step >= number:
+        raise ValueError(expected("micro_step", f"an int in [0, {number})", micro_step, "It counts from 0."))
     sync = find_sync(model)
-    sync.check_sync("last", num_micro_steps)
+    sync.check_sync("last", number)
     with sync.restored():
-        sync.switch("last", micro_step == num_micro_steps - 1)
+        sync.switch("last", micro_step == number - 1)
         yield
 
 

@@ -397,3 +397,16 @@ def test_sum_gradients_leaves_a_plain_module_alone() -> None:
     model = torch.nn.Linear(1, 1)
     assert fullrank.sum_gradients_(model) == 1.0
     assert find_sync(model).kind == "a plain module"
+
+
+def test_maybe_no_sync_by_its_other_keyword() -> None:
+    """KempnerForge calls the number of micro-steps grad_accum_steps."""
+    model = torch.nn.Linear(1, 1)
+    with fullrank.maybe_no_sync(model, micro_step=0, grad_accum_steps=2):
+        pass
+    with pytest.raises(ValueError, match=r"micro_step: expected an int in \[0, 2\), got 2"):
+        fullrank.maybe_no_sync(model, 2, grad_accum_steps=2).__enter__()
+    with pytest.raises(ValueError, match="grad_accum_steps: expected None with num_micro_steps"):
+        fullrank.maybe_no_sync(model, 0, 2, grad_accum_steps=2).__enter__()
+    with pytest.raises(TypeError, match="num_micro_steps: expected an int, got None"):
+        fullrank.maybe_no_sync(model, 0).__enter__()
