@@ -23,9 +23,9 @@ in one is raised at once, without a header: the other ranks wait inside the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,16 @@ from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
 from ..gradients.parameters import leaves_of
 from ..gradients.wrappers import discard_gradients_
-from .replay_state import RngState, accelerators_in_use, buffers_kept, restore_rng, save_rng
+from .replay_state import (
+    RngState,
+    accelerators_in_use,
+    buffers_kept,
+    largest_difference,
+    largest_score,
+    restore_rng,
+    save_rng,
+)
+from .streamed_scores import LossTable, RowsOf, StreamedScores, check_scores
 from .window import Window, open_window
 
 T = TypeVar("T")
@@ -52,11 +61,14 @@ def pooled_backward(
     micro_batches: Sequence[Any],
     *,
     forward: Forward,
-    loss: Callable[[Tensor, list[Any]], Tensor],
+    loss: Callable[[Tensor, list[Any]], Tensor] | nn.Module,
     group: Group = None,
     sync: str = "last",
     scaler: Any = None,
     check_replay: bool = True,
+    stream: bool = False,
+    targets: Callable[[Any], Tensor] | None = None,
+    sample_weight: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
     r"""Back-propagate one loss over the rows of all micro-batches of a window, and of all ranks.
 
@@ -69,20 +81,31 @@ def pooled_backward(
     The first pass scores every micro-batch without a graph, the loss is computed once from all scores, and the second
     pass repeats each forward under the same random state to carry the scores' gradients to the parameters.
 
+    With ``stream=True`` not even the scores are kept. ``loss`` is a :class:`~fullrank.SmoothAPLoss` without a queue,
+    and ``targets`` gives the targets of a micro-batch. The first pass adds the scores of each micro-batch to a table,
+    whose size depends on their range in units of the temperature. The second pass reads their gradient from it.
+
     Args:
         model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain; it holds every module that ``forward`` runs.
-        micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows.
+        micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows. With
+            ``stream=True`` it may load each one when it is read, as a ``DataLoader`` does. It is read twice, under the
+            same state of torch's generators, and must give the same micro-batches, as many as its length says.
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
         loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
-            It may depend on no other tensor that requires grad: no wrapper would reduce that gradient.
+            It may depend on no other tensor that requires grad: no wrapper would reduce that gradient. With
+            ``stream=True`` a :class:`~fullrank.SmoothAPLoss` itself, with a number for its temperature.
         group: the ranks that call this together, and that ``loss`` gathers over; None for those that ``model`` reduces
             its gradients over. A model that no wrapper reduces needs it on several ranks: it says that you add up the
             gradients.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"``, or for HSDP ``"shard"``,
             over the shards after each and over the replicas after the last.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.
-        check_replay: compare the scores of both passes, and raise on every rank when they differ.
+        check_replay: compare the scores of both passes, and raise on every rank when they differ. With ``stream=True``
+            16 scores of each micro-batch and their mean are compared.
+        stream: keep sums in place of the scores.
+        targets: with ``stream=True``, ``targets(batch) -> targets`` of a micro-batch, as the loss takes them.
+        sample_weight: with ``stream=True``, ``sample_weight(batch) -> weights``; None for equal weights.
 
     Returns:
         The loss, a detached scalar, not scaled.
@@ -96,7 +119,8 @@ def pooled_backward(
             are not from the forward of the DDP module, so that DDP would not reduce; a loss whose
             ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a job of
             several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
-            backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``).
+            backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``); with ``stream=True`` scores that are
+            infinite or spread over more than some 8,192 temperatures, on every rank and after the first pass.
         RuntimeError: when a replay gives other scores; without gradients enabled; inside a backward.
 
     Numerics:
@@ -123,29 +147,40 @@ def pooled_backward(
         Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
 
-    def bring(window: Window) -> Offer[tuple[torch.device, ...]]:
+    def bring(window: Window) -> Offer[tuple[tuple[torch.device, ...], LossTable | None]]:
         if group is None:
             window.wrappers.check_group(None)
-        for name, value in (("forward", forward), ("loss", loss)):
-            if not callable(value):
-                raise TypeError(expected(name, "a function", value))
+        for name, function in (("forward", forward), ("loss", loss)):
+            if not callable(function):
+                raise TypeError(expected(name, "a function", function))
+        table = _open_stream(loss, targets, sample_weight) if stream else None
+        if not stream and not (targets is None and sample_weight is None):
+            fix = "It says which rows a streamed loss has; without stream the loss is called with all micro-batches."
+            name, found = ("sample_weight", sample_weight) if targets is None else ("targets", targets)
+            raise ValueError(expected(name, "None without stream=True", found, fix))
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(expected("scaler", "a torch.amp.GradScaler or None", scaler))
         if not torch.is_grad_enabled():
-            found = Words("torch.no_grad or torch.inference_mode")
-            raise RuntimeError(expected(CALL, "gradients to be enabled", found, "Call it outside of them."))
+            mode = Words("torch.no_grad or torch.inference_mode")
+            raise RuntimeError(expected(CALL, "gradients to be enabled", mode, "Call it outside of them."))
         facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
-        return Offer(accelerators_in_use(model), facts)
+        return Offer((accelerators_in_use(model), table), {**facts, "stream": stream})
 
     refuse_in_backward(CALL)
-    window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
-    devices = opened.value
+    window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, listed=not stream, bring=bring)
+    devices, table = opened.value
     with window.wrappers.restored(), window.wrappers.no_broadcasts():
         try:
             # 1. Score every micro-batch without a graph.
-            scored = _score(window, forward, devices)
-            # 2. Compute the loss from all scores.
-            value = _evaluate(window, loss, scored.leaf)
+            # 2. Compute the loss from all scores, or from the sums of the stream.
+            scored: _Scored | StreamedScores
+            if table is None:
+                scored = _score(window, forward, devices)
+                value = _evaluate(window, loss, scored.leaf)
+            else:
+                assert targets is not None
+                rows_of = RowsOf(targets, sample_weight)
+                scored, value = _stream(window, forward, devices, table, rows_of)
             # 3. Repeat each forward, and back-propagate the gradient of its scores.
             _replay(window, forward, devices, scored, value, scaler, check_replay)
         except BaseException:
@@ -156,12 +191,62 @@ def pooled_backward(
     return value.detach().reshape(())
 
 
-class _Scored(NamedTuple):
-    """What the first pass leaves: the scores of the window as one leaf, and rows and random state of each part."""
+def _open_stream(loss: Any, targets: Any, sample_weight: Any) -> LossTable:
+    """Return the table of a streamed loss."""
+    if not hasattr(loss, "open_stream"):
+        found = loss if not isinstance(loss, nn.Module) else Words(f"a {type(loss).__name__}")
+        fix = "A function of all scores, quantiles and queries need them together: leave out stream."
+        raise ValueError(expected("loss", "a SmoothAPLoss with stream=True", found, fix))
+    if not callable(targets):
+        fix = "Such as targets=lambda batch: batch[1]; the loss is not called with the micro-batches."
+        raise TypeError(expected("targets", "a function of a micro-batch with stream=True", targets, fix))
+    if sample_weight is not None and not callable(sample_weight):
+        raise TypeError(expected("sample_weight", "a function of a micro-batch or None", sample_weight))
+    table: LossTable = loss.open_stream(sample_weight is not None)
+    return table
 
-    leaf: Tensor  # [rows of this rank, ...]
-    num_rows: list[int]
-    states: list[RngState]
+
+class _Scored:
+    """The scores of the window as one leaf; and the second pass over the same micro-batches."""
+
+    def __init__(self, micro_batches: Collection[Any], scores: list[Tensor], states: list[RngState]) -> None:
+        self._micro_batches, self._states = micro_batches, states
+        self.leaf = torch.cat(scores).requires_grad_()  # [rows of this rank, ...]
+        self._num_rows = [part.shape[0] for part in scores]
+        self._firsts = self.leaf.detach().split(self._num_rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scores."""
+        return self.leaf.dtype
+
+    @property
+    def top(self) -> Tensor:
+        """The largest finite |score|."""
+        return largest_score(self.leaf.detach())
+
+    def start(self, value: Tensor) -> None:
+        """Let :meth:`gradient` be that of ``value``."""
+        (slope,) = torch.autograd.grad(value, self.leaf)
+        self._slopes = slope.split(self._num_rows)
+
+    def second_pass(self) -> Iterator[Any]:
+        """Yield each micro-batch under the random state that it had in the first pass."""
+        for batch, state in zip(self._micro_batches, self._states):
+            restore_rng(state)
+            yield batch
+
+    def form(self, index: int) -> tuple[torch.Size, torch.dtype]:
+        """Return the shape and the dtype of the scores of a micro-batch in the first pass."""
+        return self._firsts[index].shape, self.dtype
+
+    def difference(self, index: int, scores: Tensor) -> Tensor:
+        """Return the largest difference between the ``scores`` of a micro-batch and those of the first pass."""
+        return largest_difference(self._firsts[index], scores)
+
+    def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
+        """Return the gradient of the scores of a micro-batch."""
+        return self._slopes[index]
 
 
 def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
@@ -170,37 +255,64 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
 
     def score_all() -> list[Any]:
         scores = []
-        try:
-            with torch.no_grad(), buffers_kept(window.model):
-                for batch in window.micro_batches:
-                    states.append(save_rng(devices))
-                    part = forward(batch)
-                    # A copy: the next forward may write its output into the same memory.
-                    scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
-        finally:
-            # Older versions of torch keep the weights that autocast has cast in this pass, without a graph, and the
-            # second pass would use them (pytorch issue 158232).
-            torch.clear_autocast_cache()
+        with _first_pass(window):
+            for batch in window.micro_batches:
+                states.append(save_rng(devices))
+                part = forward(batch)
+                # A copy: the next forward may write its output into the same memory.
+                scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
         return scores
 
     def join(scores: list[Any]) -> Offer[_Scored]:
         for part in scores:
-            if not isinstance(part, Tensor) or not part.is_floating_point():
-                raise TypeError(expected("forward", "a floating-point tensor of scores", part))
-            if part.ndim == 0:
-                raise ValueError(
-                    expected("forward", "scores of shape (rows, ...)", part, "Return one row per example.")
-                )
+            check_scores(part)
         kinds = {f"{part.dtype} ({', '.join(map(str, ('rows', *part.shape[1:])))}) on {part.device}" for part in scores}
         if len(kinds) > 1:
             fix, found = "Only the number of rows may differ.", Words(" and ".join(sorted(kinds)))
             raise ValueError(expected("forward", "scores of one kind from all micro-batches", found, fix))
-        return Offer(_Scored(torch.cat(scores).requires_grad_(), [part.shape[0] for part in scores], states))
+        return Offer(_Scored(window.micro_batches, scores, states))
 
     return _agree_after(window, window.wrappers.is_lockstep, score_all, join).value
 
 
-def _evaluate(window: Window, loss: Callable[[Tensor, list[Any]], Tensor], leaf: Tensor) -> Tensor:
+@contextmanager
+def _first_pass(window: Window) -> Iterator[None]:
+    """Let forwards build no graph, and leave the buffers of the model as they are."""
+    try:
+        with torch.no_grad(), buffers_kept(window.model):
+            yield
+    finally:
+        # Older versions of torch keep the weights that autocast has cast in this pass, without a graph, and the
+        # second pass would use them (pytorch issue 158232).
+        torch.clear_autocast_cache()
+
+
+def _stream(
+    window: Window, forward: Forward, devices: Sequence[torch.device], table: LossTable, rows_of: RowsOf
+) -> tuple[StreamedScores, Tensor]:
+    """Steps 1 and 2 of a stream: return the sums of all scores, and the loss."""
+    scored = StreamedScores(window.micro_batches, rows_of, table, devices)
+
+    def add_all() -> StreamedScores:
+        with _first_pass(window):
+            for batch in scored.first_pass():
+                scored.add(forward(batch), batch)
+        return scored
+
+    def bring() -> Offer[Tensor]:
+        with gradients_divided_by(window.wrappers.divisor):
+            return Offer(scored.evaluate())
+
+    began = save_rng(devices)
+    try:
+        _agree_after(window, window.wrappers.is_lockstep, add_all, lambda scored: Offer(scored.check()))
+        return scored, agree_on(CALL, window.ranks, bring).value
+    except BaseException:
+        restore_rng(began)
+        raise
+
+
+def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> Tensor:
     """Step 2: return the loss, a scalar with a graph to ``leaf`` and to no other leaf."""
 
     def bring() -> Offer[Tensor]:
@@ -236,7 +348,7 @@ def _replay(
     window: Window,
     forward: Forward,
     devices: Sequence[torch.device],
-    scored: _Scored,
+    scored: _Scored | StreamedScores,
     value: Tensor,
     scaler: Any,
     check_replay: bool,
@@ -250,18 +362,17 @@ def _replay(
 
     def replay_all() -> tuple[Tensor, Tensor]:
         with _autocast_off(devices):
-            (slope,) = torch.autograd.grad(value if scaler is None else scaler.scale(value), scored.leaf)
-        firsts, grads = scored.leaf.detach().split(scored.num_rows), slope.split(scored.num_rows)
-        for index, (batch, state, first, grad) in enumerate(zip(window.micro_batches, scored.states, firsts, grads)):
-            is_last = index == len(firsts) - 1
+            scored.start(value if scaler is None else scaler.scale(value))
+        for index, batch in enumerate(scored.second_pass()):
+            is_last = index == len(window.micro_batches) - 1
             used = window.switch(index)
-            restore_rng(state)
             scores = forward(batch)
-            _check_replayed(scores, first)
+            _check_replayed(scores, *scored.form(index))
             if is_last or window.sync == "each":
                 window.wrappers.check_forwards("scores", scores, used)
             if check_replay:
-                differences.append(largest_difference(first, scores.detach()))
+                differences.append(scored.difference(index, scores.detach()))
+            grad = scored.gradient(index, batch, scores.detach())
             if not is_last:
                 with _autocast_off(devices):
                     scores.backward(grad)
@@ -271,8 +382,8 @@ def _replay(
         facts = {"forwards of DDP": window.wrappers.same_forwards}
         if not check_replay:
             return Offer(last, facts)
-        top = largest_score(scored.leaf.detach())
-        return Offer(last, facts, totals=(torch.stack(differences).amax(), top * tolerance(scored.leaf.dtype), top))
+        top = scored.top
+        return Offer(last, facts, totals=(torch.stack(differences).amax(), top * tolerance(scored.dtype), top))
 
     state = save_rng(devices)
     try:
@@ -295,32 +406,14 @@ _CAUSES = (
 )
 
 
-def _check_replayed(scores: Any, first: Tensor) -> None:
-    """Raise unless the scores of the second pass have the form of ``first`` and a graph."""
-    if not isinstance(scores, Tensor) or scores.shape != first.shape or scores.dtype != first.dtype:
-        form = f"{first.dtype} of shape {tuple(first.shape)}"
+def _check_replayed(scores: Any, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise unless the scores of the second pass have the form of those of the first, and a graph."""
+    if not isinstance(scores, Tensor) or scores.shape != shape or scores.dtype != dtype:
+        form = f"{dtype} of shape {tuple(shape)}"
         raise RuntimeError(expected("forward", f"scores like those of the first pass, {form}", scores, _CAUSES))
     if not scores.requires_grad:
         fix = "Unfreeze a parameter that they depend on, and use neither detach nor no_grad in forward."
         raise ValueError(expected("forward", "scores with a graph", Words("scores that do not require grad"), fix))
-
-
-def largest_difference(first: Tensor, again: Tensor) -> Tensor:
-    """Return the largest |first - again|, a scalar on their device: 0 for equal infinities and NaN, else infinity."""
-    wide = torch.promote_types(first.dtype, torch.float32)
-    if first.numel() == 0:
-        return first.new_zeros((), dtype=wide)
-    same = (first == again) | (first.isnan() & again.isnan())
-    difference = (first.to(wide) - again.to(wide)).abs().masked_fill(same, 0.0)
-    return difference.nan_to_num(nan=math.inf, posinf=math.inf).amax()
-
-
-def largest_score(scores: Tensor) -> Tensor:
-    """Return the largest finite |score|, 0 without one; a scalar on their device."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if scores.numel() == 0:
-        return scores.new_zeros((), dtype=wide)
-    return scores.to(wide).abs().masked_fill(~scores.isfinite(), 0.0).amax()
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,7 +1,8 @@
-"""What two passes over the same micro-batches must share: a model's buffers, and the state of torch's generators."""
+"""What two passes over the same micro-batches must share: buffers, the state of torch's generators, and the scores."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -75,3 +76,21 @@ def restore_rng(state: RngState) -> None:
     torch.set_rng_state(state.cpu)
     for device, held in state.devices:
         torch.get_device_module(device).set_rng_state(held, device)
+
+
+def largest_difference(first: Tensor, again: Tensor) -> Tensor:
+    """Return the largest |first - again|, a scalar on their device: 0 for equal infinities and NaN, else infinity."""
+    wide = torch.promote_types(first.dtype, torch.float32)
+    if first.numel() == 0:
+        return first.new_zeros((), dtype=wide)
+    same = (first == again) | (first.isnan() & again.isnan())
+    difference = (first.to(wide) - again.to(wide)).abs().masked_fill(same, 0.0)
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf).amax()
+
+
+def largest_score(scores: Tensor) -> Tensor:
+    """Return the largest finite |score|, 0 without one; a scalar on their device."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if scores.numel() == 0:
+        return scores.new_zeros((), dtype=wide)
+    return scores.to(wide).abs().masked_fill(~scores.isfinite(), 0.0).amax()

@@ -64,7 +64,7 @@ class Window(NamedTuple):
 
     model: nn.Module
     wrappers: GradientSync
-    micro_batches: list[Any]
+    micro_batches: Sequence[Any]  # only read in order, and their number, where they are not listed
     sync: str
     ranks: ProcessGroup | None  # None when this process is alone
     num_micro_batches: tuple[int, ...] = ()  # of each rank; known after the opening header
@@ -107,6 +107,7 @@ def open_window(
     sync: str,
     group: Group,
     multiplier: float | None = None,
+    listed: bool = True,
     bring: Callable[[Window], Offer[T]],
 ) -> tuple[Window, Agreement[T]]:
     """Check the window on every rank and exchange the opening header; return the window and what all ranks offered.
@@ -114,6 +115,7 @@ def open_window(
     Args:
         call: name of the verb.
         model, micro_batches, sync, group, multiplier: see :func:`accumulate`.
+        listed: read all micro-batches now; False leaves them to be read one after the other.
         bring: checks what only this verb takes, and returns its part of the header.
 
     Raises:
@@ -122,7 +124,8 @@ def open_window(
     ranks = find_ranks(model, group)
 
     def bring_all() -> Offer[tuple[Window, T]]:
-        window = Window(model, find_sync(model), list_micro_batches(micro_batches), sync, ranks)
+        read = list_micro_batches if listed else check_micro_batches
+        window = Window(model, find_sync(model), read(micro_batches), sync, ranks)
         wrappers, count = window.wrappers, len(window.micro_batches)
         if count == 0:
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
@@ -146,6 +149,11 @@ def open_window(
 
 def list_micro_batches(micro_batches: Any) -> list[Any]:
     """Return the micro-batches of one window as a list; TypeError for what is not a list of them."""
+    return list(check_micro_batches(micro_batches))
+
+
+def check_micro_batches(micro_batches: Any) -> Sequence[Any]:
+    """Return ``micro_batches`` unchanged; TypeError unless it can be iterated and has a length."""
     name, what = "micro_batches", "a list of micro-batches"
     if isinstance(micro_batches, (Mapping, str)):
         raise TypeError(expected(name, what, micro_batches, "Pass [batch] for one batch."))
@@ -153,4 +161,5 @@ def list_micro_batches(micro_batches: Any) -> list[Any]:
     if not (is_iterable and hasattr(micro_batches, "__len__")):
         fix = "The window is read before its first backward: use list(...), or windows(loader, size) to cut a loader."
         raise TypeError(expected(name, f"{what}, with a length", Words(f"a {type(micro_batches).__name__}"), fix))
-    return list(micro_batches)
+    checked: Sequence[Any] = micro_batches
+    return checked

@@ -32,6 +32,7 @@ from ..kernels.node_tables import Order, order_for
 from ..kernels.registration import exact
 from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.soft_ranks_binned import (
+    Grid,
     Places,
     fields_of,
     locate_positives,
@@ -166,7 +167,7 @@ def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Rows:
     return Rows(scores, pool.positive, pool.member, class_of, row_of, mass, temperature)
 
 
-def _shares(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+def shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     """Return what the weight of a positive is multiplied by, and which classes are valid, (C,) each.
 
     Args:
@@ -176,6 +177,22 @@ def _shares(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, 
     """
     valid = (total > 0) & (members > positives)
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
+
+
+def read_tables(moments: Tensor, factor: Tensor, grid: Grid, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the loss (C,) float64 and its gradient as polynomials, see :func:`polynomials_of`.
+
+    Args:
+        moments: (2 or 3, p, C, B F + 1) of all rows, which are overwritten, of the positives and, where they differ, of
+            the weights of these.
+        factor: (C,) what the weights are multiplied by.
+        grid: the bins.
+        with_grad: compute the polynomials too.
+    """
+    weights = weights_of(moments[-1], grid) * factor[:, None, None]
+    fields = fields_of(split_moments(moments[0], moments[1]), grid)
+    loss = loss_of(fields, weights)
+    return loss, polynomials_of(fields, weights, grid) if with_grad else None
 
 
 @exact
@@ -191,7 +208,7 @@ def _by_moments(
     sums = shared.exchange.sum(torch.stack(tables), "the moments")  # [2 or 3, p, C, B F + 1]
     del tables, counted, weighted
     members, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, sums.shape[0] - 1))
-    factor, valid = _shares(total, positives, members)
+    factor, valid = shares_of(total, positives, members)
     with_grad, num_live = needs_gradient(pool), shared.num_live
     gradient = scores.new_empty(scores.shape[0], num_live) if with_grad else None
     live = rows.row_of < num_live
@@ -209,14 +226,9 @@ def _by_moments(
     step = max(1, costs_of(scores.device).tables_at_once // bins.num_coarse)
     for first in range(0, scores.shape[0], step):
         part = slice(first, first + step)
-        moments = sums[:, :, part]
-        weights = weights_of(moments[-1], grid) * factor[part, None, None]
-        fields = fields_of(split_moments(moments[0], moments[1]), grid)
-        loss[part] = loss_of(fields, weights)
-        if gradient is None:
+        loss[part], polynomials = read_tables(sums[:, :, part], factor[part], grid, with_grad)
+        if gradient is None or polynomials is None:
             continue
-        polynomials = polynomials_of(fields, weights, grid)
-        del fields, weights
         own = slice(None)
         if step < scores.shape[0]:
             own = slice(*torch.searchsorted(rows.class_of, rows.class_of.new_tensor([first, first + step])).tolist())
@@ -270,7 +282,7 @@ def _by_positives(
     r_p = r_p + 0.5
     members = sums[2 * x.numel() :]
     positives = torch.bincount(class_of, minlength=num_classes).double()
-    factor, valid = _shares(x.new_zeros(num_classes).index_add_(0, class_of, weight), positives, members)
+    factor, valid = shares_of(x.new_zeros(num_classes).index_add_(0, class_of, weight), positives, members)
     share = weight * factor[class_of]
     loss = x.new_zeros(num_classes).index_add_(0, class_of, share * (r_n / (r_n + r_p)))
     if not with_grad:

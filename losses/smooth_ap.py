@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
+from ..distributed.header import State
 from ..distributed.torch_private import not_compiled
-from ..errors import expected
+from ..errors import check_positive, expected
 from ..kernels.soft_ranks import smooth_ap_sums
-from .distributed_loss import compiled_where_local
+from .distributed_loss import SAME_TEMPERATURE, compiled_where_local
 from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, at_temperature, local_pool, loss_of
 from .queries import group_rows
 from .ranking import RankingLoss
 from .sharded import Shared
 from .sharded_smooth_ap import smooth_ap_of_part
+from .streamed_smooth_ap import Stream, StreamedTable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -310,3 +312,35 @@ class SmoothAPLoss(RankingLoss):
         """Return the same of a sharded pool, None if its rows are to be gathered."""
         temperature = self._shared_temperature(pool, shared)
         return None if temperature is None else smooth_ap_of_part(pool, shared, temperature)
+
+    def open_stream(self, weighted: bool) -> StreamedTable:
+        """Return an empty table of moments for rows that come in parts, as ``pooled_backward(stream=True)`` has them.
+
+        Args:
+            weighted: the rows have sample weights.
+
+        Raises:
+            TypeError, ValueError: for settings that need the rows together.
+        """
+        for name, needed in (("queue_size", 0), ("max_pool_size", None)):
+            if getattr(self, name) != needed:
+                fix = "Its rows would have to be kept: construct the loss without, or leave out stream."
+                raise ValueError(expected(f"{name} with stream=True", repr(needed), getattr(self, name), fix))
+        if self.temperature is None:
+            fix = "The automatic one needs the spread of all scores before the first of them can be added up."
+            raise TypeError(expected("temperature with stream=True", "a number", None, fix))
+        temperature = check_positive("temperature", self.temperature)
+        facts = {**self._shared_facts(), "temperature": State(temperature, SAME_TEMPERATURE)}
+        return StreamedTable(
+            Stream(
+                type(self).__name__,
+                self._resolve_group(),
+                self._rule,
+                float(temperature),
+                self.reduction,
+                self.gradient_reduction,
+                weighted,
+                self.validate_args,
+                facts,
+            )
+        )

@@ -1,0 +1,166 @@
+"""The scores of a window of which no list is kept: each micro-batch is added to a table, and later read from it.
+
+Of each micro-batch a few numbers remain, by which a second pass with other scores is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import Words, expected
+from .replay_state import RngState, largest_difference, largest_score, restore_rng, save_rng
+
+NUM_SAMPLED = 16  # scores of each micro-batch that are kept for the comparison with those of the second pass
+
+
+class LossTable(Protocol):
+    """What a loss adds up in the first pass; see :class:`~fullrank.losses.streamed_smooth_ap.StreamedTable`."""
+
+    def add(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> None:
+        """Add a micro-batch."""
+
+    def finish(self) -> LossOfTable:
+        """Return the loss over all micro-batches of all ranks."""
+
+
+class LossOfTable(Protocol):
+    """What a loss reads from its table in the second pass."""
+
+    value: Tensor
+
+    def start(self, value: Tensor) -> None:
+        """Let :meth:`gradient` be that of ``value``."""
+
+    def gradient(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> Tensor:
+        """Return the gradient of the scores of a micro-batch."""
+
+
+class RowsOf(NamedTuple):
+    """How the rows of a micro-batch are read."""
+
+    targets: Callable[[Any], Tensor]
+    sample_weight: Callable[[Any], Tensor] | None
+
+    def __call__(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the targets and the weights of ``batch``."""
+        return self.targets(batch), None if self.sample_weight is None else self.sample_weight(batch)
+
+
+class StreamedScores:
+    """The scores of the first pass, as sums; and the second pass over the same micro-batches."""
+
+    def __init__(
+        self, micro_batches: Collection[Any], rows_of: RowsOf, table: LossTable, devices: Sequence[torch.device]
+    ) -> None:
+        self._micro_batches, self._rows_of, self._table, self._devices = micro_batches, rows_of, table, devices
+        self._loss: LossOfTable | None = None
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        self._digests: list[Tensor] = []
+        self._mistake: Exception | None = None
+        self.top = torch.zeros(())
+        self._began = save_rng(devices)
+        self._forwarded: RngState | None = None  # the state after the last forward of the second pass
+
+    def first_pass(self) -> Iterator[Any]:
+        """Yield each micro-batch; it goes to :meth:`add` with its scores."""
+        yield from _read(self._micro_batches)
+
+    def add(self, scores: Any, batch: Any) -> None:
+        """Add the scores of a micro-batch. A mistake is kept: :meth:`check` raises it, where all ranks can."""
+        if self._mistake is not None:
+            return
+        try:
+            self._add(scores, batch)
+        except Exception as error:
+            self._mistake = error
+
+    def _add(self, scores: Any, batch: Any) -> None:
+        check_scores(scores)
+        form = scores.shape[1:], scores.dtype
+        if self._forms and form != (self._forms[0][0][1:], self._forms[0][1]):
+            found = Words(" and ".join(f"{kind} (rows, ...{tuple(shape)})" for shape, kind in (self._forms[0], form)))
+            raise ValueError(expected("forward", "scores of one kind from all micro-batches", found))
+        scores = scores.detach()
+        self._table.add(scores, *self._rows_of(batch))
+        self._forms.append((scores.shape, scores.dtype))
+        self._digests.append(digest_of(scores))
+        self.top = torch.maximum(self.top.to(scores.device), largest_score(scores))
+
+    def check(self) -> StreamedScores:
+        """Return this, or raise the mistake that was found in the scores or the rows of a micro-batch."""
+        if self._mistake is not None:
+            raise self._mistake
+        return self
+
+    def evaluate(self) -> Tensor:
+        """Return the loss; a collective."""
+        self._loss = self._table.finish()
+        return self._loss.value
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scores."""
+        return self._forms[0][1]
+
+    def start(self, value: Tensor) -> None:
+        """Let :meth:`gradient` be that of ``value``."""
+        assert self._loss is not None
+        self._loss.start(value)
+
+    def second_pass(self) -> Iterator[Any]:
+        """Yield each micro-batch under the random state of the first pass: every draw is made again, in its order."""
+        restore_rng(self._began)
+        for batch in _read(self._micro_batches):
+            yield batch
+            if self._forwarded is not None:
+                restore_rng(self._forwarded)  # whatever the backward has drawn
+
+    def form(self, index: int) -> tuple[torch.Size, torch.dtype]:
+        """Return the shape and the dtype of the scores of a micro-batch in the first pass."""
+        return self._forms[index]
+
+    def difference(self, index: int, scores: Tensor) -> Tensor:
+        """Return how far the ``scores`` of a micro-batch are from those of the first pass, as far as is known."""
+        return largest_difference(self._digests[index], digest_of(scores))
+
+    def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
+        """Return the gradient of the scores of a micro-batch."""
+        self._forwarded = save_rng(self._devices)
+        assert self._loss is not None
+        return self._loss.gradient(scores, *self._rows_of(batch))
+
+
+def _read(micro_batches: Collection[Any]) -> Iterator[Any]:
+    """Yield as many micro-batches as there are said to be, or raise ValueError."""
+    count = 0
+    for batch in micro_batches:
+        count += 1
+        if count > len(micro_batches):
+            break
+        yield batch
+    if count != len(micro_batches):
+        found = Words("more" if count > len(micro_batches) else str(count))
+        what = f"{len(micro_batches)} micro-batches, as many as its length says"
+        raise ValueError(expected("micro_batches", what, found))
+
+
+def check_scores(scores: Any) -> None:
+    """Raise unless ``scores`` are floating-point numbers with a row for each example."""
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        raise TypeError(expected("forward", "a floating-point tensor of scores", scores))
+    if scores.ndim == 0:
+        raise ValueError(expected("forward", "scores of shape (rows, ...)", scores, "Return one row per example."))
+
+
+def digest_of(scores: Tensor) -> Tensor:
+    """Return some of the scores, evenly spaced from first to last, and the mean of all; empty without any."""
+    flat = scores.detach().reshape(-1).to(torch.promote_types(scores.dtype, torch.float32))
+    if flat.numel() == 0:
+        return flat
+    count = min(NUM_SAMPLED, flat.numel())
+    places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+    return torch.cat([flat[places], flat.mean(dtype=torch.float64).to(flat.dtype)[None]])

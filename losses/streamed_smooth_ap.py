@@ -1,0 +1,249 @@
+"""Smooth-AP of rows that come in parts and are never held together; see :mod:`fullrank.losses.sharded_smooth_ap`.
+
+The moments of bins add up over parts as they do over ranks. So every part is seen twice: its moments are added to a
+table, and once those of all parts and ranks are in it, the gradient of its rows is read from polynomials::
+
+    each part -> moments, added up ==all-reduce==> loss, polynomials
+                                     each part again -> gradient of its rows
+
+The bins are on an absolute grid: bin k is around k widths. So a table grows at its ends when a score is outside of it,
+and tables of different ranges add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..distributed.exchange import Exchange
+from ..distributed.group import gradient_scale
+from ..distributed.header import Offer, agree_on
+from ..errors import Words, expected
+from ..kernels.bins import MOST_EMPTY, Bins, cover, locate
+from ..kernels.costs import costs_of
+from ..kernels.node_tables import Order, order_for
+from ..kernels.registration import exact
+from ..kernels.soft_ranks_binned import (
+    Rows,
+    locate_positives,
+    locate_rows,
+    make_grid,
+    read_gradient,
+    sum_positives,
+    sum_rows,
+)
+from ..kernels.soft_ranks_pairs import Pool
+from .batch import TargetRule, check_batch
+from .pool import PerClass, one_vs_rest, reduce_values
+from .sharded_smooth_ap import read_tables, shares_of
+
+MOST_BINS = MOST_EMPTY  # coarse bins of a table: scores over a wider range are refused
+
+
+class Stream(NamedTuple):
+    """What a loss says about its rows before the first part, equal on all ranks."""
+
+    call: str  # name of the loss, for the comparison between ranks and the head of messages
+    group: ProcessGroup | None  # None when this process is alone
+    rule: TargetRule
+    temperature: float
+    reduction: str
+    gradient_reduction: str | int
+    weighted: bool  # the rows have sample weights
+    validate_args: bool
+    facts: Mapping[str, object]  # what else must be equal on all ranks
+
+    def parts(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
+        """Yield runs of rows, each small enough to be placed in bins at once, and (C,) which classes have a NaN in it.
+
+        A row whose score is NaN takes no part: the loss of its class is NaN whatever the other rows are.
+        """
+        given = logits.detach(), targets, None, sample_weight
+        batch = check_batch(*given, self.rule, validate_args=self.validate_args)
+        pool = one_vs_rest(batch._replace(sample_weight=None), self.rule)
+        count, num_classes = pool.scores.shape[1], self.rule.num_classes
+        step = max(1, costs_of(pool.scores.device).rows_at_once // num_classes)
+        for first in range(0, max(1, count), step):
+            some = slice(first, first + step)
+            scores, positive = pool.scores[:, some].contiguous(), pool.positive[:, some]
+            member = None if pool.member is None else pool.member[:, some]
+            undefined = scores.isnan()
+            if bool(undefined.any()):
+                scores, positive = scores.masked_fill(undefined, 0.0), positive & ~undefined
+                member = ~undefined if member is None else member & ~undefined
+            class_of, row_of = positive.nonzero(as_tuple=True)
+            mass = scores.new_ones(row_of.shape, dtype=torch.float64)
+            if batch.sample_weight is not None:
+                mass = batch.sample_weight[some][row_of].double()
+            yield Pool(scores, positive, member, class_of, row_of, mass, self.temperature), undefined.any(dim=1)
+
+
+class StreamedTable:
+    """The first pass: :meth:`add` the parts of this rank, then :meth:`finish` on every rank."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._low, self._high = math.inf, -math.inf  # of the scores so far
+        self._empty = torch.empty(0)  # on the device of the scores, and in the dtype of the computation
+        self._undefined = torch.zeros(stream.rule.num_classes, dtype=torch.float64)  # [C] > 0 where a class has a NaN
+        self._first = 0  # coarse bin at which the table begins
+        # [T, p, C, B F] float64: members, positives, and with weights those of the positives; None without a row
+        self._table: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> None:
+        """Add the moments of a part; the arguments are those of the forward of the loss."""
+        for rows, undefined in self._stream.parts(logits, targets, sample_weight):
+            self._empty = rows.scores.new_empty(0)
+            self._undefined = self._undefined.to(undefined.device) + undefined
+            exact(self._add)(rows.scores, rows)
+
+    def _add(self, scores: Tensor, rows: Pool) -> None:
+        below, above = scores, scores
+        if rows.member is not None:
+            below, above = (scores.masked_fill(~rows.member, end) for end in (math.inf, -math.inf))
+        if scores.numel() == 0 or bool(below.amin() > above.amax()):  # no row takes part
+            return
+        low, high = float(below.amin()), float(above.amax())
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        if self._bins(self._low, self._high) is None:
+            self._table = None  # finish raises on every rank
+            return
+        bins, order = self._bins(low, high), self._order
+        assert bins is not None
+        self._cover(bins)
+        assert self._table is not None
+        bins = bins._replace(first=bins.first.to(scores.device).expand(scores.shape[0]))
+        located = locate_rows(rows, bins)
+        counted, weighted = sum_positives(rows, bins, order, locate_positives(rows, bins, located))
+        start = (int(bins.first[0]) - self._first) * order.fine
+        for held, new in zip(self._table, (sum_rows(rows, bins, order, located), counted, weighted)):
+            held[..., start : start + bins.num_fine] += new[..., :-1]
+
+    def finish(self) -> StreamedLoss:
+        """Return the loss over the parts of all ranks; a collective.
+
+        Raises:
+            ValueError: on every rank, when scores are infinite or too far apart for a table, or
+                ``gradient_reduction`` does not fit the model.
+        """
+        stream, low, high, scale = self._stream, self._low, self._high, 1
+        if stream.group is not None:
+            scale = gradient_scale(stream.gradient_reduction, stream.group)
+
+            def bring() -> Offer[None]:
+                facts = {"dtype": self._empty.dtype, "order": self._order, "weighted": stream.weighted}
+                return Offer(None, {**stream.facts, **facts}, totals=(self._low, self._high))
+
+            ends = agree_on(stream.call, stream.group, bring).totals
+            low, high = float(ends[:, 0].amin()), float(ends[:, 1].amax())
+        bins = self._bins(low, high)
+        if bins is None:
+            found = Words(f"scores from {low:g} to {high:g} at temperature {stream.temperature:g}")
+            fix = "Bound the scores or raise the temperature; without stream any scores will do."
+            what = f"finite scores in a range of {2 * MOST_BINS:,} temperatures"
+            raise ValueError(expected(f"{stream.call} with stream=True", what, found, fix))
+        self._cover(bins)
+        table, undefined = self._table, self._undefined
+        self._table = None
+        assert table is not None
+        if stream.group is not None:
+            exchange = Exchange(stream.call, stream.group)
+            sums = exchange.sum(torch.cat([table.view(-1), undefined]), "the moments")
+            table, undefined = sums[: table.numel()].view(table.shape), sums[table.numel() :]
+        bins = bins._replace(first=bins.first.to(table.device).expand(stream.rule.num_classes))
+        return StreamedLoss(stream, scale, self._empty.dtype, bins, *exact(self._read)(table, bins), undefined > 0)
+
+    def _read(self, sums: Tensor, bins: Bins) -> tuple[PerClass, Tensor, Tensor]:
+        """Return the loss of each class, what weights are multiplied by (C,), and (p, 3, C, B F + 1) polynomials."""
+        members, positives, total = (sums[k, 0].sum(dim=1) for k in (0, 1, sums.shape[0] - 1))
+        factor, valid = shares_of(total, positives, members)
+        grid = make_grid(bins, self._order, sums.device, self._stream.temperature)
+        sums = F.pad(sums, (0, 1))  # the bin of rows that take no part
+        loss, polynomials = torch.empty_like(factor), []
+        step = max(1, costs_of(sums.device).tables_at_once // bins.num_coarse)
+        for first in range(0, factor.numel(), step):
+            part = slice(first, first + step)
+            loss[part], found = read_tables(sums[:, :, part], factor[part], grid, True)
+            assert found is not None
+            polynomials.append(found)
+        return PerClass(loss, valid), factor, torch.cat(polynomials, dim=2)
+
+    @property
+    def _order(self) -> Order:
+        return order_for(self._empty, 0)  # that of few rows: the number of all is not known in the first pass
+
+    def _bins(self, low: float, high: float) -> Bins | None:
+        """Return bins from ``low`` to ``high``, (1,) and on the host, one bin without scores; None if too many."""
+        low, high = (low, high) if low <= high else (0.0, 0.0)
+        if not math.isfinite(low) or not math.isfinite(high):
+            return None
+        ends = torch.tensor([[low], [high]], dtype=self._empty.dtype, device="cpu")
+        bins = cover(ends[0], ends[1], self._stream.temperature, self._order.fine)
+        return bins if bins.window <= MOST_BINS else None
+
+    def _cover(self, bins: Bins) -> None:
+        """Let the table hold ``bins``: pad it with empty ones."""
+        order, first, num_tables = self._order, int(bins.first[0]), 3 if self._stream.weighted else 2
+        if self._table is None:
+            shape = num_tables, order.p, self._stream.rule.num_classes, bins.num_fine
+            self._first, self._table = first, self._empty.new_zeros(shape, dtype=torch.float64)
+        held = self._table.shape[-1] // order.fine
+        left, right = max(0, self._first - first), max(0, first + bins.window - self._first - held)
+        if left or right:
+            self._table = F.pad(self._table, (left * order.fine, right * order.fine))
+            self._first -= left
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the table."""
+        return 0 if self._table is None else self._table.numel() * self._table.element_size()
+
+
+class StreamedLoss:
+    """The second pass: the loss, and the :meth:`gradient` of each part."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        scale: int,
+        dtype: torch.dtype,
+        bins: Bins,
+        per_class: PerClass,
+        factor: Tensor,
+        polynomials: Tensor,
+        undefined: Tensor,
+    ) -> None:
+        self._stream, self._scale, self._bins, self._factor = stream, scale, bins, factor
+        self._polynomials, self._undefined = polynomials, undefined
+        self._per_class = per_class.values.masked_fill(undefined, math.nan).requires_grad_()
+        self.value = reduce_values(PerClass(self._per_class, per_class.valid), stream.reduction, dtype)
+
+    def start(self, value: Tensor) -> None:
+        """Let :meth:`gradient` be that of ``value``, a function of the attribute ``value`` alone."""
+        (self._slope,) = torch.autograd.grad(value, self._per_class)  # [C]
+
+    @torch.no_grad()
+    def gradient(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> Tensor:
+        """Return the gradient of the rows of a part, in the form of ``logits``; the arguments as in the first pass."""
+        parts = self._stream.parts(logits, targets, sample_weight)
+        gradient = torch.cat([exact(self._read)(rows.scores, rows) for rows, _ in parts], dim=1)
+        slope = (self._slope * self._scale).to(gradient.dtype).masked_fill(self._undefined, math.nan)
+        return (gradient * slope[:, None]).t().reshape(logits.shape).to(logits.dtype)
+
+    def _read(self, scores: Tensor, rows: Pool) -> Tensor:
+        index, u = locate(self._bins, scores, slice(None))
+        index.clamp_(0, self._bins.num_fine - 1)  # the score of a replay may be beyond the ends by its rounding
+        if rows.member is not None:
+            index.masked_fill_(~rows.member, self._bins.num_fine)
+        rows = rows._replace(share=rows.share * self._factor[rows.class_of])
+        located, gradient = Rows(index, u), torch.empty_like(scores)
+        positives = locate_positives(rows, self._bins, located)
+        read_gradient(self._polynomials, rows, self._bins, located, positives, gradient)
+        return gradient

@@ -1,0 +1,476 @@
+"""pooled_backward(stream=True): the loss and the gradient of all rows, of which no list of scores is kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
+from gradient_cases import NUM_FEATURES, Case, Step, make_step, shard, split
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from workers import WorkerPool, error_of
+
+import fullrank
+from fullrank.distributed.exchange import Exchange
+
+LIMITS = {"float64": 1e-12, "float32": 2e-6}
+PLAIN = Case("smooth_ap", queue_size=0, temperature=0.3)
+CASES = {
+    "binary": PLAIN,
+    "weighted": PLAIN._replace(weighted=True, num_classes=3),
+    "multi_hot": PLAIN._replace(weighted=True, num_classes=3, multi_hot=True, reduction="sum"),
+}
+
+
+def make_model(case: Case, *layers: nn.Module) -> nn.Sequential:
+    """Return a two-layer scorer, the same in every process."""
+    model = nn.Sequential(nn.Linear(NUM_FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, case.num_classes)).double()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+    return model.to(getattr(torch, case.dtype))
+
+
+def make_loss(case: Case, **options: Any) -> fullrank.SmoothAPLoss:
+    """Return the loss of ``case``."""
+    names = ("multi_hot", "temperature", "reduction", "gradient_reduction")
+    return fullrank.SmoothAPLoss(case.num_classes, 0, **{name: getattr(case, name) for name in names}, **options)
+
+
+def cut(step: Step, count: int) -> list[Step]:
+    """Cut a batch into ``count`` micro-batches of uneven size, the second of them empty when there are three."""
+    shares = [0 if index == 1 and count > 2 else 1 + index for index in range(count)]
+    counts = [step.features.shape[0] * share // sum(shares) for share in shares]
+    counts[-1] += step.features.shape[0] - sum(counts)
+    parts = zip(*(value.split(counts) if value is not None else [None] * count for value in step))
+    return [Step(*part) for part in parts]
+
+
+def streamed(model: nn.Module, batches: Any, loss: Any, case: Case = PLAIN, **options: Any) -> Tensor:
+    """Return the loss of a streamed window."""
+    given: dict[str, Any] = {"forward": lambda batch: model(batch.features), "targets": lambda batch: batch.targets}
+    if case.weighted:
+        given["sample_weight"] = lambda batch: batch.weight
+    return fullrank.pooled_backward(model, batches, **{**given, "loss": loss, "stream": True, **options})
+
+
+def joined(model: nn.Module, batches: list[Step], loss: Any, case: Case = PLAIN, **options: Any) -> Tensor:
+    """Return the loss of the same window with all scores kept."""
+
+    def compute(scores: Tensor, batches: list[Step]) -> Tensor:
+        weight = torch.cat([batch.weight for batch in batches]) if case.weighted else None
+        return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
+
+    return fullrank.pooled_backward(
+        model, batches, forward=lambda batch: model(batch.features), loss=compute, **options
+    )
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """Return all gradients as one float64 vector; collective if sharded."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().double().reshape(-1) for p in parts])
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference over the norm of ``b``."""
+    return float((a - b).norm() / b.norm())
+
+
+# Equality
+
+
+class Errors(NamedTuple):
+    """How far a streamed window is from one process, and from the same window with all scores kept."""
+
+    gradient: float
+    value: float
+    kept: float
+
+
+def wrap(model: nn.Sequential, wrapper: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` under ``wrapper``, and the options of the verb."""
+    if wrapper == "plain":
+        return model, {"group": dist.group.WORLD}
+    return (DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model)), {}
+
+
+def against_one_process(rank: int, wrapper: str, cases: list[Case]) -> list[Errors]:
+    """Return the errors of two windows of each case, the second with a rank without rows."""
+    found = []
+    for case in cases:
+        case = case._replace(gradient_reduction="sum" if wrapper == "plain" else "mean")
+        model, options = wrap(make_model(case), wrapper)
+        loss, alone = make_loss(case), make_loss(case, gather_distributed=False)
+        for index in range(2):
+            step, whole = make_step(case, index), make_model(case)
+            expected = alone(whole(step.features), step.targets, sample_weight=step.weight)
+            expected.backward()
+            own = shard(step, split(len(step.features), dist.get_world_size(), index), rank)
+            batches = cut(own, 3 if wrapper == "fsdp2" else 3 - rank % 2)
+            held = []
+            for run in (streamed, joined):
+                model.zero_grad()
+                value = run(model, batches, loss, case, **options)
+                if wrapper == "plain":
+                    for parameter in model.parameters():
+                        dist.all_reduce(parameter.grad)
+                held.append((value, gradients(model)))
+            (value, gradient), (_, kept) = held
+            error = float((value - expected).abs() / expected.abs())
+            found.append(Errors(relative(gradient, gradients(whole)), error, relative(gradient, kept)))
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "plain", "fsdp2"])
+def test_gradient_and_value_are_those_of_one_process(pool: WorkerPool, wrapper: str) -> None:
+    for dtype, limit in LIMITS.items():
+        cases = [case._replace(dtype=dtype) for case in CASES.values()]
+        for errors in pool(against_one_process, wrapper, cases):
+            assert max(max(each) for each in errors) <= limit, (dtype, errors)
+
+
+def with_own_table(rank: int) -> list[Errors]:
+    """Leave out the sum over the ranks."""
+    with mock.patch.object(Exchange, "sum", lambda self, tensor, what: tensor):
+        return against_one_process(rank, "ddp", [PLAIN])
+
+
+def test_control_the_table_of_one_rank_is_not_enough(pool_of_two: WorkerPool) -> None:
+    for errors in pool_of_two(with_own_table):
+        assert errors[0].gradient > 1e-3  # in the second window one rank has all rows
+
+
+def collectives(rank: int) -> tuple[int, int]:
+    """Return the number of collectives of a window without a wrapper, and the bytes of the largest."""
+    model, _ = wrap(make_model(PLAIN), "plain")
+    own = shard(make_step(PLAIN, 0), split(37, dist.get_world_size(), 0), rank)
+    with CollectiveCounter() as counter:
+        streamed(model, cut(own, 3), make_loss(PLAIN._replace(gradient_reduction="sum")), group=dist.group.WORLD)
+    return counter.total, max(counter.sizes)
+
+
+def test_number_of_collectives(pool_of_two: WorkerPool) -> None:
+    """The headers of the window, of the first pass, of the loss, of step 2 and of the replay; the table."""
+    for number, most in pool_of_two(collectives):
+        assert number == 6
+        assert most < 64_000
+
+
+# One process
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_one_process(dtype: str, name: str) -> None:
+    """With dropout, whose masks are drawn again, and a scaler."""
+    case = CASES[name]._replace(dtype=dtype)
+    batches, held = cut(make_step(case, 1), 3), []
+    for run in (joined, streamed):
+        model = make_model(case, nn.Dropout(0.4))
+        torch.manual_seed(3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        value = run(model, batches, make_loss(case), case, scaler=scaler)
+        held.append((value, gradients(model) / 8, torch.get_rng_state()))
+    torch.testing.assert_close(held[1][0], held[0][0], rtol=LIMITS[dtype], atol=0)
+    assert relative(held[1][1], held[0][1]) <= LIMITS[dtype]
+    assert torch.equal(held[1][2], held[0][2])
+
+
+def test_buffers_advance_once() -> None:
+    held = []
+    for run in (joined, streamed):
+        model = make_model(PLAIN, nn.BatchNorm1d(8))
+        run(model, cut(make_step(PLAIN, 0), 2), make_loss(PLAIN))
+        held.append(model[1].running_mean)
+    assert torch.equal(*held)
+
+
+def test_a_data_loader_is_read_twice_in_the_same_order() -> None:
+    step = make_step(PLAIN, 0)
+    loader = DataLoader(TensorDataset(step.features, step.targets), batch_size=5, shuffle=True)
+    model = make_model(PLAIN, nn.Dropout(0.2))
+    torch.manual_seed(4)
+    value = streamed(
+        model, loader, make_loss(PLAIN), forward=lambda batch: model(batch[0]), targets=lambda batch: batch[1]
+    )
+    twin = make_model(PLAIN, nn.Dropout(0.2))
+    torch.manual_seed(4)
+    pairs = [(twin(features), targets) for features, targets in loader]
+    expected = make_loss(PLAIN)(*(torch.cat(parts) for parts in zip(*pairs)))
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    assert relative(gradients(model), gradients(twin)) <= 1e-12
+
+
+def test_one_column_or_none() -> None:
+    step, held = make_step(PLAIN, 0), []
+    for run in (lambda model, batch: model(batch.features), lambda model, batch: model(batch.features)[:, 0]):
+        model = make_model(PLAIN)
+        streamed(model, cut(step, 2), make_loss(PLAIN), forward=lambda batch, run=run, model=model: run(model, batch))
+        held.append(gradients(model))
+    assert torch.equal(*held)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    model = make_model(PLAIN._replace(dtype="bfloat16"))
+    batches = [batch._replace(features=batch.features.bfloat16()) for batch in cut(make_step(PLAIN, 0), 3)]
+    value = streamed(model, batches, make_loss(PLAIN))
+    streaming = gradients(model)
+    model.zero_grad()
+    torch.testing.assert_close(value, joined(model, batches, make_loss(PLAIN)), rtol=2e-6, atol=0)
+    assert relative(streaming, gradients(model)) <= 1e-2  # of bfloat16, 2**-8
+    assert value.dtype == torch.float32
+
+
+def test_a_nan_makes_its_class_nan() -> None:
+    case = PLAIN._replace(num_classes=3)
+    batches = cut(make_step(case, 0), 3)
+    batches[2].features[4] = torch.nan
+    model = make_model(case)
+    assert streamed(model, batches, make_loss(case)).isnan()
+    assert gradients(model).isnan().all()
+    batches[2].targets[4] = -100  # a row that takes no part
+    model = make_model(case)
+    assert not streamed(model, batches, make_loss(case)).isnan()
+
+
+@pytest.mark.parametrize("target", [0, 1, -100])
+def test_without_a_valid_class_the_loss_is_zero(target: int) -> None:
+    model = make_model(PLAIN)
+    batches = [batch._replace(targets=torch.full_like(batch.targets, target)) for batch in cut(make_step(PLAIN, 0), 3)]
+    assert streamed(model, batches, make_loss(PLAIN)) == 0
+    assert not gradients(model).any()
+
+
+# Memory
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            self.largest = max(self.largest, leaf.numel() if isinstance(leaf, Tensor) else 0)
+        return result
+
+
+class Lazy:
+    """Micro-batches that are made when they are read."""
+
+    def __init__(self, number: int, rows: int) -> None:
+        self._number, self._rows = number, rows
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Step]:
+        for index in range(self._number):
+            generator = torch.Generator().manual_seed(index)
+            features = torch.randn(self._rows, NUM_FEATURES, generator=generator)
+            yield Step(features, (torch.rand(self._rows, generator=generator) < 0.1).long(), None)
+
+
+def held_by(run: Callable[..., Tensor], number: int, rows: int) -> tuple[int, int]:
+    """Return the elements of the largest tensor, and of all tensors alive in the last forward of the second pass."""
+    model = make_model(PLAIN._replace(dtype="float32"))
+    alive = before = calls = 0
+
+    def count() -> int:
+        gc.collect()
+        found = {t.untyped_storage().data_ptr(): t.numel() for t in gc.get_objects() if type(t) is Tensor}
+        return sum(found.values())
+
+    def forward(batch: Step) -> Tensor:
+        nonlocal alive, calls
+        calls += 1
+        alive = count() - before if calls == 2 * number else alive
+        return model(batch.features)
+
+    loss = make_loss(PLAIN._replace(temperature=2.0))
+    run(model, Lazy(2, rows), loss, forward=lambda batch: model(batch.features))  # what is kept between calls
+    before = count()
+    with LargestTensor() as seen:
+        run(model, Lazy(number, rows), loss, forward=forward)
+    return seen.largest, alive
+
+
+def test_nothing_has_the_length_of_the_pool() -> None:
+    number, rows = 150, 1000
+    large, alive = held_by(streamed, number, rows)
+    assert max(large, alive) < number * rows / 2  # the matrices of the bins, a micro-batch, states of generators
+    assert min(held_by(kept_scores, number, rows)) >= number * rows  # the control
+
+
+def kept_scores(model: nn.Module, window: Lazy, loss: Any, forward: Callable[[Step], Tensor]) -> Tensor:
+    """Make a window of which all scores are kept."""
+    batches = list(window)
+    return fullrank.pooled_backward(
+        model,
+        batches,
+        forward=forward,
+        loss=lambda scores, batches: loss(scores, torch.cat([batch.targets for batch in batches])),
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"loss": lambda scores, batches: scores.mean()}, "loss: expected a SmoothAPLoss with stream=True"),
+        ({"loss": fullrank.RecallAtQuantileLoss(1)}, "got a RecallAtQuantileLoss. A function of all scores, quantiles"),
+        ({"loss": fullrank.SmoothAPLoss(1, 9, 0.1)}, "queue_size with stream=True: expected 0, got 9"),
+        ({"loss": fullrank.SmoothAPLoss(1, 0, 0.1, max_pool_size=5)}, "max_pool_size with stream=True: expected None"),
+        ({"loss": fullrank.SmoothAPLoss(1, 0)}, "temperature with stream=True: expected a number, got None"),
+        ({"targets": None}, "targets: expected a function of a micro-batch with stream=True"),
+        ({"sample_weight": torch.ones(3)}, "sample_weight: expected a function of a micro-batch or None"),
+        (
+            {"stream": False, "loss": lambda scores, batches: scores.mean()},
+            "targets: expected None without stream=True",
+        ),
+        ({"targets": lambda batch: batch.targets + 0.5}, "targets: expected 0, 1 or ignore_index=-100, got"),
+        ({"targets": lambda batch: batch.targets[1:]}, "targets: expected shape"),
+        ({"forward": lambda batch: batch.features.sum()}, r"forward: expected scores of shape \(rows, ...\)"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], text: str) -> None:
+    model = make_model(PLAIN)
+    with pytest.raises((TypeError, ValueError), match=text):
+        streamed(model, cut(make_step(PLAIN, 0), 2), **{"loss": make_loss(PLAIN), **change})
+    assert model[0].weight.grad is None
+
+
+class Lying(Lazy):
+    """Micro-batches with a wrong length."""
+
+    def __len__(self) -> int:
+        return self._number + 1
+
+
+def test_micro_batches_that_are_fewer_than_their_length() -> None:
+    model = make_model(PLAIN._replace(dtype="float32"))
+    with pytest.raises(ValueError, match="micro_batches: expected 4 micro-batches, as many as its length says, got 3"):
+        streamed(model, Lying(3, 10), make_loss(PLAIN))
+    with pytest.raises(TypeError, match="micro_batches: expected a list of micro-batches, with a length"):
+        streamed(model, iter(Lazy(3, 10)), make_loss(PLAIN))
+
+
+class OwnNoise(nn.Module):
+    """Noise that a second forward does not repeat, in one row of a micro-batch or in all."""
+
+    def __init__(self, rows: slice, scale: float = 0.5) -> None:
+        super().__init__()
+        self.rows, self.scale, self.generator = rows, scale, torch.Generator().manual_seed(0)
+
+    def forward(self, values: Tensor) -> Tensor:
+        noise = torch.zeros_like(values)
+        noise[self.rows] = self.scale * torch.randn(noise[self.rows].shape, generator=self.generator).to(values)
+        return values + noise
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(4, 5)], ids=str)
+def test_a_replay_with_other_scores_raises(rows: slice) -> None:
+    model = make_model(PLAIN, OwnNoise(rows))
+    with pytest.raises(RuntimeError, match="the same scores in both passes over the window, got a difference of"):
+        streamed(model, cut(make_step(PLAIN, 0), 2), make_loss(PLAIN))
+    assert not gradients(model).any()
+    streamed(model, cut(make_step(PLAIN, 0), 2), make_loss(PLAIN), check_replay=False)
+
+
+# Mistakes of one rank
+
+
+def _raise(batch: Any) -> Any:
+    raise LookupError("a mistake")
+
+
+class At:
+    """Calls one function, but another one in its last of ``number`` calls."""
+
+    def __init__(self, usual: Callable[[Any], Any], other: Callable[[Any], Any], number: int) -> None:
+        self.usual, self.other, self.left = usual, other, number
+
+    def __call__(self, batch: Any) -> Any:
+        self.left -= 1
+        return self.other(batch) if self.left == 0 else self.usual(batch)
+
+
+def mistakes(rank: int, wrapper: str, kinds: list[str]) -> dict[str, tuple[str, str, float, float]]:
+    """Make each mistake on rank 1; return error, text, change of the gradients, and the error of the next window."""
+    found = {}
+    for kind in kinds:
+        model, options = wrap(make_model(PLAIN), wrapper)
+        case = PLAIN._replace(gradient_reduction="sum" if wrapper == "plain" else "mean")
+        own = shard(make_step(PLAIN, 0), split(37, dist.get_world_size(), 0), rank)
+        loss, batches = make_loss(case), cut(own, 3)
+        streamed(model, batches, loss, **options)
+        before, state = gradients(model), torch.get_rng_state()
+        score, read = (lambda batch, model=model: model(batch.features)), (lambda batch: batch.targets)
+        wrong: dict[str, Any] = {
+            "forward": {"forward": At(score, _raise, 2)},
+            "replay": {"forward": At(score, _raise, 5)},
+            "targets": {"targets": At(read, _raise, 3)},
+            "target": {"targets": At(read, lambda batch: batch.targets + 7.5, 1)},
+            "form": {"forward": At(score, lambda batch, score=score: score(batch).float(), 3)},
+            "wide": {"forward": At(score, lambda batch, score=score: score(batch) * 1e6, 3)},
+            "infinite": {"forward": At(score, lambda batch, score=score: score(batch) / 0, 1)},
+            "other": {"forward": At(score, lambda batch, score=score: score(batch) + 1, 6)},
+            "not streamed": {"stream": False, "targets": None, "loss": lambda scores, _: scores.sum()},
+            "weights": {"sample_weight": lambda batch: torch.ones(len(batch.targets))},
+        }[kind]
+        given = {"loss": loss, **options, **(wrong if rank else {})}
+        error, text = error_of(partial(streamed, model, batches, **given))
+        same = torch.equal(state, torch.get_rng_state())
+        change = relative(gradients(model), before) if same else float("nan")
+        for parameter in model.parameters():
+            parameter.grad = None
+        streamed(model, batches, loss, **options)
+        found[kind] = error, text, change, relative(gradients(model), before)
+    return found
+
+
+RAISED = {
+    "forward": "a mistake",
+    "replay": "a mistake",
+    "targets": "a mistake",
+    "target": "targets: expected 0, 1 or ignore_index=-100, got 8.5",
+    "form": "scores of one kind from all micro-batches",
+    "wide": "SmoothAPLoss with stream=True: expected finite scores in a range of 8,192 temperatures, got scores from",
+    "infinite": "finite scores in a range of 8,192 temperatures",
+    "other": "the same scores in both passes over the window",
+    "not streamed": "stream: True on rank 0, False on rank 1",
+    "weights": "weighted: False on rank 0, True on rank 1",
+}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, wrapper: str) -> None:
+    """A forward that communicates cannot tell the others: they wait inside the model."""
+    kinds = [kind for kind in RAISED if wrapper == "ddp" or kind not in ("forward", "replay")]
+    first, second = pool_of_two(mistakes, wrapper, kinds)
+    for kind in kinds:
+        assert first[kind][:2] == second[kind][:2], kind
+        error, text, change, following = first[kind]
+        assert error, kind
+        assert RAISED[kind] in text, kind
+        assert change == (1.0 if kind in ("replay", "other") else 0.0), kind
+        assert following <= 1e-12, kind
