@@ -60,8 +60,8 @@ def retrieval_smooth_ap(
 
     Args:
         embeddings: (N, D) of any scale; the loss normalises them.
-        labels: (N,) integers or bools, in any order and number: classes may differ in size, and a row may be the only
-            one of its label.
+        labels: (N,) or (N, 1) integers or bools, in any order and number: classes may differ in size, and a row may be
+            the only one of its label.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
             times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
@@ -168,7 +168,7 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
 
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
-            labels: (N,) integers or bools.
+            labels: (N,) or (N, 1) integers or bools.
 
         Raises:
             TypeError, ValueError: for arguments that do not fit; on every rank.
@@ -228,9 +228,11 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if not is_integer(labels) and labels.dtype != torch.bool:
         raise TypeError(expected("labels", "integers or bools", labels, "Use labels.long() on class indices."))
     count = embeddings.shape[0]
+    if tuple(labels.shape) == (count, 1):
+        labels = labels[:, 0]
     if tuple(labels.shape) != (count,):
-        fix = "Use labels.squeeze(1)." if tuple(labels.shape) == (count, 1) else ""
-        raise ValueError(expected("labels", f"shape ({count},), one entry per row of embeddings", labels, fix))
+        wanted = f"shape ({count},) or ({count}, 1), one entry per row of embeddings"
+        raise ValueError(expected("labels", wanted, labels))
     check_device("labels", labels, embeddings, "embeddings")
     return embeddings, labels.to(torch.int64)
 

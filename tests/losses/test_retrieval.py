@@ -741,13 +741,21 @@ BAD_EMBEDDINGS = {
     ),
     "labels: expected a tensor, got [0, 1, 0, 1]": (TypeError, {"labels": [0, 1, 0, 1]}),
     "labels: expected integers or bools, got a float32": (TypeError, {"labels": torch.ones(4)}),
-    "labels: expected shape (4,), one entry per row of embeddings, got an int64 tensor of shape (4, 1). Use "
-    "labels.squeeze(1).": (ValueError, {"labels": torch.ones(4, 1).long()}),
+    "labels: expected shape (4,) or (4, 1), one entry per row of embeddings, got an int64 tensor of shape (4, 2)": (
+        ValueError,
+        {"labels": torch.ones(4, 2).long()},
+    ),
     "labels: expected a tensor on cpu, as embeddings, got one on meta. Use labels.to(embeddings.device).": (
         ValueError,
         {"labels": torch.ones(4).long().to("meta")},
     ),
 }
+
+
+def test_labels_may_be_a_column() -> None:
+    embeddings, labels = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 2, 2])
+    loss_fn = fullrank.RetrievalSmoothAPLoss()
+    assert torch.equal(loss_fn(embeddings, labels[:, None]), loss_fn(embeddings, labels))
 
 
 @pytest.mark.parametrize("text", BAD_EMBEDDINGS)
