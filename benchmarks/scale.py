@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/scale.py [--quick] [--repeats 7] [--out FOLDER]
 
-Two parts. In the first, two and four gloo processes with one thread each take steps with ``pool="gathered"`` and with
+Three parts. In the first, two and four gloo processes with one thread each take steps with ``pool="gathered"`` and with
 ``pool="sharded"``, in turn. A time is the least processor time of rank 0 over the repetitions, which excludes waiting.
 The peak is that of the resident set in one step, above the resident set before it, in fresh processes; it needs Linux's
 /proc. Retrieval has no ``pool``: its queries are computed on every rank, and on the rank of their row.
@@ -11,8 +11,11 @@ In the second part the number of ranks is 2 to 1,024, and this process is rank 0
 torch are replaced by ones that act as if every other rank had the same rows. So the real code runs, and what it passes
 to the collectives is counted. An all-gather of n bytes a rank receives (W - 1) n, an all-reduce of n bytes
 2 (W - 1) / W n, and a reduce-scatter of n bytes in all (W - 1) / W n. A gathered pool of more than ``MOST_ROWS`` rows
-times classes is not computed: its bytes are those of its rows. The full run takes some minutes and writes scale.json
-and scale.svg; a quick run takes a minute and writes only with ``--out``. Needs the ``test`` extra.
+times classes is not computed: its bytes are those of its rows.
+
+In the third part one process takes a window of micro-batches of ``MICRO_BATCH`` rows by ``pooled_backward``, with all
+scores and with ``stream=True``. The state is the table of the stream. The full run takes some minutes and writes
+scale.json and scale.svg; a quick run takes a minute and writes only with ``--out``. Needs the ``test`` extra.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ MODELLED = (
 )
 QUICK_MODELLED = (Case("smooth_ap", 30_000), Case("recall", 30_000))
 RANKS = (2, 8, 64, 1_024)
+MICRO_BATCH = 10_000
+STREAMED = (1_000_000, 10_000_000)
+QUICK_STREAMED = (30_000,)
 
 
 def make_step(case: Case, pool: Any, world_size: int) -> Callable[[], None]:
@@ -225,6 +231,68 @@ def count_at(case: Case, world_size: int) -> dict[str, Any]:
     return record
 
 
+# A window larger than its scores
+
+
+class Window:
+    """Micro-batches of ``MICRO_BATCH`` rows, each made when it is read; the scores differ by a factor."""
+
+    def __init__(self, rows: int) -> None:
+        self._number = rows // MICRO_BATCH
+        self._features = torch.randn(MICRO_BATCH, FEATURES, generator=torch.Generator().manual_seed(0))
+        self.targets = (torch.arange(MICRO_BATCH) % 100 == 0).long()  # of each micro-batch
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._features * (1 + index % 7 / 10)
+
+
+def run_window(rank: int, rows: int, streamed: bool, repeats: int, results: Any) -> None:
+    """Measure the peak of a window, and the least processor time of some more."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
+    loss = fullrank.SmoothAPLoss(1, 0, 0.1)
+
+    def step(window: Window) -> float:
+        # Without stream the window would be listed, so it is one of numbers, and only the scores differ.
+        given: dict[str, Any] = {"forward": lambda index: model(window[index])}
+        start = time.process_time()
+        if streamed:
+            given |= {"loss": loss, "stream": True, "targets": lambda index: window.targets}
+        else:
+            given["loss"] = lambda scores, indices: loss(scores, window.targets.repeat(len(indices)))
+        fullrank.pooled_backward(model, range(len(window)), **given)
+        return time.process_time() - start
+
+    step(Window(2 * MICRO_BATCH))
+    window, peak = Window(rows), None
+    if CLEAR.exists():
+        CLEAR.write_text("5")
+        before = resident("VmRSS")
+        step(window)
+        peak = resident("VmHWM") - before
+    results.put((min(step(window) for _ in range(repeats)), peak))
+
+
+def measure_window(rows: int, repeats: int) -> dict[str, Any]:
+    """Return the figures of a window with all scores and with ``stream=True``."""
+    record: dict[str, Any] = {"rows": rows}
+    for name, streamed in (("kept", False), ("streamed", True)):
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.start_processes(run_window, args=(rows, streamed, repeats, results), nprocs=1, start_method="spawn")
+        record[f"{name}_s"], record[f"{name}_peak"] = results.get()
+    table = fullrank.SmoothAPLoss(1, 0, 0.1).open_stream(weighted=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
+    window = Window(rows)
+    for index in range(min(len(window), 7)):
+        table.add(model(window[index]).detach(), window.targets)
+    return record | {"state": table.num_bytes, "ratio": record["streamed_s"] / record["kept_s"]}
+
+
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Draw the bytes that a rank receives against the number of ranks."""
     import matplotlib as mpl
@@ -278,9 +346,16 @@ def main() -> None:
         print_records("a step of rank 0: processor time, peak in bytes, bytes received, collectives", measured[-1:])
     modelled = [count_at(case, ranks) for case in (QUICK_MODELLED if arguments.quick else MODELLED) for ranks in RANKS]
     print_records("bytes received by a rank and collectives, one process in place of all", modelled)
+    windows = [
+        measure_window(rows, max(1, arguments.repeats // 3))
+        for rows in (QUICK_STREAMED if arguments.quick else STREAMED)
+    ]
+    print_records("a window by pooled_backward: processor time, peak and table in bytes", windows)
     out = arguments.out or (None if arguments.quick else RESULTS)
     if out is not None:
-        write_json(out / "scale.json", {"machine": info, "measured": measured, "modelled": modelled})
+        write_json(
+            out / "scale.json", {"machine": info, "measured": measured, "modelled": modelled, "windows": windows}
+        )
         draw(modelled, (arguments.out or PICTURES) / "scale.svg")
 
 

@@ -419,7 +419,9 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             if found is None:
                 self.queue.enqueue(*rows, num_stored=live.num_stored)
             else:
-                self._own_queue.enqueue(*rows, found.shared.stored)
+                shared = found.shared
+                mark = shared.low, shared.high, *shared.positives
+                self._own_queue.enqueue(*rows, shared.stored, num_rows=sum(shared.rows), mark=mark)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             setting = Setting(
                 self._width_of_step(),

@@ -304,6 +304,15 @@ class LossWarmupWrapper(nn.Module):
             return self.warmup_loss(logits, targets, sample_weight=kwargs["sample_weight"])
         return self.warmup_loss(logits, targets)
 
+    def gather_queue(self) -> None:
+        """Let the next ``state_dict`` hold the queues of all ranks; call it on every rank before saving.
+
+        It calls ``gather_queue`` of the two losses, where they have it: see :class:`~fullrank.SmoothAPLoss`.
+        """
+        for loss in (self.warmup_loss, self.main_loss):
+            if hasattr(loss, "gather_queue"):
+                loss.gather_queue()
+
     def _reset_queue(self) -> None:
         if hasattr(self.main_loss, "reset_queue"):
             self.main_loss.reset_queue()

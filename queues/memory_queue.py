@@ -162,12 +162,7 @@ class MemoryQueue(nn.Module):
                 raise ValueError(expected(name, f"shape ({logits.shape[0]},)", value))
         if self.capacity == 0 or logits.shape[0] == 0:
             return
-        self._follow(logits)
-        device, count = self._logits.device, logits.shape[0]
-        iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
-        weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
-        stored = (self._logits, self._targets, self._iid, self._weight)
-        rows = [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        rows, count = self._as_stored(logits, targets, iid_mask, sample_weight), logits.shape[0]
         if num_stored is None or num_stored < count:
             wanted = self.wanted(logits, targets)
             index = wanted.nonzero()[:, 0] if num_stored is None else _first(wanted, num_stored)
@@ -175,12 +170,23 @@ class MemoryQueue(nn.Module):
         count = rows[0].shape[0]
         self._checksum = self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
-        for old, new in zip(stored, rows):
+        for old, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
             _write_ring(old, new[-self.capacity :], start)
         self._pointer = (self._pointer + count) % self.capacity
         self._fill = min(self._fill + count, self.capacity)
         self._num_enqueued += count
         self._has_weights |= sample_weight is not None
+
+    def _as_stored(
+        self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
+    ) -> list[Tensor]:
+        """Return the rows on the device and in the dtypes of the queue, which follows the logits."""
+        self._follow(logits)
+        device, count = self._logits.device, logits.shape[0]
+        iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
+        weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
+        stored = (self._logits, self._targets, self._iid, self._weight)
+        return [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
 
     def _follow(self, logits: Tensor) -> None:
         """Move to the device of ``logits``, and to float64 if they are float64."""

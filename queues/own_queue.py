@@ -68,6 +68,7 @@ class OwnQueue(MemoryQueue):
         super()._clear()
         self._steps.clear()
         self._start, self._gathered, self._loaded = 0, None, 0
+        self._trace = 0  # hash of the marks of all calls since the last reset, equal on the ranks of one training
 
     @property
     def num_held(self) -> int:
@@ -148,6 +149,8 @@ class OwnQueue(MemoryQueue):
         sample_weight: Tensor | None = None,
         counts: Sequence[int] | None = None,
         *,
+        num_rows: int | None = None,
+        mark: Sequence[float] = (),
         num_stored: int | None = None,
     ) -> None:
         """Store this rank's rows, and forget those that are no longer among the last of all ranks.
@@ -155,18 +158,17 @@ class OwnQueue(MemoryQueue):
         Args:
             logits, targets, iid_mask, sample_weight: see :meth:`MemoryQueue.enqueue`.
             counts: how many rows every rank stores in this call, see :meth:`count`; None if there is one rank.
+            num_rows: how many rows all ranks give, stored or not; None for those of this rank and of ``counts``.
+            mark: numbers of this call that all ranks know and that another training would not have.
             num_stored: not needed.
         """
-        if self.capacity == 0:
+        num_rows = max(logits.shape[0], sum(counts or ())) if num_rows is None else num_rows
+        if self.capacity == 0 or num_rows == 0:
             return
         self._gathered = None
-        self._follow(logits)
-        wanted, device = self.wanted(logits, targets), self._logits.device
-        given = logits.shape[0]
-        iid = torch.ones(given, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
-        weight = torch.ones(given, device=device) if sample_weight is None else sample_weight
-        stored = (self._logits, self._targets, self._iid, self._weight)
-        rows = [new[wanted].to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        self._trace = digest({"before": str(self._trace), "mark": repr(tuple(mark))})
+        wanted = self.wanted(logits, targets)
+        rows = [new[wanted] for new in self._as_stored(logits, targets, iid_mask, sample_weight)]
         step = _Step(self._num_enqueued, (rows[0].shape[0],) if counts is None else tuple(counts))
         rank = self._place[0]
         self._num_enqueued = step.first + sum(step.counts[:rank])
@@ -254,7 +256,7 @@ class OwnQueue(MemoryQueue):
     def _state(self) -> State:
         """What must be equal on all ranks before one reads how many rows the others hold."""
         held = [[step.first, *step.counts] for step in self._steps]
-        return State((self.capacity, self.position, held), SAME_QUEUE)
+        return State((self.capacity, self.position, held, self._trace, self._loaded), SAME_QUEUE)
 
     @torch.no_grad()
     def gather(self, group: ProcessGroup | None) -> None:
@@ -312,7 +314,8 @@ class OwnQueue(MemoryQueue):
         held = {name: state[name][self._start : self._start + self._fill] for name in ("logits", "targets")}
         held |= {name: state[name][self._start : self._start + self._fill] for name in ("iid_mask", "sample_weight")}
         steps = [[step.first, *step.counts] for step in self._steps]
-        return state | held | {"rank": self._place[0], "world_size": self._place[1], "steps": steps}
+        place = {"rank": self._place[0], "world_size": self._place[1], "steps": steps, "trace": self._trace}
+        return state | held | place
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError when ``state`` belongs to a queue with other arguments."""
@@ -331,9 +334,11 @@ class OwnQueue(MemoryQueue):
         if "rank" in state:
             self._gathered, self._place = None, (int(state["rank"]), int(state["world_size"]))
             self._steps = deque(_Step(int(first), tuple(map(int, counts))) for first, *counts in state["steps"])
-            self._loaded = digest({"steps": repr(list(self._steps))})  # which every rank of a checkpoint knows
+            self._trace = int(state["trace"])
+            # What every rank of one checkpoint knows. Another training may have had as many rows in every step.
+            self._loaded = digest({"steps": repr(list(self._steps)), "trace": str(self._trace)})
             return
-        self._loaded = int(state["checksum"])
+        self._loaded = self._trace = int(state["checksum"])
         fill, pointer = self._fill, self._pointer
         if fill == self.capacity:  # the oldest row is where the next one would go
             for name in ("_logits", "_targets", "_iid", "_weight"):

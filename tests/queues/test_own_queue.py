@@ -183,11 +183,60 @@ def load_another(rank: int, folder: str, kind: str, own: str) -> list[str]:
     return found
 
 
-def test_ranks_that_load_different_checkpoints_raise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["whole", "own"])
+def test_ranks_that_load_different_checkpoints_raise(tmp_path: Path, kind: str) -> None:
+    """Those of two trainings that stored as many rows in every step."""
     for name, first in (("first", 0), ("second", 3)):
-        get_pool(2)(train, str(tmp_path), "sharded", "", name, first)
+        get_pool(2)(train, str(tmp_path), "sharded", "", name, first, kind == "whole")
     for own, expected in (("second", ["RuntimeError"] * 2), ("first", ["none"] * 2)):
-        assert get_pool(2)(load_another, str(tmp_path), "whole", own) == [expected] * 2
+        assert get_pool(2)(load_another, str(tmp_path), kind, own) == [expected] * 2
+
+
+def gather_twice(rank: int, wrapped: bool) -> list[bool]:
+    """Gather a queue three times, with a step before the first and the last; return whether a gathered pool's is it."""
+    found = []
+    kinds: tuple[Any, Any] = ("gathered", "sharded")
+    losses: list[Any] = [fullrank.SmoothAPLoss(1, queue_size=40, pool=pool) for pool in kinds]
+    if wrapped:
+        focal = fullrank.SigmoidFocalLoss()
+        losses = [fullrank.LossWarmupWrapper(focal, loss, final_main_weight=0.5) for loss in losses]
+    for step in range(3):
+        for loss in losses:
+            if step != 1:
+                loss(*rows_of(step, rank, 2))
+            loss.gather_queue()
+        states = [loss.state_dict() for loss in losses]
+        for name, value in states[0].items():
+            if name.endswith("queue._extra_state"):
+                found += [torch.equal(value[part], states[1][name][part]) for part in ("logits", "checksum")]
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "wrapped"])
+def test_a_queue_is_gathered_again(wrapped: bool) -> None:
+    """A rank whose state is up to date takes part all the same: the others may not know."""
+    for found in get_pool(2)(gather_twice, wrapped):
+        assert found == [True] * 6
+
+
+def no_row_stored(rank: int, dtype: torch.dtype, count: int) -> list[bool]:
+    """Enqueue nothing, from ``count`` ignored rows on the last rank; return what a gathered and a sharded queue say."""
+    found = []
+    for pool in ("gathered", "sharded"):
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)  # type: ignore[arg-type]
+        own = count if rank else 0
+        rows = torch.zeros(own, 1, dtype=dtype), torch.full((own,), -100)
+        loss(*rows, sample_weight=torch.ones(own, dtype=dtype))
+        loss.gather_queue()
+        state = loss.state_dict()["queue._extra_state"]
+        found += [state["is_double"], state["has_weights"]]
+    return found
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_without_a_stored_row_the_state_is_that_of_a_gathered_queue(count: int) -> None:
+    for is_double, has_weights, *of_parts in get_pool(2)(no_row_stored, torch.float64, count):
+        assert [is_double, has_weights] == of_parts == [count > 0] * 2
 
 
 def elsewhere(rank: int, folder: str) -> list[tuple[str, str]]:
