@@ -1,25 +1,36 @@
-"""PyTorch Lightning: a callback that passes epoch and step to the schedules of the losses."""
+"""PyTorch Lightning: a callback that passes epoch and step to the schedules of the losses.
+
+It works with both distributions, ``lightning`` and ``pytorch_lightning``, and with both at once.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
 from .schedules import find_schedules
 
 
-def _find_callback() -> Any:
-    """Return the base class of callbacks from the distribution of Lightning that is installed; there are two."""
-    for distribution, name in (("pytorch_lightning", "pytorch_lightning"), ("lightning", "lightning.pytorch")):
-        if find_spec(distribution) is not None:
-            return import_module(name).Callback
-    fix = "Run `pip install pytorch-lightning`, or install fullrank with its extra `integrations`."
-    raise ImportError(expected("fullrank.integrations.lightning", "PyTorch Lightning", Words("none"), fix))
+def _find_callbacks() -> tuple[Any, ...]:
+    """Return the base class of callbacks of each distribution of Lightning that is installed.
+
+    Each has a class of its own, and a Trainer takes a single callback only if it is an instance of its own class.
+    """
+    names = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}
+    found = tuple(import_module(name).Callback for package, name in names.items() if find_spec(package) is not None)
+    if not found:
+        fix = "Run `pip install lightning`, or install fullrank with its extra `integrations`."
+        raise ImportError(expected("fullrank.integrations.lightning", "PyTorch Lightning", Words("none"), fix))
+    return found
 
 
-_Callback: Any = _find_callback()
+if TYPE_CHECKING:
+    _Callback = object
+else:
+    # Of both distributions, if both are installed. Either may be the older one, so neither derives from the other.
+    _Callback = type("_Callback", _find_callbacks(), {})
 
 
 class LossSchedule(_Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,73 @@ def causal_lm_loss_func(
     return causal_lm_loss(_logits(outputs), labels, num_items=num_items_in_batch)
 
 
+class LossState:
+    """A callback of the Trainer that saves the state of a loss in its checkpoints, and loads it on resume.
+
+    Equal to saving ``loss.state_dict()`` in the folder of the checkpoint whenever the Trainer writes one, and to
+    ``loss.load_state_dict`` on every rank before the first step of a resumed training. :class:`PooledLossMixin` has one
+    already.
+
+    Args:
+        loss: a module with ``state_dict`` and ``load_state_dict``: a loss with a queue, or a schedule.
+        name: name of the file in the folder of a checkpoint.
+
+    Raises:
+        FileNotFoundError: when the training resumes from a checkpoint without the file. The text says what to do.
+
+    Distributed:
+        Rank 0 writes, every rank reads. No collective, except that a sharded queue is gathered before it is saved.
+
+    Example:
+        >>> from fullrank import SmoothAPLoss
+        >>> callback = LossState(SmoothAPLoss(num_classes=1, queue_size=64))
+        >>> callback.name
+        'fullrank_loss.pt'
+    """
+
+    resume_from: str | None = None  # the folder that train() resumes from, if the mixin knows it
+
+    def __init__(self, loss: nn.Module, name: str = "fullrank_loss.pt") -> None:
+        self.loss, self.name = loss, name
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the state next to the weights that the Trainer has just written."""
+        for module in self.loss.modules():
+            if hasattr(module, "gather_queue"):
+                module.gather_queue()
+        if args.should_save:
+            path = self._checkpoint(args, state) / self.name
+            torch.save(self.loss.state_dict(), path.with_suffix(".unfinished"))
+            path.with_suffix(".unfinished").replace(path)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Load the state, if the training does not start at step 0."""
+        if state.global_step == 0:
+            return
+        given = self.resume_from or args.resume_from_checkpoint
+        path = (Path(given) if isinstance(given, str) else self._checkpoint(args, state)) / self.name
+        if not path.exists():
+            fix = "Copy the file there, or remove the callback to continue with a new state of the loss."
+            raise FileNotFoundError(
+                expected("LossState", f"the state of the loss in {path}", Words("no such file"), fix)
+            )
+        self.loss.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+    @staticmethod
+    def _checkpoint(args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Do nothing in the other events. There is no base class to inherit from without importing transformers."""
+        if name.startswith("on_"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The other events of a callback."""
+
+
 class PooledLossMixin:
     """A mixin for ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
 
@@ -52,9 +120,9 @@ class PooledLossMixin:
     :func:`~fullrank.pooled_backward` back-propagates the window in the last of its micro-batches. The logged loss is
     that of the window.
 
-    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. The checkpoints of the
-    Trainer do not contain the state of the loss. Save its ``state_dict()`` next to them, or train without a queue and a
-    schedule.
+    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If ``pooled_loss`` is
+    a module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint, and loads them when
+    ``train(resume_from_checkpoint=...)`` resumes.
 
     Args:
         pooled_loss: called as ``pooled_loss(logits, labels)``; returns a scalar, the same on every rank.
@@ -75,6 +143,17 @@ class PooledLossMixin:
         self.pooled_loss = pooled_loss
         self._pooled_window: list[Mapping[str, Any]] = []
         self._pooled_epoch = -1
+        self._pooled_state = LossState(pooled_loss) if isinstance(pooled_loss, nn.Module) else None
+        if self._pooled_state is not None:
+            trainer: Any = self
+            trainer.add_callback(self._pooled_state)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, and tell the state of the loss which checkpoint it resumes from."""
+        if self._pooled_state is not None:
+            self._pooled_state.resume_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        trainer: Any = super()
+        return trainer.train(resume_from_checkpoint, *args, **kwargs)
 
     def compute_loss(
         self,

@@ -1,9 +1,10 @@
-"""Accelerate: the recipes of docs/integrations.md train as one process does."""
+"""Accelerate: the recipes of docs/recipes/accelerate.md train as one process does."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,21 @@ import pytest
 import torch
 from integration_cases import (
     SIZE,
-    blocks,
     change,
     flat,
+    gathered,
     make_encoder,
     make_rows,
     make_tokens,
     make_writer,
     own_pool,
+    recipe,
     run_block,
     token_mean,
     train,
     windows_of,
 )
+from sklearn.metrics import average_precision_score
 from torch import Tensor
 from torch.utils.data import DataLoader
 from workers import WorkerPool
@@ -77,20 +80,59 @@ def pooled(rank: int, recipe: str) -> tuple[float, float, float]:
     return change(model, before, expected), *errors
 
 
-def checkpointed(rank: int, folder: str) -> tuple[float, float]:
-    """Return the loss of a batch before its rows entered the queue, and after the state of then was loaded."""
-    accelerator = make_accelerator()
-    loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5)
-    accelerator.register_for_checkpointing(loss_fn)
-    features, targets = (part[24 * rank : 24 * rank + 24] for part in make_rows(48))
-    encoder = make_encoder()
-    loss_fn(encoder(features), targets)
-    accelerator.save_state(folder)
-    torch.distributed.barrier()
-    value = loss_fn(encoder(features + 1), targets)
-    loss_fn.reset_queue()
-    accelerator.load_state(folder)
-    return float(value), float(loss_fn(encoder(features + 1), targets))
+def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float, list[float], float, bool, bool]:
+    """Return the error of the parameters after two epochs, the metrics, and the last one by scikit-learn.
+
+    The last two: whether a job that resumes after the first epoch ends with the same bits, with the state of the loss
+    and without.
+    """
+    from accelerate.state import AcceleratorState
+
+    names = run_block(definitions.replace(*QUEUE), {})
+    features, targets = make_rows(64)
+    features = features.double()
+    rows = [{"features": features[row], "targets": targets[row]} for row in range(64)]
+    number = {tuple(row): index for index, row in enumerate(features.tolist())}
+    seen: list[Tensor] = []
+
+    def job(place: str, script: str, forgets: bool = False) -> tuple[Any, list[float]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        seen.clear()
+        model, loss_fn = make_encoder().double(), names["CrossEntropyPlusAP"]
+        model.register_forward_pre_hook(lambda module, args: seen.append(args[0]) if module.training else None)
+        found = {**names, "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+        found["train_loader"] = DataLoader(rows, SIZE, shuffle=True)
+        found["val_loader"] = DataLoader(rows[:45], SIZE)  # 45: not a multiple of the ranks
+        if forgets:
+            found["CrossEntropyPlusAP"] = type("Forgetful", (loss_fn,), {"load_state_dict": lambda *args: None})
+        run_block(script.replace("outputs", f"{folder}/{place}"), found)
+        return model, found["history"]
+
+    model, history = job("through", script)
+    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*gathered_rows(seen))]
+    reference = make_encoder().double()
+    loss_fn = names["CrossEntropyPlusAP"]()
+    loss_fn.cross_entropy.gather_distributed = loss_fn.ranking.gather_distributed = False
+
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        return loss_fn(reference(features[chosen]), targets[chosen])
+
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    expected, *_ = train(reference, loss, [chosen[:8], chosen[8:]], make_optimizer=adam)
+    error = change(model, flat(make_encoder().double()), expected)
+    resumed = []
+    for forgets in (False, True):
+        job("killed", script.replace("epochs=2", "epochs=1"))
+        again, _ = job("killed", script.replace("epochs=2", "epochs=2, first=1"), forgets)
+        resumed.append(torch.equal(flat(model), flat(again)))
+    with torch.no_grad():
+        by_sklearn = average_precision_score(targets[:45].numpy(), model(features[:45]).numpy())
+    return error, history, float(by_sklearn), *resumed
+
+
+def gathered_rows(seen: list[Tensor]) -> list[list[list[list[float]]]]:
+    """Return the rows of each step of every rank."""
+    return gathered([part.tolist() for part in seen])
 
 
 pytestmark = [
@@ -99,8 +141,9 @@ pytestmark = [
 ]
 
 LIMIT = 1e-6  # float32, of what the training has changed
-(SUMS,) = blocks("Sums")
-(POOLED,) = blocks("Pooled losses")
+QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
+DEFINITIONS, SCRIPT, SUMS, POOLED = recipe("accelerate")
+POOLED = POOLED.replace(*QUEUE)
 # What Accelerate's documentation calls gradient accumulation.
 MEAN_OF_MEANS = """
 from fullrank import causal_lm_loss
@@ -148,6 +191,19 @@ def test_control_the_mean_of_two_pools_is_not_the_loss_of_both(workers: WorkerPo
         assert parameters > 0.05
 
 
-def test_the_state_of_accelerate_holds_the_queue(workers: WorkerPool, tmp_path: Path) -> None:
-    for value, again in workers(checkpointed, str(tmp_path)):
-        assert value == again
+def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    found = workers(fitted, DEFINITIONS, SCRIPT, str(tmp_path))
+    for parameters, history, expected, resumed, without_loss in found:
+        assert parameters <= LIMIT
+        assert history[0] < history[1]  # the first epoch improves the metric
+        assert history[-1] == pytest.approx(expected, rel=1e-6)  # each validation row once
+        assert resumed
+        assert not without_loss  # control: the queue of the first epoch is missing
+    assert {path.name for path in (tmp_path / "through").iterdir()} == {"best", "last"}
+
+
+def test_control_the_repeated_rows_count(workers: WorkerPool, tmp_path: Path) -> None:
+    repeated = DEFINITIONS.replace("gather_for_metrics", "gather")
+    assert repeated != DEFINITIONS
+    for _, history, expected, *_ in workers(fitted, repeated, SCRIPT, str(tmp_path)):
+        assert history[-1] != pytest.approx(expected, rel=1e-4)

@@ -1,9 +1,11 @@
-"""PyTorch Lightning: the recipes of docs/integrations.md train as one process does."""
+"""PyTorch Lightning: the recipes of docs/recipes/lightning.md train as one process does."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from integration_cases import (
-    blocks,
     change,
     dealt,
     flat,
@@ -21,81 +22,120 @@ from integration_cases import (
     make_tokens,
     make_writer,
     own_pool,
+    recipe,
     run_block,
     token_mean,
     train,
 )
+from sklearn.metrics import average_precision_score
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from workers import WorkerPool, error_of
 
 import fullrank
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+EPOCHS = 3
 
 
 def row_loader(number: int = 64, size: int = 8) -> DataLoader[Any]:
     """Return a loader that Lightning deals out over the ranks by a sampler of its own."""
-    return DataLoader(TensorDataset(*make_rows(number)), batch_size=size)
+    features, targets = make_rows(number)
+    return DataLoader(TensorDataset(features.double(), targets), batch_size=size)
 
 
 def make_trainer(**options: Any) -> Any:
     """Return a Trainer of two gloo processes."""
-    from pytorch_lightning import Trainer
-    from pytorch_lightning.strategies import DDPStrategy
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy
 
     strategy = DDPStrategy(process_group_backend="gloo")
-    return Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET | options)
+    options = {"enable_checkpointing": False, **QUIET, **options}
+    return Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
 
 
-def scheduled(rank: int, definition: str, training: str) -> tuple[float, float]:
-    """Return the errors of parameters and last loss after four epochs: warm-up, blend, ranking loss."""
-    encoder, reference = make_encoder(), make_encoder()
-    names = run_block(definition, {"encoder": encoder, "loader": row_loader()})
-    loss_fn = names["Ranker"](reference).loss_fn
-    loss_fn.gather_distributed = False
-    names["Trainer"] = partial(names["Trainer"], **QUIET)
-    before = flat(encoder)
-    last = run_block(training, names)["trainer"].callback_metrics["loss"]
-    features, targets = make_rows(64)
+def make_recorder() -> Any:
+    """Return a callback of both packages that keeps the metric of each validation."""
+    from fullrank.integrations.lightning import LossSchedule
+
+    class Recorder(LossSchedule.__base__):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.values: list[float] = []
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                self.values.append(float(trainer.callback_metrics["val_ap"]))
+
+    return Recorder()
+
+
+def average_precision(encoder: Any, rows: tuple[Tensor, Tensor]) -> float:
+    """Return that of scikit-learn."""
+    with torch.no_grad():
+        return float(average_precision_score(rows[1].numpy(), encoder(rows[0].double()).numpy()))
+
+
+def trained(rank: int, definitions: str, training: str, folder: str) -> tuple[float, float, list[float], float, float]:
+    """Return the errors of parameters and last loss, the metric of each epoch with the one before, and its reference.
+
+    The last number is that of the checkpoint that was kept as the best.
+    """
+    encoder, reference = make_encoder().double(), make_encoder().double()
+    names = run_block(definitions, {"encoder": encoder})
+    loss_fn = deepcopy(names["model"].loss_fn if "model" in names else names["CrossEntropyPlusAP"]())
+    for module in loss_fn.modules():
+        if hasattr(module, "gather_distributed"):
+            module.gather_distributed = False
+    rows = make_rows(64)
+    recorder = make_recorder()
+    names |= {"train_loader": row_loader(), "val_loader": row_loader(), "quiet": QUIET, "recorder": recorder}
+    training = training.replace('accelerator="cpu",', 'accelerator="cpu", **quiet,')
+    before, first = flat(encoder), average_precision(encoder, rows)
+    found = run_block(training.replace('"outputs"', repr(folder)).replace("stop, ", "stop, recorder, "), names)
     started = set()
 
-    def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
-        if epoch not in started:
-            loss_fn.on_train_epoch_start(epoch)
-            started.add(epoch)
-        loss_fn.on_train_batch_start(step)
-        return loss_fn(reference(features[rows]), targets[rows])
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        if isinstance(loss_fn, fullrank.LossWarmupWrapper):
+            if epoch not in started:
+                loss_fn.on_train_epoch_start(epoch)
+                started.add(epoch)
+            loss_fn.on_train_batch_start(step)
+        return loss_fn(reference(rows[0][chosen].double()), rows[1][chosen])
 
-    expected, losses, _ = train(reference, loss, [dealt(64, 8, epoch) for epoch in range(4)])
-    return change(encoder, before, expected), abs(float(last) / losses[-1] - 1)
+    epochs = [dealt(64, 8, epoch) for epoch in range(EPOCHS)]
+    expected, losses, _ = train(reference, loss, epochs, make_optimizer=ADAM)
+    last = float(found["trainer"].callback_metrics["loss"])
+    errors = change(encoder, before, expected), abs(last / losses[-1] - 1)
+    values = [first, *recorder.values]
+    return *errors, values, average_precision(reference, rows), float(found["best"].best_model_score)
 
 
 def resumed(rank: int, definition: str, folder: str, at: int, keeps_loss: bool) -> tuple[list[str], float]:
     """Return what differs between a training of 16 steps and one that resumes at a step, and the temperature then."""
-    from pytorch_lightning.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from fullrank.integrations.lightning import LossSchedule
 
-    def trained(encoder: Any, path: str | None = None) -> Any:
-        model = run_block(definition, {})["Ranker"](encoder)
+    def trained(path: str | None = None) -> Any:
+        model = run_block(definition, {"encoder": make_encoder().double()})["model"]
         keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=at, save_top_k=-1, save_on_train_epoch_end=False)
         options = {"enable_checkpointing": path is None, "callbacks": [LossSchedule()] + [keep] * (path is None)}
         make_trainer(max_epochs=4, **options).fit(model, row_loader(), ckpt_path=path)
         return model
 
-    through = trained(make_encoder())
+    through = trained()
     path = Path(folder) / f"step={at}.ckpt"
     saved = torch.load(path, weights_only=True)
     temperature = saved["state_dict"]["loss_fn._extra_state"]["temperature"]
     if not keeps_loss:
-        fresh = run_block(definition, {})["Ranker"](make_encoder()).loss_fn.main_loss.state_dict(
+        fresh = run_block(definition, {"encoder": make_encoder()})["warm"].main_loss.state_dict(
             prefix="loss_fn.main_loss."
         )
         saved["state_dict"].update(fresh)
         path = path.with_name(f"without-{rank}.ckpt")
         torch.save(saved, path)
-    again = trained(make_encoder(), str(path))
+    again = trained(str(path))
     states = [flatten(model.state_dict()) for model in (through, again)]
     assert states[0].keys() == states[1].keys()
     names = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
@@ -133,7 +173,7 @@ def accumulated(rank: int, definition: str, options: dict[str, Any]) -> tuple[fl
 
 def window_ranked(rank: int, definition: str) -> tuple[float, float]:
     """Return the errors of parameters and last loss for a pooled loss over windows of 2 and 1 micro-batches."""
-    encoder, reference = make_encoder(), make_encoder()
+    encoder, reference = make_encoder().double(), make_encoder().double()
     before = flat(encoder)
     model = run_block(definition, {})["WindowRanker"](encoder, 2)
     trainer = make_trainer(max_epochs=3)
@@ -142,7 +182,7 @@ def window_ranked(rank: int, definition: str) -> tuple[float, float]:
     loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
 
     def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
-        return loss_fn(reference(features[rows]), targets[rows])
+        return loss_fn(reference(features[rows].double()), targets[rows])
 
     expected, losses, _ = train(reference, loss, [windows_of(dealt(48, 8, epoch)) for epoch in range(3)])
     return change(encoder, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
@@ -167,17 +207,19 @@ def share(rows: list[int], rank: int) -> list[int]:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs the extra `integrations`"),
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs the extra `integrations`"),
 ]
 
-LIMIT = 1e-6  # float32, of what the training has changed
-DEFINITION, TRAINING = blocks("Pooled")
-(WRITER,) = blocks("Sums over micro-batches")
-(WINDOW_RANKER,) = blocks("Pooled, over micro-batches")
+LIMIT = 1e-6  # of what the training has changed
+DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER = recipe("lightning")
+QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64)")
+WARM_RANKER = DEFINITION + WARM.replace(*QUEUE)
+WINDOW_RANKER = WINDOW_RANKER.replace(QUEUE[0], "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
+WARM_TRAINING = TRAINING.replace("model = Ranker(encoder, CrossEntropyPlusAP())\n", "")
 # What one writes without manual optimization.
 AUTOMATIC = """
 import torch
-from pytorch_lightning import LightningModule
+from lightning.pytorch import LightningModule
 
 from fullrank import causal_lm_loss
 
@@ -199,40 +241,63 @@ class Writer(LightningModule):
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
-    yield from own_pool("pytorch_lightning")
+    yield from own_pool("pytorch_lightning", "lightning.pytorch")
 
 
-def test_the_ranker_trains_as_one_process(workers: WorkerPool) -> None:
-    for parameters, loss in workers(scheduled, DEFINITION, TRAINING):
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_ranker_trains_as_one_process(workers: WorkerPool, tmp_path: Path, package: str) -> None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"needs {package}")
+    blocks = [block.replace("lightning.pytorch", package) for block in (DEFINITION, TRAINING)]
+    assert all(package in block for block in blocks)
+    for parameters, loss, values, expected, best in workers(trained, *blocks, str(tmp_path)):
         assert parameters <= LIMIT
         assert loss <= LIMIT
+        assert values[0] < values[1]  # the first epoch improves the metric
+        assert values[-1] == pytest.approx(expected, rel=1e-6)
+        assert best == pytest.approx(max(values[1:]))
+    assert {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
-def test_control_without_the_callback_the_warmup_never_ends(workers: WorkerPool) -> None:
-    without = TRAINING.replace("callbacks=[LossSchedule()]", "callbacks=[]")
-    assert without != TRAINING
-    for parameters, loss in workers(scheduled, DEFINITION, without):
-        assert parameters > 0.1
+def test_the_warm_up_trains_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    assert WARM_TRAINING != TRAINING
+    for parameters, loss, *_ in workers(trained, WARM_RANKER, WARM_TRAINING, str(tmp_path)):
+        assert max(parameters, loss) <= LIMIT
+
+
+def test_control_without_the_callback_the_warmup_never_ends(workers: WorkerPool, tmp_path: Path) -> None:
+    without = WARM_TRAINING.replace("stop, LossSchedule()", "stop")
+    assert without != WARM_TRAINING
+    for _, loss, *_ in workers(trained, WARM_RANKER, without, str(tmp_path)):
         assert loss > 0.1
 
 
-def test_control_losses_of_single_ranks_are_another_training(workers: WorkerPool) -> None:
-    alone = DEFINITION.replace("temp_decay_steps=8,", "temp_decay_steps=8, gather_distributed=False,")
+def test_control_losses_of_single_ranks_are_another_training(workers: WorkerPool, tmp_path: Path) -> None:
+    alone = DEFINITION.replace("num_classes=1", "num_classes=1, gather_distributed=False")
     assert alone != DEFINITION
-    for parameters, _ in workers(scheduled, alone, TRAINING):
+    for parameters, *_ in workers(trained, alone, TRAINING, str(tmp_path)):
         assert parameters > 0.01
+
+
+def test_a_single_callback_is_taken_by_both_packages() -> None:
+    """A Trainer wraps a callback that is not in a list only if it is an instance of the class of its own package."""
+    from fullrank.integrations.lightning import LossSchedule
+
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            assert isinstance(LossSchedule(), importlib.import_module(package).Callback)
 
 
 @pytest.mark.parametrize("step", [8, 12])
 def test_a_resumed_training_is_the_same_bit_for_bit(workers: WorkerPool, tmp_path: Path, step: int) -> None:
     """At the ends of epochs, the first that of the blend; Lightning then begins the next epoch without its hook."""
-    for differing, temperature in workers(resumed, DEFINITION, str(tmp_path), step, True):
+    for differing, temperature in workers(resumed, WARM_RANKER, str(tmp_path), step, True):
         assert differing == []
         assert 0.2 < temperature < 1.0  # it stands within its decay
 
 
 def test_control_resumed_without_the_queue(workers: WorkerPool, tmp_path: Path) -> None:
-    for differing, _ in workers(resumed, DEFINITION, str(tmp_path), 12, False):
+    for differing, _ in workers(resumed, WARM_RANKER, str(tmp_path), 12, False):
         assert "/encoder.0.weight" in differing
 
 

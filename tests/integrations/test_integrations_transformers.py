@@ -1,4 +1,4 @@
-"""The Trainer of transformers: the recipes of docs/integrations.md train as one process does."""
+"""The Trainer of transformers: the recipes of docs/recipes/trainer.md train as one process does."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from integration_cases import (
     SIZE,
-    blocks,
     change,
     flat,
     make_tokens,
     own_pool,
+    recipe,
     run_block,
     token_mean,
     train,
     windows_of,
 )
+from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from workers import WorkerPool
 
 import fullrank
-from fullrank.integrations.transformers import PooledLossMixin, causal_lm_loss_func
+from fullrank.integrations.transformers import LossState, PooledLossMixin, causal_lm_loss_func
 
 pytestmark = pytest.mark.slow
 
@@ -179,14 +181,85 @@ def evaluated(rank: int, folder: str) -> tuple[float, float, int]:
     return found, float(expected), len(loss_fn.queue)
 
 
+def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], list[float], str, list[bool], str]:
+    """Train, validate and resume with the script of the page.
+
+    Returns the error of the parameters, the metric before training and after each epoch, the same of one process by
+    scikit-learn, the name of the best checkpoint, whether a resumed training ends with the same bits (with the state of
+    the loss, without it), and the error without the file of the state.
+    """
+    rows = pooled_rows()
+    names = run_block(DEFINITIONS.replace("num_classes=1", "num_classes=1, queue_size=64, temperature=0.5"), {})
+
+    def job(place: str, script: str, forgets: bool = False) -> Any:
+        dist.barrier()  # the files of the last job are there
+        loss_fn = names["CrossEntropyPlusAP"]
+        options = {"eval_on_start": True, "save_only_model": False}
+        found = {**names, "model": make_model("bert"), "train_rows": rows, "val_rows": rows}
+        found["TrainingArguments"] = lambda *args, **kwargs: make_arguments(f"{folder}/{place}", **options, **kwargs)
+        if forgets:
+            found["CrossEntropyPlusAP"] = type("Forgetful", (loss_fn,), {"load_state_dict": lambda *args: None})
+        return run_block(script, found)["trainer"]
+
+    reference = make_model("bert")
+    loss_fn = names["CrossEntropyPlusAP"]()
+    loss_fn.cross_entropy.gather_distributed = loss_fn.ranking.gather_distributed = False
+    tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels"))
+    expected: list[float] = []
+
+    def validate() -> None:
+        with torch.no_grad():
+            expected.append(average_precision_score(labels.numpy(), reference.eval()(input_ids=tokens).logits.numpy()))
+
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        if step == 3:
+            validate()
+        return loss_fn(reference.train()(input_ids=tokens[chosen]).logits, labels[chosen])
+
+    validate()
+    train(reference, loss, [windows_of(40)] * EPOCHS, max_norm=1.0)
+    validate()
+
+    last = script.replace("load_best_model_at_end=True", "load_best_model_at_end=False")
+    last = re.sub(r"    callbacks=.*\n", "", last)
+    trainer = job("through", last)
+    history = log_of(trainer, "eval_ap")
+    errors = change(trainer.model, flat(make_model("bert")), flat(reference))
+    best = Path(job("best", script).state.best_model_checkpoint).name
+    resumed = []
+    for place, forgets in (("killed", False), ("forgets", True), ("missing", False)):
+        job(place, last.replace("num_train_epochs=2", "num_train_epochs=1"))
+        if place == "missing":
+            break
+        again = job(place, last.replace("train()", "train(resume_from_checkpoint=True)"), forgets)
+        resumed.append(torch.equal(flat(trainer.model), flat(again.model)))
+    dist.barrier()
+    if rank == 0:
+        for path in Path(folder).glob("missing/*/fullrank_loss.pt"):
+            path.unlink()
+    text = ""
+    try:
+        job("missing", last.replace("train()", "train(resume_from_checkpoint=True)"))
+    except FileNotFoundError as error:
+        text = str(error)
+    return errors, history, expected, best, resumed, text
+
+
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
     pytest.skip("needs the extra `integrations`", allow_module_level=True)
 if int(version("transformers").partition(".")[0]) < 5:
     pytest.skip("needs transformers 5, which takes Python 3.11", allow_module_level=True)
 
 LIMIT = 1e-6  # float32, of what the training has changed
-(CAUSAL,) = blocks("Causal models")
-(POOLED,) = blocks("Pooled losses in the Trainer")
+CAUSAL, DEFINITIONS, SCRIPT = recipe("trainer")
+POOLED = (
+    DEFINITIONS
+    + """
+loss_fn = SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)
+trainer = RankingTrainer(model=model, args=arguments, train_dataset=dataset, pooled_loss=loss_fn)
+trainer.train()
+"""
+)
 # What the Trainer does by itself.
 OWN_LOSS = CAUSAL.replace(", compute_loss_func=causal_lm_loss_func", "")
 UNTYPED = re.sub(r"model\.loss_type = .*\n", "", CAUSAL)
@@ -265,6 +338,16 @@ def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path,
         assert max(errors) <= LIMIT
 
 
+def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    for parameters, history, expected, best, resumed, missing in workers(fitted, SCRIPT, str(tmp_path)):
+        assert parameters <= LIMIT
+        assert history == pytest.approx(expected, rel=1e-6)
+        assert history[0] < history[1]  # the first epoch improves the metric
+        assert best == f"checkpoint-{3 * (1 + (history[2] > history[1]))}"
+        assert resumed == [True, False]  # the second is the control: without the state it is another training
+        assert "expected the state of the loss in" in missing
+
+
 def test_the_schedule_of_a_pooled_loss(workers: WorkerPool, tmp_path: Path) -> None:
     assert SCHEDULED != POOLED
     for errors in workers(pooled, SCHEDULED, str(tmp_path), {}):
@@ -283,6 +366,13 @@ def test_evaluation_is_the_loss_of_one_process(workers: WorkerPool, tmp_path: Pa
     for found, expected, queued in workers(evaluated, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-6)
         assert queued == 0
+
+
+def test_the_callback_does_nothing_in_other_events() -> None:
+    callback = LossState(torch.nn.Linear(1, 1))
+    assert callback.on_some_event_of_a_later_version(None, None, None) is None
+    with pytest.raises(AttributeError, match="no attribute 'loss_of'"):
+        callback.loss_of  # noqa: B018
 
 
 def test_without_labels_the_error_says_what_is_missing() -> None:

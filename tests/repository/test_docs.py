@@ -208,6 +208,10 @@ ELSEWHERE = {
     "accumulation.md": ("test_accumulation_doc.py", "test_every_block_is_run_here"),
     "checkpointing.md": ("test_resume.py", "test_no_block_is_left_out"),
     "integrations.md": ("test_integrations_plain.py", "test_every_block_is_run"),
+    "recipes/accelerate.md": ("test_integrations_accelerate.py", "test_it_trains_validates_and_resumes_as_one_process"),
+    "recipes/ddp.md": ("test_recipe_ddp.py", "test_the_script_prints_what_the_page_says"),
+    "recipes/lightning.md": ("test_integrations_lightning.py", "test_the_ranker_trains_as_one_process"),
+    "recipes/trainer.md": ("test_integrations_transformers.py", "test_it_trains_validates_and_resumes_as_one_process"),
 }
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [
@@ -546,6 +550,7 @@ def public_names() -> list[str]:
     names += [f"fullrank.losses.{name}" for name in fullrank.losses.__all__ if name not in fullrank.__all__]
     metrics = importlib.import_module("fullrank.metrics")
     names += [f"fullrank.metrics.{name}" for name in metrics.__all__]
+    names += [f"fullrank.data.{name}" for name in importlib.import_module("fullrank.data").__all__]
     for module in ("lightning", "transformers"):
         tree = ast.parse((ROOT / "integrations" / f"{module}.py").read_text("utf-8"))
         defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]

@@ -165,6 +165,7 @@ ALLOWED_IMPORTS = {
     "kernels": {"errors"},
     "distributed": {"errors"},
     "queues": {"errors", "distributed"},
+    "data": {"errors", "distributed"},
     "gradients": {"errors", "distributed"},
     "accumulation": {"errors", "kernels", "distributed", "gradients"},
     "losses": {"errors", "kernels", "distributed", "queues"},

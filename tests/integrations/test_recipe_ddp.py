@@ -1,0 +1,130 @@
+"""docs/recipes/ddp.md: the script trains as one process does, resumes, and prints what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration_cases import assert_printed, change, dealt, flat, output_of, recipe, run_block, within_group
+from sklearn.metrics import average_precision_score
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from workers import WorkerPool
+
+import fullrank
+
+pytestmark = pytest.mark.slow
+
+DEFINITIONS, MAIN = recipe("ddp")
+LIMIT = 1e-6  # of what the training has changed; in float64, since Adam blows up the rounding of small gradients
+SIZE = 16
+
+
+def make_network() -> nn.Module:
+    """Return a small network in float64, the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def make_rows(number: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return features and targets (N, 1), one in six positive."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(number, 8, generator=generator, dtype=torch.float64)
+    return features, (features[:, :1] + 0.5 * torch.randn(number, 1, generator=generator) > 1).long()
+
+
+def queued(names: dict[str, Any]) -> nn.Module:
+    """Return the loss of the page, with a queue."""
+    loss_fn = names["CrossEntropyPlusAP"]()
+    loss_fn.ranking = fullrank.SmoothAPLoss(num_classes=1, queue_size=64)
+    return loss_fn
+
+
+def fitted(rank: int, definitions: str, folder: str) -> tuple[float, list[float], float]:
+    """Return the error of the parameters after two epochs, the metric of each, and its last value by scikit-learn."""
+    names = run_block(definitions, {})
+    train, val = make_rows(96, 0), make_rows(75, 1)
+    network, reference = make_network(), make_network()
+    before = flat(network)
+    history = names["fit"](
+        network, queued(names), TensorDataset(*train), TensorDataset(*val), Path(folder), epochs=2, batch_size=SIZE
+    )
+    loss_fn = queued(names)
+    for module in loss_fn.modules():
+        if hasattr(module, "gather_distributed"):
+            module.gather_distributed = False
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for epoch in range(2):
+        for rows in dealt(96, SIZE, epoch):
+            optimizer.zero_grad()
+            loss_fn(reference(train[0][rows]), train[1][rows]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        expected = average_precision_score(val[1].numpy(), reference(val[0]).numpy())
+    return change(network, before, flat(reference)), history, float(expected)
+
+
+def resumed(rank: int, definitions: str, folder: str, keeps_loss: bool) -> tuple[bool, bool]:
+    """Return whether weights and history after a restart equal those of a job without one."""
+    names = run_block(definitions, {})
+    sets = [TensorDataset(*make_rows(*of)) for of in ((96, 0), (75, 1))]
+
+    def job(place: str, epochs: int) -> tuple[Tensor, list[float]]:
+        path = Path(folder) / place
+        path.mkdir(exist_ok=True)
+        network = make_network()
+        history = names["fit"](network, queued(names), *sets, path, epochs=epochs, batch_size=SIZE)
+        return flat(network), history
+
+    through, history = job("through", 2)
+    job("killed", 1)
+    if not keeps_loss:
+        path = Path(folder) / "killed" / "last.pt"
+        saved = torch.load(path, weights_only=True)
+        saved["loss"] = queued(names).state_dict()
+        torch.distributed.barrier()
+        torch.save(saved, path.with_name(f"{rank}.pt"))
+        path.with_name(f"{rank}.pt").replace(path)
+        torch.distributed.barrier()
+    again, continued = job("killed", 2)
+    return torch.equal(through, again), history == continued
+
+
+def whole(rank: int, script: str) -> tuple[str, list[float]]:
+    """Return what the script prints, and the metric of the last training."""
+    names: dict[str, Any] = {}
+    out = output_of(script, names)
+    return out, names["history"]
+
+
+def test_it_trains_and_validates_as_one_process(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    for parameters, history, expected in pool_of_two(fitted, DEFINITIONS, str(tmp_path)):
+        assert parameters <= LIMIT
+        assert history[0] < history[1]  # the first epoch improves the metric
+        assert history[-1] == pytest.approx(expected, rel=LIMIT)
+    assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "best.pt"}
+
+
+def test_control_another_batch(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    shuffled = DEFINITIONS.replace("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 1)")
+    assert shuffled != DEFINITIONS
+    for parameters, *_ in pool_of_two(fitted, shuffled, str(tmp_path)):
+        assert parameters > 1e-3
+
+
+def test_it_resumes_bit_for_bit(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    assert pool_of_two(resumed, DEFINITIONS, str(tmp_path), True) == [(True, True)] * 2
+
+
+def test_control_a_resume_without_the_loss(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    assert [same for same, _ in pool_of_two(resumed, DEFINITIONS, str(tmp_path), False)] == [False] * 2
+
+
+def test_the_script_prints_what_the_page_says(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    (out, history), (quiet, _) = pool_of_two(whole, within_group(DEFINITIONS + MAIN, str(tmp_path)))
+    assert_printed(out, "ddp")
+    assert quiet == ""
+    assert history[0] < history[1]
