@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 import torch
@@ -80,9 +81,14 @@ class RankingMetric(GatheredMetric):
             TypeError: for logits that are not floating, and for arguments that are missing or given twice.
             ValueError: for shapes that do not fit, tensors on two devices, or a class index out of range.
         """
+        given = {"logits": "logits" if preds is None else "preds", "targets": "targets" if target is None else "target"}
         logits = _either("logits", logits, "preds", preds)
         targets = _either("targets", targets, "target", target)
-        batch = check_batch(logits, targets, None, None, self._rule)
+        try:
+            batch = check_batch(logits, targets, None, None, self._rule)
+        except (TypeError, ValueError) as error:  # in the names of the caller
+            message = re.sub(r"\b(logits|targets)\b", lambda found: given[found[0]], str(error))
+            raise type(error)(message) from None
         kept = batch.targets != self.ignore_index
         kept = kept.any(dim=1) if self.multi_hot else kept
         self.logits.append(batch.logits.detach().to(compute_dtype(logits.dtype))[kept])

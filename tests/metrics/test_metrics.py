@@ -579,6 +579,10 @@ def test_the_names_of_torchmetrics_and_the_inputs_people_have(kind):
     _close(collection.compute()["ours"], _value(kind(1, average=None), scores.sigmoid(), targets))
     with pytest.raises(TypeError, match="logits: expected logits or preds, got both"):
         metric.update(scores, targets, preds=scores)
+    with pytest.raises(ValueError, match=r"target: .*preds"):
+        metric.update(preds=scores, target=targets[:-1])
+    with pytest.raises(ValueError, match=r"targets: .*logits"):
+        metric.update(scores, targets[:-1])
     with pytest.raises(ValueError, match=r"targets: expected 0, 1 or ignore_index=-100, got 0\.5"):
         metric.update(scores, targets * 0.5)
 
