@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
+
+from fullrank.preflight import speed
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The peer builds several float32 matrices (positives x rows), at least three of them at the same time.
 PEER_BYTES_PER_PAIR = 3 * 4
 PEER_MOST_BYTES = 8 * 2**30
-SHORTEST = 0.02  # seconds, the least that one repetition measures: a shorter step is run several times
 # How a script starts its processes. The server that forks them has imported the script once, and computed nothing.
 START_METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
 Steps = dict[str, Callable[[], object]]
@@ -59,13 +59,7 @@ def training_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> Callable[
 
 def interleave(steps: Steps, repeats: int) -> dict[str, list[float]]:
     """Return ``repeats`` times in seconds of each step. The steps take turns; each first runs once unmeasured."""
-    threads = torch.get_num_threads()  # a Timer uses one thread by default
-    timers = {name: Timer("step()", globals={"step": step}, num_threads=threads) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, timer in timers.items():
-            times[name].append(timer.blocked_autorange(min_run_time=SHORTEST).median)
-    return times
+    return speed.interleave(steps, repeats, torch.device("cpu"))
 
 
 def machine() -> dict[str, Any]:
