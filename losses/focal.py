@@ -121,7 +121,10 @@ class FocalLoss(DistributedLoss):
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
 
         Args:
-            inputs, targets: see the class.
+            inputs: raw scores of this rank. Sigmoid: any shape. Softmax: (N, C, *), C >= 2. Sizes may differ between
+                ranks and may be 0.
+            targets: sigmoid: the shape of inputs, where one of (N,) and (N, 1) may stand for the other, from 0 to 1.
+                Softmax: (N, *) class indices.
             sample_weight: >= 0, weight of each element; None for all 1.
 
         Raises:
