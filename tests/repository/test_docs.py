@@ -208,6 +208,9 @@ ELSEWHERE = {
     "checkpointing.md": ("test_resume.py", "test_no_block_is_left_out"),
     "integrations.md": ("test_integrations_plain.py", "test_every_block_is_run"),
 }
+ELSEWHERE |= {
+    page: ("test_migrating.py", "test_the_block_of_a_page") for page in PAGES if page.startswith("migrating/")
+}
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [
     f"{name}.md"
