@@ -216,6 +216,9 @@ ELSEWHERE = {
     "recipes/lightning.md": ("test_integrations_lightning.py", "test_the_ranker_trains_as_one_process"),
     "recipes/trainer.md": ("test_integrations_transformers.py", "test_it_trains_validates_and_resumes_as_one_process"),
 }
+ELSEWHERE |= {
+    page: ("test_migrating.py", "test_the_block_of_a_page") for page in PAGES if page.startswith("migrating/")
+}
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
     f"{name}.md"
