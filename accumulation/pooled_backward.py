@@ -358,9 +358,10 @@ def _replay(
     The header comes before the last backward, in which the wrapper reduces: there all ranks can still raise the
     same error, because none of them waits in that reduction yet.
     """
-    differences: list[Tensor] = []
+    off = torch.zeros(())  # the largest difference between the scores of both passes
 
     def replay_all() -> tuple[Tensor, Tensor]:
+        nonlocal off
         with _autocast_off(devices):
             scored.start(value if scaler is None else scaler.scale(value))
         for index, batch in enumerate(scored.second_pass()):
@@ -371,7 +372,7 @@ def _replay(
             if is_last or window.sync == "each":
                 window.wrappers.check_forwards("scores", scores, used)
             if check_replay:
-                differences.append(scored.difference(index, scores.detach()))
+                off = torch.maximum(off.to(scores.device), scored.difference(index, scores.detach()))
             grad = scored.gradient(index, batch, scores.detach())
             if not is_last:
                 with _autocast_off(devices):
@@ -383,7 +384,7 @@ def _replay(
         if not check_replay:
             return Offer(last, facts)
         top = scored.top
-        return Offer(last, facts, totals=(torch.stack(differences).amax(), top * tolerance(scored.dtype), top))
+        return Offer(last, facts, totals=(off, top * tolerance(scored.dtype), top))
 
     state = save_rng(devices)
     try:

@@ -59,7 +59,8 @@ class StreamedScores:
         self._micro_batches, self._rows_of, self._table, self._devices = micro_batches, rows_of, table, devices
         self._loss: LossOfTable | None = None
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
-        self._digests: list[Tensor] = []
+        # One tensor: small ones that live on, each behind the buffers of a forward, would keep their memory in pieces.
+        self._digests = torch.empty(0)  # [micro-batches, NUM_SAMPLED + 1]
         self._mistake: Exception | None = None
         self.top = torch.zeros(())
         self._began = save_rng(devices)
@@ -86,8 +87,11 @@ class StreamedScores:
             raise ValueError(expected("forward", "scores of one kind from all micro-batches", found))
         scores = scores.detach()
         self._table.add(scores, *self._rows_of(batch))
+        digest = digest_of(scores)
+        if not self._forms:
+            self._digests = digest.new_empty(len(self._micro_batches), digest.numel())
+        self._digests[len(self._forms)] = digest
         self._forms.append((scores.shape, scores.dtype))
-        self._digests.append(digest_of(scores))
         self.top = torch.maximum(self.top.to(scores.device), largest_score(scores))
 
     def check(self) -> StreamedScores:
@@ -157,10 +161,11 @@ def check_scores(scores: Any) -> None:
 
 
 def digest_of(scores: Tensor) -> Tensor:
-    """Return some of the scores, evenly spaced from first to last, and the mean of all; empty without any."""
+    """Return (NUM_SAMPLED + 1,) the mean of the scores and some of them, evenly spaced from first to last; then 0."""
     flat = scores.detach().reshape(-1).to(torch.promote_types(scores.dtype, torch.float32))
-    if flat.numel() == 0:
-        return flat
-    count = min(NUM_SAMPLED, flat.numel())
-    places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-    return torch.cat([flat[places], flat.mean(dtype=torch.float64).to(flat.dtype)[None]])
+    digest = flat.new_zeros(NUM_SAMPLED + 1)
+    if flat.numel():
+        count = min(NUM_SAMPLED, flat.numel())
+        places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+        digest[0], digest[1 : count + 1] = flat.mean(dtype=torch.float64), flat[places]
+    return digest

@@ -62,7 +62,15 @@ STEPS = {
     "softmax focal": Step(losses.SoftmaxFocalLoss, 100_000, 10),
 }
 QUICK = [name for name, step in STEPS.items() if not step.is_large]
-OVER_RANKS = ["SmoothAP, queue of 1,024", "softmax focal"]
+OVER_RANKS = {
+    "SmoothAP, queue of 1,024": STEPS["SmoothAP, queue of 1,024"],
+    "SmoothAP, sharded": Step(_ap(queue_size=1024, pool="sharded"), 100_000),
+    "Recall, sharded": Step(
+        lambda: losses.RecallAtQuantileLoss(1, temperature=0.1, queue_size=1024, pool="sharded"), 100_000
+    ),
+    "retrieval": Step(losses.RetrievalSmoothAPLoss, 1_000, 64),  # 64 dimensions and 64 labels
+    "softmax focal": STEPS["softmax focal"],
+}
 
 
 def make_rows(step: Step, rank: int = 0) -> tuple[Tensor, Tensor]:
@@ -96,23 +104,25 @@ def main() -> None:
     """Count the steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="leave out what takes seconds")
-    parser.add_argument("--lines", choices=STEPS, help="print the lines that cost most in this step")
+    parser.add_argument("--lines", choices=STEPS | OVER_RANKS, help="print the lines that cost most in this step")
     arguments = parser.parse_args()
-    rank, names = int(os.environ.get("RANK", 0)), QUICK if arguments.quick else list(STEPS)
-    if "WORLD_SIZE" in os.environ:
+    rank, is_alone = int(os.environ.get("RANK", 0)), "WORLD_SIZE" not in os.environ
+    steps = STEPS if is_alone else OVER_RANKS
+    if not is_alone:
         init_process_group()
-        names = OVER_RANKS
     if arguments.lines:
-        print(counts_of(STEPS[arguments.lines], rank).report(40))
+        report = counts_of(steps[arguments.lines], rank).report(400)
+        print(f"rank {rank}: {report}")
         return
-    found = {name: counts_of(STEPS[name], rank) for name in names}
+    names = QUICK if is_alone and arguments.quick else list(steps)
+    found = {name: counts_of(steps[name], rank) for name in names}
     if rank == 0:
         heads = ("step (forward + backward)", "rows", "classes", "waits", "launches", "MB", "model, ms")
         table = [
             (
                 name,
-                f"{STEPS[name].rows:,}",
-                str(STEPS[name].classes),
+                f"{steps[name].rows:,}",
+                str(steps[name].classes),
                 str(counts.waits),
                 str(counts.launches),
                 f"{counts.bytes / 1e6:,.0f}",

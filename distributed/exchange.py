@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import all_gather, all_reduce, reduce_scatter
-from .payload import gather_payload, is_staged
+from .payload import gather_payload, is_staged, padded_places
 
 
 class Exchange(NamedTuple):
@@ -51,8 +51,11 @@ class Exchange(NamedTuple):
         """Return this rank's rows of the sum over the ranks of ``tensor`` (sum of counts, ...), rows in rank order."""
         most, rank = max(1, *counts), self.rank
         padded = tensor.new_zeros(len(counts), most, *tensor.shape[1:])
-        for part, rows in zip(padded, tensor.split(list(counts))):
-            part[: len(rows)] = rows
+        if tensor.device.type == "cpu":
+            for part, rows in zip(padded, tensor.split(list(counts))):
+                part[: len(rows)] = rows
+        else:  # as many kernels for any number of ranks
+            padded[padded_places(counts, tensor.device)] = tensor
         staged = padded.cpu() if is_staged(tensor, self.group) else padded
         own = staged.new_empty(staged[0].numel())
         named = f"the reduce-scatter of {what}"

@@ -5,7 +5,7 @@ first joins an all-gather of one header of eight words, even if its checks have 
 
     | failed | digest | rows | checksum | total 0 | total 1 | total 2 | total 3 |
 
-    failed    1 if this rank failed its checks
+    failed    2 if this rank failed its checks; 1 if a check of values failed whose reason is still on the device
     digest    64-bit hash of the facts that must be equal on all ranks: which call, dtypes, shapes, flags, state ...;
               of the reason, if this rank failed
     rows      number of rows on this rank (may differ: the payload is padded to the largest)
@@ -14,7 +14,8 @@ first joins an all-gather of one header of eight words, even if its checks have 
 
 All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
 exchange the reasons, and all raise the same :class:`~fullrank.errors.RankError`. This second exchange happens only
-before an error. The digests say which ranks have the same reason, so at most four ranks send one.
+before an error. The digests say which ranks have the same reason, so at most four ranks send one. A :class:`Doubt` is
+read together with the headers. If there is one, its rank finds out the reason, and all exchange headers once more.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 # The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
 _BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
+_IN_DOUBT, _FAILED = 1, 2  # the first word
+
 _MOST = 4  # ranks, reasons and values that a message names
 _LONGEST = 2000  # characters of a reason or a fact that travel: each of W ranks receives W times the longest message
 
@@ -73,6 +76,26 @@ class Checksum(NamedTuple):
     advice: str
 
 
+class Doubt(NamedTuple):
+    """A check of values on the device that has not been read: its outcome can travel with the header."""
+
+    flag: Tensor  # bool scalar: the check has failed
+    error: Callable[[], Exception]  # what to raise then; it may wait for the device
+
+    def check(self) -> None:
+        """Wait for the device, and raise if the check has failed."""
+        if bool(self.flag):
+            raise self.error()
+
+
+def joined(doubts: Sequence[Doubt]) -> Doubt | None:
+    """Return all ``doubts`` as one, with the error of the first that failed; None without one."""
+    if len(doubts) < 2:
+        return doubts[0] if doubts else None
+    flag = torch.stack([doubt.flag for doubt in doubts]).any()
+    return Doubt(flag, lambda: next(doubt.error() for doubt in doubts if bool(doubt.flag)))
+
+
 @dataclass(frozen=True)
 class Offer(Generic[T]):
     """What one rank contributes to a call.
@@ -83,6 +106,7 @@ class Offer(Generic[T]):
         rows: number of rows on this rank.
         totals: at most four numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
+        doubt: checks of this rank's arguments that have not been read.
     """
 
     value: T
@@ -90,6 +114,7 @@ class Offer(Generic[T]):
     rows: int = 0
     totals: Sequence[Tensor | float] = ()
     checksum: Checksum | None = None
+    doubt: Doubt | None = None
 
 
 @dataclass(frozen=True)
@@ -136,23 +161,37 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
     number = next(_NUMBERS)
     device = header_device(ranks)
     texts, advice, checksum, mine = {"call": call}, {}, None, None
+
+    def header_of_failure(error: Exception) -> Tensor:
+        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device)
+
     try:
         offer = bring()
         texts |= {name: repr(fact) for name, fact in offer.facts.items()}
         advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
-        checksum = offer.checksum
+        checksum, doubt = offer.checksum, offer.doubt
+        if doubt is not None and "cpu" in (device.type, doubt.flag.device.type):
+            doubt.check()  # which waits no longer than it would take to read the flag
+            doubt = None
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
-        words = (0, digest(texts), offer.rows, 0 if checksum is None else checksum.value)
+        known = digest(texts), offer.rows, 0 if checksum is None else checksum.value
         for total in offer.totals:
             if isinstance(total, Tensor):
                 check_device_of_group("total", total, ranks)
-        header = _pack(words, offer.totals, device)
+        header = _pack((0 if doubt is None else doubt.flag, *known), offer.totals, device)
     except Exception as error:
         if _is_shared(error, ranks, number):
             raise
-        mine = error
-        header = _pack((1, digest({"reason": reason_of(error)}), 0, 0), (), device)
+        mine, header = error, header_of_failure(error)
     gathered = _gather_headers(call, header, ranks).cpu()  # [W, 8]; an accelerator is waited for once, here
+    if _IN_DOUBT in gathered[:, 0].tolist():
+        try:
+            if mine is None and doubt is not None:
+                doubt.check()
+                header[0] = 0
+        except Exception as error:
+            mine, header = error, header_of_failure(error)
+        gathered = _gather_headers(call, header, ranks).cpu()
     heads = gathered[:, :4].tolist()
     first = heads[0]
     if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..accumulation import pooled_backward
 from ..errors import Words, expected
-from ..losses import causal_lm_loss
+from ..losses import RankingLoss, causal_lm_loss
 from .schedules import find_schedules
 
 
@@ -76,7 +76,7 @@ class LossState:
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state next to the weights that the Trainer has just written."""
         for module in self.loss.modules():
-            if hasattr(module, "gather_queue"):
+            if isinstance(module, RankingLoss):
                 module.gather_queue()
         if args.should_save:
             path = self._checkpoint(args, state) / self.name

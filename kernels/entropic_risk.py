@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .pairs import chunks_of_pairs
 from .registration import register
-from .sigmoid_sums import chunks_of_pairs
 
 MOST_POWERS = 100
 POWER = 10_000  # pairs that take as long as one power of a few rows

@@ -92,9 +92,16 @@ def upper_quantiles(
 
 
 def upper_levels(
-    scores: Tensor, member: Tensor | None, fractions: Sequence[float], interpolation: str = "higher"
+    scores: Tensor,
+    member: Tensor | None,
+    fractions: Sequence[float],
+    interpolation: str = "higher",
+    num_members: int | None = None,
 ) -> Levels:
-    """Return the quantiles of :func:`upper_quantiles` without rounding those between two scores."""
+    """Return the quantiles of :func:`upper_quantiles` without rounding those between two scores.
+
+    ``num_members`` is the number of members of a single class; None counts them.
+    """
     scores = scores.detach()
     num_rows = scores.shape[1]
     if num_rows == 0:
@@ -102,8 +109,8 @@ def upper_levels(
         return Levels(base, base.double() if interpolation in BLENDED else None)
     # Numbers of the host reach the device by copies that do not wait for it.
     shares = torch.tensor([1.0 - q for q in fractions], dtype=torch.float64, device="cpu")
-    last: Tensor | int = num_rows - 1
-    if member is None:
+    last: Tensor | int = max(0, (num_rows if member is None or num_members is None else num_members) - 1)
+    if member is None or num_members is not None:
         ranks, weight = ranks_of(last * shares[None], interpolation)
         weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:

@@ -30,7 +30,7 @@ Outputs = tuple[Tensor, ...]
 
 # The operators read values, so no CUDA graph can hold them. With the tag, a compiled graph is cut around them.
 _has_tags = "tags" in inspect.signature(torch.library.custom_op).parameters and hasattr(torch.Tag, "cudagraph_unsafe")
-_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if _has_tags else {}
+OPAQUE: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if _has_tags else {}
 
 _FORWARD_MODE = (
     "a ranking loss: expected reverse-mode differentiation, got forward mode. Use backward(), torch.autograd.grad, "
@@ -69,11 +69,11 @@ def register(
     """
     forward, backward = exact(forward), exact(backward)
     num_inputs = len(inspect.signature(forward).parameters)
-    operator = torch.library.custom_op(f"fullrank::{name}", forward, mutates_args=(), **_TAGS)
+    operator = torch.library.custom_op(f"fullrank::{name}", forward, mutates_args=(), **OPAQUE)
     operator.register_fake(fake)
     compiled_backward: Callable[..., Any] = backward
     if fake_backward is not None:
-        backward_operator = torch.library.custom_op(f"fullrank::{name}_backward", backward, mutates_args=(), **_TAGS)
+        backward_operator = torch.library.custom_op(f"fullrank::{name}_backward", backward, mutates_args=(), **OPAQUE)
         backward_operator.register_fake(fake_backward)
         compiled_backward = backward_operator
 

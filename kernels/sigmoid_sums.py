@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .node_tables import (
     order_for,
     sources_of,
 )
+from .pairs import chunks_of_pairs, sigmoid_and_slope, slope_of
 from .registration import check_not_batched, register
 from .torch_private import func_transforms_are_active
 
@@ -110,6 +111,67 @@ def _is_variable(weights: Tensor) -> bool:
     return weights.requires_grad or func_transforms_are_active()
 
 
+class _Problem(NamedTuple):
+    """The sums over the keys that are asked for at each query."""
+
+    queries: Tensor  # [C, Q]
+    keys: Tensor  # [C, K]
+    weights: Tensor  # [C, K, n]
+    temperature: float
+    method: str
+    temperatures: Tensor | None  # [C], instead of ``temperature``
+
+    @property
+    def num_pairs(self) -> int:
+        return self.queries.numel() * self.keys.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """Queries and keys, once for each column of weights."""
+        return (self.queries.numel() + self.keys.numel()) * self.weights.shape[2]
+
+    def ends(self) -> Tensor | None:
+        """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
+
+        None where the pairs are summed directly in any case. Waits for the device, once for all of them.
+        """
+        queries, keys = self.queries, self.keys
+        if self.method == "direct" or self.num_pairs == 0:
+            return None
+        if self.method == "auto" and costs_of(queries.device).pairs_are_faster(self.num_pairs, self.num_rows):
+            return None
+        low = torch.minimum(queries.amin(dim=1), keys.amin(dim=1))
+        high = torch.maximum(queries.amax(dim=1), keys.amax(dim=1))
+        return torch.stack([low, high, torch.ones_like(low) if self.temperatures is None else self.temperatures]).cpu()
+
+    def num_parts(self) -> int:
+        """Return into how many parts the classes are split; one part has its pairs summed directly.
+
+        Fewer classes may have bins where more have not: up to ``MOST_KERNELS`` may have a kernel each, and a single
+        class may have bins outside of its window.
+        """
+        costs, num_classes = costs_of(self.queries.device), self.queries.shape[0]
+        if self.method == "direct" or num_classes <= 1:
+            return 1
+        if self.temperatures is not None and num_classes > MOST_KERNELS:
+            together = costs.pairs_are_faster(self.num_pairs, self.num_rows)
+            return 1 if together else math.ceil(num_classes / MOST_KERNELS)
+        of_one = self.num_pairs // num_classes, self.num_rows // num_classes
+        return 1 if costs.pairs_are_faster(*of_one) else num_classes
+
+    def chunks(self) -> Iterator[tuple[slice, slice, Tensor, float | Tensor]]:
+        """Yield slices of classes and of queries; their differences to the keys (c, q, K) in temperatures; these."""
+        for c, q in chunks_of_pairs(self.queries, self.keys):
+            divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
+            yield c, q, (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
+
+
+def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the classes of the tensors in ``parts`` parts; None stays None."""
+    size = math.ceil(next(len(tensor) for tensor in tensors if tensor is not None) / parts)
+    return zip(*([None] * parts if tensor is None else tensor.split(size) for tensor in tensors))
+
+
 def _sums(
     queries: Tensor,
     keys: Tensor,
@@ -123,37 +185,30 @@ def _sums(
 
     ``temperatures`` (C,) replace ``temperature`` where they are given. ``with_weights`` is for the backward alone.
     """
-    ends = _ends(queries, keys, weights, method, temperatures)
-    sums = _sums_of_some(queries, keys, weights, temperature, method, temperatures, ends)
+    problem = _Problem(queries, keys, weights, temperature, method, temperatures)
+    ends = problem.ends()
     # Where nothing has been read, in a shape that the compiler knows.
     nothing = torch.full((3, queries.shape[0]), math.nan, dtype=queries.dtype, device="cpu")
-    return sums, nothing if ends is None else ends
+    return _sums_of(problem, ends), nothing if ends is None else ends
 
 
-def _sums_of_some(
-    queries: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    temperature: float,
-    method: str,
-    temperatures: Tensor | None,
-    ends: Tensor | None,
-) -> Tensor:
-    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures, ends)
+def _sums_of(problem: _Problem, ends: Tensor | None) -> Tensor:
+    queries, keys, weights = problem[:3]
+    tables = _tables_if_faster(problem, ends)
     if tables is not None:
-        return tables.read(tables.sigmoids(tables.moments(keys, weights)), queries)
-    parts = _num_parts(queries, keys, weights, method, temperatures)
+        return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
+    parts = problem.num_parts()
     if parts > 1:
-        of_each = _split(parts, temperatures, queries, keys, weights)
-        return torch.cat([_sums(q, k, w, temperature, method, t, False)[0] for t, q, k, w in of_each])
+        of_each = _split(parts, queries, keys, weights, problem.temperatures)
+        some = (_Problem(q, k, w, problem.temperature, problem.method, t) for q, k, w, t in of_each)
+        return torch.cat([_sums_of(part, part.ends()) for part in some])
     sums = None
-    for c, q in chunks_of_pairs(queries, keys):
-        divisor = _divisor(temperature, temperatures, c)
-        some = torch.sigmoid(_differences(queries[c, q], keys[c], divisor)) @ weights[c]
-        if some.shape[:2] == queries.shape:  # one chunk
-            return some
+    for c, q, difference, _ in problem.chunks():
+        found = torch.sigmoid(difference) @ weights[c]
+        if found.shape[:2] == queries.shape:  # one chunk
+            return found
         sums = queries.new_empty(*queries.shape, weights.shape[-1]) if sums is None else sums
-        sums[c, q] = some
+        sums[c, q] = found
     return queries.new_zeros(*queries.shape, weights.shape[-1]) if sums is None else sums
 
 
@@ -175,78 +230,50 @@ def _gradients(
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
     grad = grad.contiguous()
-    known = _ends(queries, keys, weights, method, temperatures) if bool(ends.isnan().any()) else ends
-    tables = _tables_if_faster(queries, keys, weights, temperature, method, temperatures, known)
+    problem = _Problem(queries, keys, weights, temperature, method, temperatures)
+    tables = _tables_if_faster(problem, problem.ends() if bool(ends.isnan().any()) else ends)
     if tables is not None:
-        of_keys, of_queries = tables.moments(keys, weights), tables.moments(queries, grad)
-        grad_queries = -(tables.read(tables.slopes(of_keys), queries) * grad).sum(dim=2)
-        grad_keys = (tables.read(tables.slopes(of_queries), keys) * weights).sum(dim=2)
+        of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
+        grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
+        grad_keys = (tables.read(tables.slopes(of_queries), tables.keys) * weights).sum(dim=2)
         if not with_weights:
             return grad_queries, grad_keys, weights.new_empty(0)
-        return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), keys)
-    parts = _num_parts(queries, keys, weights, method, temperatures)
+        return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), tables.keys)
+    parts = problem.num_parts()
     if parts > 1:
-        of_each = _split(parts, temperatures, grad, queries, keys, weights)
+        of_each = _split(parts, grad, queries, keys, weights, temperatures)
         unknown = ends.new_full((3, 1), math.nan)
-        found = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for t, g, q, k, w in of_each)
+        found = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for g, q, k, w, t in of_each)
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
+    nothing = weights.new_empty(0)
+
+    def zeros() -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else nothing
+
     grads = None
-    for c, q in chunks_of_pairs(queries, keys):
-        divisor = _divisor(temperature, temperatures, c)
-        difference = _differences(queries[c, q], keys[c], divisor)
+    for c, q, difference, divisor in problem.chunks():
         if with_weights:
             sigmoid, slope = sigmoid_and_slope(difference)
-            of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
+            some_of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
         else:
-            slope, of_weights = slope_of(difference), weights.new_empty(0)
+            slope, some_of_weights = slope_of(difference), nothing
         slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
-        some = -slope.sum(dim=2), slope.sum(dim=1), of_weights
+        some = -slope.sum(dim=2), slope.sum(dim=1), some_of_weights
         if some[0].shape == queries.shape:  # one chunk
             return some
-        grads = grads or _zeros(queries, keys, weights, with_weights)
+        grads = grads or zeros()
         grads[0][c, q] = some[0]
         grads[1][c] += some[1]
         if with_weights:
             grads[2][c] += some[2]
-    return grads or _zeros(queries, keys, weights, with_weights)
+    return grads or zeros()
 
 
-def _zeros(queries: Tensor, keys: Tensor, weights: Tensor, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    of_weights = torch.zeros_like(weights) if with_weights else weights.new_empty(0)
-    return torch.zeros_like(queries), torch.zeros_like(keys), of_weights
+# Bins
 
 
-# Pairs or bins
-
-
-def _ends(queries: Tensor, keys: Tensor, weights: Tensor, method: str, temperatures: Tensor | None) -> Tensor | None:
-    """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
-
-    None where the pairs are summed directly in any case. Waits for the device, once for all of them.
-    """
-    num_pairs = queries.numel() * keys.shape[1]
-    num_rows = (queries.numel() + keys.numel()) * weights.shape[2]
-    if method == "direct" or num_pairs == 0:
-        return None
-    if method == "auto" and costs_of(queries.device).pairs_are_faster(num_pairs, num_rows):
-        return None
-    low, high = (
-        torch.minimum(queries.amin(dim=1), keys.amin(dim=1)),
-        torch.maximum(queries.amax(dim=1), keys.amax(dim=1)),
-    )
-    return torch.stack([low, high, torch.ones_like(low) if temperatures is None else temperatures]).cpu()
-
-
-def _tables_if_faster(
-    queries: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    temperature: float,
-    method: str,
-    temperatures: Tensor | None,
-    ends: Tensor | None,
-) -> _Tables | None:
+def _tables_if_faster(problem: _Problem, ends: Tensor | None) -> _Tables | None:
     """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly.
 
     With a temperature for each of several classes, all classes have the same bins on a line of their own, on which the
@@ -254,16 +281,15 @@ def _tables_if_faster(
     """
     if ends is None or not bool(ends[:2].isfinite().all()):
         return None
-    costs, num_pairs = costs_of(queries.device), queries.numel() * keys.shape[1]
-    num_rows = (queries.numel() + keys.numel()) * weights.shape[2]
+    queries, keys, weights, temperature, method, temperatures = problem
+    low, high, widths = ends
     both, factors = torch.cat([queries, keys], dim=1), None
     if temperatures is not None and temperatures.numel() == 1:
-        temperature, temperatures = ends[2].item(), None
-    low, high = ends[0], ends[1]
+        temperature, temperatures = widths.item(), None
     if temperatures is not None:
         if queries.shape[0] > MOST_KERNELS:
             return None
-        powers = torch.ldexp(torch.ones_like(low), 1 - torch.frexp(ends[2]).exponent)  # [C]
+        powers = torch.ldexp(torch.ones_like(low), 1 - torch.frexp(widths).exponent)  # [C]
         low, high, temperature = low * powers, high * powers, 1.0
         if not bool((low.isfinite() & high.isfinite()).all()):
             return None
@@ -273,87 +299,31 @@ def _tables_if_faster(
     bins = find_bins(both, low, high, temperature, order.fine)
     if bins is None:
         return None
-    bins = bins._replace(first=bins.first.to(queries.device, non_blocking=True))
     num_bins = bins.num_coarse * queries.shape[0] * weights.shape[2]
-    if method != "binned" and costs.pairs_are_faster(num_pairs, num_rows, num_bins):
+    costs = costs_of(queries.device)
+    if method != "binned" and costs.pairs_are_faster(problem.num_pairs, problem.num_rows, num_bins):
         return None
-    return _Tables(bins, order, temperature if temperatures is None else temperatures, factors, queries.device)
+    size = queries.shape[1]
+    scores = (queries, keys) if factors is None else both.tensor_split([size], dim=1)
+    places: Any = (None, None)
+    if both.numel() <= costs.rows_at_once:  # they are written and read in every call
+        places = zip(*(found.tensor_split([size], dim=1) for found in locate(bins, both, slice(None))))
+    lines = [_Line(*line) for line in zip(scores, places)]
+    return _Tables(bins, order, temperature if temperatures is None else temperatures, factors, *lines)
 
 
-def _num_parts(queries: Tensor, keys: Tensor, weights: Tensor, method: str, temperatures: Tensor | None) -> int:
-    """Return into how many parts the classes are split, 1 if they stay together and their pairs are summed directly.
+class _Line(NamedTuple):
+    """Queries or keys on the line of the bins."""
 
-    Fewer classes may have bins where more have not: up to ``MOST_KERNELS`` may have a kernel each, and a single class
-    may have bins outside of its window.
-    """
-    costs, num_classes = costs_of(queries.device), queries.shape[0]
-    if method == "direct" or num_classes == 1:
-        return 1
-    num_pairs, num_rows = queries.shape[1] * keys.shape[1], (queries.shape[1] + keys.shape[1]) * weights.shape[2]
-    if temperatures is not None and num_classes > MOST_KERNELS:
-        together = costs.pairs_are_faster(num_classes * num_pairs, num_classes * num_rows)
-        return 1 if together else math.ceil(num_classes / MOST_KERNELS)
-    return 1 if costs.pairs_are_faster(num_pairs, num_rows) else num_classes
-
-
-def _split(parts: int, temperatures: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield the classes of the temperatures and of the tensors in ``parts`` parts."""
-    size = math.ceil(tensors[0].shape[0] / parts)
-    of_each = [None] * parts if temperatures is None else temperatures.split(size)
-    return zip(of_each, *(tensor.split(size) for tensor in tensors))
-
-
-# Pairs
-
-
-def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:
-    """Return how many items of ``pairs_per_item`` pairs make one chunk on the device of ``tensor``, at least 1."""
-    return max(1, costs_of(tensor.device).pairs_at_once // max(1, pairs_per_item))
-
-
-def chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of classes and of queries whose pairs with all keys make one chunk."""
-    (num_classes, num_queries), num_keys = queries.shape, keys.shape[1]
-    classes = chunk_size(queries, num_queries * num_keys)
-    step = chunk_size(queries, num_keys) if classes == 1 else max(1, num_queries)
-    for first_class in range(0, num_classes, classes):
-        for first in range(0, num_queries, step):
-            yield slice(first_class, first_class + classes), slice(first, first + step)
-
-
-def _divisor(temperature: float, temperatures: Tensor | None, classes: slice) -> float | Tensor:
-    """Return what the differences (c, q, K) of some classes are divided by."""
-    return temperature if temperatures is None else temperatures[classes, None, None]
-
-
-def _differences(queries: Tensor, keys: Tensor, temperature: float | Tensor) -> Tensor:
-    return (keys[:, None, :] - queries[:, :, None]).div_(temperature)  # [c, q, K]
-
-
-def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
-    """Return s(d) and s'(d) = s(d) s(-d), exact to rounding in both tails; ``difference`` is overwritten.
-
-    With e = s(-|d|) <= 1/2, s(d) is e or 1 - e, and s'(d) = e - e^2, so one exponential is enough for both.
-    """
-    e = difference.copysign(-1.0).sigmoid_()
-    sigmoid = difference.gt_(0).sub_(e).abs_()
-    return sigmoid, e.addcmul_(e, e, value=-1)
-
-
-def slope_of(difference: Tensor) -> Tensor:
-    """Return the second result of :func:`sigmoid_and_slope` alone; ``difference`` is overwritten."""
-    e = difference.copysign_(-1.0).sigmoid_()
-    return e.addcmul_(e, e, value=-1)
-
-
-# Bins
+    scores: Tensor  # [C, N], times the factors
+    places: tuple[Tensor, Tensor] | None  # what locate returns for all of them; None if they are too many to hold
 
 
 class _Tables:
     """Bins, nodes and the kernel between them, for one call: moments of rows, sums at nodes, values at rows."""
 
     def __init__(
-        self, bins: Bins, order: Order, temperature: float | Tensor, factors: Tensor | None, device: torch.device
+        self, bins: Bins, order: Order, temperature: float | Tensor, factors: Tensor | None, queries: _Line, keys: _Line
     ) -> None:
         """Compute the kernel.
 
@@ -362,10 +332,10 @@ class _Tables:
             order: numbers of fine bins and of nodes.
             temperature: in units of the scores; or (C,), one for each class.
             factors: (C,) powers of two; None for 1.
-            device: that of the scores.
+            queries, keys: their scores, times the factors.
         """
-        self.bins, self.order, self.factors = bins, order, factors
-        self.matrices = constants(order, device)
+        self.bins, self.order, self.queries, self.keys = bins, order, queries, keys
+        self.matrices = constants(order, queries.scores.device)
         if factors is not None:
             temperature = temperature * factors
         self.kernel = make_kernel(self.matrices, bins.width, temperature)
@@ -373,22 +343,25 @@ class _Tables:
             self.kernel = self.kernel._replace(slope=self.kernel.slope * factors.double()[:, None, None, None])
         self.ids = compact_ids(bins, self.kernel.reach)
 
-    def moments(self, scores: Tensor, weights: Tensor) -> Tensor:
-        """Return the moments (p, C, n, B, F) of ``scores`` (C, N) with ``weights`` (C, N, n)."""
+    def moments(self, line: _Line, weights: Tensor) -> Tensor:
+        """Return the moments (p, C, n, B, F) of the scores of ``line`` with ``weights`` (C, N, n)."""
         num_classes, _, count = weights.shape
-        lanes = num_lanes(scores, self.bins.num_fine)
+        lanes = num_lanes(line.scores, self.bins.num_fine)
         shape = self.order.p, num_classes * lanes, count, self.bins.num_fine
-        table = torch.zeros(shape, dtype=torch.float64, device=scores.device)
-        for c, m in chunks(scores):
-            index, u = self._locate(scores, c, m)
+        table = torch.zeros(shape, dtype=torch.float64, device=weights.device)
+        for c, m, index, u in self._places(line):
             for n in range(count):
                 add_moments(table[:, c if lanes == 1 else slice(None), n], index, u, weights[c, m, n])
         table = table if lanes == 1 else table.sum(dim=1, keepdim=True)
         return table.unflatten(-1, (self.bins.num_coarse, self.bins.fine))
 
-    def _locate(self, scores: Tensor, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
-        some = scores[classes, rows]
-        return locate(self.bins, some if self.factors is None else some * self.factors[classes, None], classes)
+    def _places(self, line: _Line) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Yield slices of classes and of rows with their bins and the positions in these, (c, m) each."""
+        if line.places is not None:
+            yield slice(None), slice(None), *line.places
+            return
+        for c, m in chunks(line.scores):
+            yield c, m, *locate(self.bins, line.scores[c, m], c)
 
     def sigmoids(self, moments: Tensor) -> Tensor:
         """Return the sums (C, n, B, F p) over the sources to the right of each node, near and far."""
@@ -410,13 +383,12 @@ class _Tables:
         sources = sources_of(moments, self.matrices)  # [C, n, B, q]
         return at_fine_nodes(interact(sources, kernel, self.kernel.reach, self.ids), self.matrices)
 
-    def read(self, values: Tensor, scores: Tensor) -> Tensor:
-        """Return (C, N, n): the functions ``values`` (C, n, B, F p) at ``scores`` (C, N)."""
+    def read(self, values: Tensor, line: _Line) -> Tensor:
+        """Return (C, N, n): the functions ``values`` (C, n, B, F p) at the scores of ``line`` (C, N)."""
         num_classes, count = values.shape[:2]
-        table = coefficients(values, self.matrices, scores.dtype).view(self.order.p, num_classes, count, -1)
-        result = scores.new_empty(*scores.shape, count)
-        for c, m in chunks(scores):
-            index, u = self._locate(scores, c, m)
+        table = coefficients(values, self.matrices, line.scores.dtype).view(self.order.p, num_classes, count, -1)
+        result = line.scores.new_empty(*line.scores.shape, count)
+        for c, m, index, u in self._places(line):
             for n in range(count):
                 result[c, m, n] = evaluate(table[:, c, n], index, u)
         return result
@@ -425,31 +397,15 @@ class _Tables:
 # The differentiable function
 
 
-def _fake_sums(
-    queries: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    temperature: float,
-    method: str,
-    temperatures: Tensor | None,
-    with_weights: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake_sums(queries: Tensor, keys: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     ends = torch.empty(3, queries.shape[0], dtype=queries.dtype, device="cpu")
     return queries.new_empty(*queries.shape, weights.shape[-1]), ends
 
 
 def _fake_gradients(
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    temperatures: Tensor | None,
-    ends: Tensor,
-    temperature: float,
-    method: str,
-    with_weights: bool,
+    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, *values: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_weights = torch.empty_like(weights) if with_weights else weights.new_empty(0)
+    of_weights = torch.empty_like(weights) if values[-1] else weights.new_empty(0)  # with_weights
     return torch.empty_like(queries), torch.empty_like(keys), of_weights
 
 

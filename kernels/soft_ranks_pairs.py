@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .costs import costs_of
 from .node_tables import CUTOFF
-from .sigmoid_sums import chunk_size, sigmoid_and_slope
+from .pairs import chunk_size, sigmoid_and_slope
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
 _FEW = 16  # pairs per row that may be summed beyond the cutoff

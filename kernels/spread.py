@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from .registration import OPAQUE
 from .torch_private import func_transforms_are_active
 
 MOST_SCORES = 4096  # of all classes in a sample; the quartiles of normal scores are then within 3 % of the true ones
@@ -81,7 +82,7 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     return result if member is None else torch.where(member, result, 0.0)
 
 
-@torch.library.custom_op("fullrank::spread", mutates_args=())
+@torch.library.custom_op("fullrank::spread", mutates_args=(), **OPAQUE)
 def _spread_in_a_call(scores: Tensor, member: Tensor | None) -> Tensor:
     return torch.tensor(spread_of(scores, member), dtype=torch.float64, device=scores.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,63 +76,65 @@ def _gradient(
 
     The slopes are computed as they are where a row is near its level, and relative to that of the nearest row if not.
     """
+    grad, base, offset = grad.t(), base.t(), None if offset is None else offset.t()  # [L, C]
     finite = _are_finite(base, offset)
     origin = torch.where(finite, base, 0.0)
     shift = None if offset is None else torch.where(finite, offset, 0.0)
     rates = -taus.reciprocal().clamp_max(torch.finfo(taus.dtype).max)
     # In a small pool it is faster to compute them the accurate way than to wait for the device.
-    in_doubt = offset is not None or not levels_are_rows
-    accurate = offset is not None or (in_doubt and scores.numel() <= costs_of(scores.device).rows_at_once)
-    total = scores.new_empty(scores.shape)
-    for level in range(base.shape[1]):
-        slopes, start = torch.empty_like(total) if level else total, origin[:, level]
+    in_doubt, at_once = offset is not None or not levels_are_rows, costs_of(scores.device).rows_at_once
+    accurate = offset is not None or (in_doubt and scores.numel() <= at_once)
+    total = None
+    step = max(1, at_once // max(1, scores.numel()))  # so many levels make one chunk
+    for first in range(0, len(base), step):
+        some = slice(first, first + step)
+        slopes, starts = scores.new_empty(*base[some].shape, scores.shape[1]), origin[some]  # [l, C, M]
         if accurate:
-            moved = None if shift is None else shift[:, level]
-            sums = _write_relative_slopes(slopes, scores, start, moved, rates, rows)
+            shifts = None if shift is None else shift[some]
+            sums = _write_relative_slopes(slopes, scores, starts, shifts, rates, rows)
         else:
-            sums, most = _write_slopes(slopes, scores, start, rates, rows, in_doubt)
+            sums, most = _write_slopes(slopes, scores, starts, rates, rows, in_doubt)
             if in_doubt:
                 assert rows is not None  # else ``most`` is not the largest slope
-                far = (finite[:, level] & (most < _NEAR)).nonzero()[:, 0]
+                far, c = (finite[some] & (most < _NEAR)).nonzero().unbind(dim=1)
                 if len(far) > 0:
-                    part, part_of_rows = slopes[far], None if rows is None else rows[far]
-                    sums[far] = _write_relative_slopes(part, scores[far], start[far], None, rates[far], part_of_rows)
-                    slopes[far] = part
+                    part = slopes[far, c][None]
+                    found = _write_relative_slopes(part, scores[c], starts[far, c][None], None, rates[c], rows[c])
+                    sums[far, c], slopes[far, c] = found[0], part[0]
         # The level of a class that is not valid is arbitrary, and the inverse of its sum may be as large as floats are.
-        counted = finite[:, level] & (sums >= _NEAR / 2)
-        scale = (grad[:, level] * torch.where(counted, sums.reciprocal(), 0.0).to(scores.dtype))[:, None]
-        if level:
-            total.addcmul_(slopes, scale)
-        else:
-            total.mul_(scale)
+        counted = finite[some] & (sums >= _NEAR / 2)
+        scales = (grad[some] * torch.where(counted, sums.reciprocal(), 0.0).to(scores.dtype))[:, :, None]
+        for slope, scale in zip(slopes, scales):
+            total = slope.mul_(scale) if total is None else total.addcmul_(slope, scale)
+    assert total is not None  # there is a level
     return (total,)
 
 
 def _write_slopes(
     slopes: Tensor, scores: Tensor, origin: Tensor, rates: Tensor, rows: Tensor | None, with_most: bool
 ) -> tuple[Tensor, Tensor]:
-    """Write s'(d / tau) into ``slopes`` (C, M); return their sums and, ``with_most``, the largest, (C,) each.
+    """Write s'(d / tau) into ``slopes`` (l, C, M); return their sums and, ``with_most``, the largest, (l, C) each.
 
-    ``rates`` (C,) are -1 / tau.
+    ``origin`` (l, C) are the levels, and ``rates`` (C,) are -1 / tau.
     """
     sums = torch.zeros_like(origin, dtype=torch.float64)
     most = torch.zeros_like(origin) if with_most else origin
     for c, m in chunks(scores):
-        slope = slopes[c, m]
-        torch.sub(scores[c, m], origin[c, None], out=slope).abs_().mul_(rates[c, None]).sigmoid_()
+        slope = slopes[:, c, m]
+        torch.sub(scores[c, m], origin[:, c, None], out=slope).abs_().mul_(rates[c, None]).sigmoid_()
         slope.addcmul_(slope, slope, value=-1)  # e - e^2 with e = s(-|d| / tau), exact to rounding in both tails
         if rows is not None:
             slope.mul_(rows[c, m])
         if with_most:
-            most[c] = torch.maximum(most[c], slope.amax(dim=1))
-        sums[c].add_(slope.sum(dim=1))
+            most[:, c] = torch.maximum(most[:, c], slope.amax(dim=2))
+        sums[:, c].add_(slope.sum(dim=2))
     return sums, most
 
 
 def _write_relative_slopes(
     slopes: Tensor, scores: Tensor, origin: Tensor, shift: Tensor | None, rates: Tensor, rows: Tensor | None
 ) -> Tensor:
-    """Write s'(d / tau), divided by a factor of order s'(d_0 / tau), into ``slopes`` (C, M); return their sums (C,).
+    """Write s'(d / tau), over a factor of order s'(d_0 / tau), into ``slopes`` (l, C, M); return their sums (l, C).
 
     d_0 is the distance of the nearest row. With t = exp(-(d - d_0) / tau) and t_0 = exp(-d_0 / tau) the slope is
     s'(d / tau) = t t_0 / (1 + t t_0)^2, here without its factor t_0. The distances are float64, in which differences of
@@ -140,32 +143,24 @@ def _write_relative_slopes(
     origin = origin.double()
 
     def distances(c: slice, m: slice) -> Tensor:
-        found = scores[c, m].double() - origin[c, None]
-        found = (found if shift is None else found.sub_(shift[c, None])).abs_()
+        found = scores[c, m].double() - origin[:, c, None]  # [l, c, m]
+        found = (found if shift is None else found.sub_(shift[:, c, None])).abs_()
         return found if rows is None else found.masked_fill_(~rows[c, m], math.inf)
 
     nearest, sums = torch.full_like(origin, math.inf), torch.zeros_like(origin)
     for c, m in chunks(scores):
-        nearest[c] = torch.minimum(nearest[c], distances(c, m).amin(dim=1))
+        nearest[:, c] = torch.minimum(nearest[:, c], distances(c, m).amin(dim=2))
     nearest = torch.where(nearest == math.inf, torch.zeros_like(nearest), nearest)  # without a row no slope counts
     factors = (nearest * rates.double()).exp().to(scores.dtype)
     for c, m in chunks(scores):
-        slope = distances(c, m).sub_(nearest[c, None]).to(scores.dtype).mul_(rates[c, None]).exp_()
-        slope.div_((slope * factors[c, None]).add_(1).square_())
-        slopes[c, m] = slope
-        sums[c].add_(slope.sum(dim=1))
+        slope = distances(c, m).sub_(nearest[:, c, None]).to(scores.dtype).mul_(rates[c, None]).exp_()
+        slope.div_((slope * factors[:, c, None]).add_(1).square_())
+        slopes[:, c, m] = slope
+        sums[:, c].add_(slope.sum(dim=2))
     return sums
 
 
-def _fake_gradient(
-    grad: Tensor,
-    scores: Tensor,
-    base: Tensor,
-    offset: Tensor | None,
-    taus: Tensor,
-    rows: Tensor | None,
-    levels_are_rows: bool,
-) -> tuple[Tensor]:
+def _fake_gradient(grad: Tensor, scores: Tensor, *_: Any) -> tuple[Tensor]:
     return (scores.new_empty(scores.shape),)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed.header import Doubt
 from ..errors import Words, check_tensor, expected, warn
 from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import is_batched
@@ -257,15 +258,22 @@ def check_class_range(given: Tensor, targets: Tensor, ignored: Tensor, num_class
     ``targets`` is the int64 form of ``given``. Waits for the device.
     """
     bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
-    if given.is_floating_point():
-        bad = bad | (given != targets)
-    if bool(bad.any()):
+    doubt_of_classes(given, targets, bad, num_classes, ignore_index).check()
+
+
+def doubt_of_classes(given: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> Doubt:
+    """Return whether a class index is ``bad``, or a float is no whole number; ``targets`` is the int64 form."""
+    bad = bad | (given != targets) if given.is_floating_point() else bad
+
+    def error() -> Exception:
         first = given[bad][0].item()
         what = f"class indices in [0, {num_classes}) or ignore_index={ignore_index}"
         fix = "Class indices start at 0; rows to leave out have ignore_index for a target."
         if first != first or first % 1:
             fix = "Targets are one class each, as whole numbers; rows to leave out have ignore_index for a target."
-        raise ValueError(expected("targets", what, first, fix))
+        return ValueError(expected("targets", what, first, fix))
+
+    return Doubt(bad.any(), error)
 
 
 def _not_binary(value: float, ignore_index: int) -> ValueError:
@@ -300,16 +308,26 @@ def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits")
 
 def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
     """Return the weights detached and in ``dtype``; ValueError when one is negative or not finite."""
+    weight, doubt = doubted_weight(sample_weight, dtype, validate_args)
+    if doubt is not None:
+        doubt.check()
+    return weight
+
+
+def doubted_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> tuple[Tensor, Doubt | None]:
+    """Return the weights detached and in ``dtype``, and whether one is negative or not finite; None if not checked."""
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
     sample_weight = sample_weight.detach()
-    if validate_args and has_values(sample_weight):
-        bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
-        if bool(bad.any()):
-            first = sample_weight[bad][0].item()
-            raise ValueError(expected("sample_weight", "finite numbers >= 0", first))
-    return sample_weight.to(dtype)
+    if not (validate_args and has_values(sample_weight)):
+        return sample_weight.to(dtype), None
+    bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
+
+    def error() -> Exception:
+        return ValueError(expected("sample_weight", "finite numbers >= 0", sample_weight[bad][0].item()))
+
+    return sample_weight.to(dtype), Doubt(bad.any(), error)
 
 
 def is_integer(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..distributed.global_mean import Fraction, local_mean, mean_agreed
 from ..distributed.group import Group
-from ..distributed.header import refuse_in_backward
+from ..distributed.header import Doubt, refuse_in_backward
 from ..errors import Words, check_number, check_tensor, expected
 from .distributed_loss import DistributedLoss
 
@@ -20,11 +20,19 @@ class Elements(NamedTuple):
     values: Tensor  # [N, *], compute dtype
     divisor: Tensor  # scalar: number of elements, or their mass of weights; 0 for a plain sum
     unit: Tensor | None = None  # scalar, what the weights were divided by; None without weights
+    doubt: Doubt | None = None  # checks of values that have not been read
+
+
+def local_loss(elements: Elements, reduction: str) -> Tensor:
+    """Return the loss over the elements of this rank, or raise what a check of values has found."""
+    if elements.doubt is not None:
+        elements.doubt.check()
+    return reduce_elements(elements, reduction)
 
 
 def reduce_elements(elements: Elements, reduction: str) -> Tensor:
     """Return the loss over the elements of this rank."""
-    values, divisor, unit = elements
+    values, divisor, unit, _ = elements
     if reduction == "none":
         return values if unit is None else values * unit
     mean = local_mean(values.sum(), divisor)
@@ -113,7 +121,10 @@ class FocalLoss(DistributedLoss):
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
 
         Args:
-            inputs, targets: see the class.
+            inputs: raw scores of this rank. Sigmoid: any shape. Softmax: (N, C, *), C >= 2. Sizes may differ between
+                ranks and may be 0.
+            targets: sigmoid: the shape of inputs, where one of (N,) and (N, 1) may stand for the other, from 0 to 1.
+                Softmax: (N, *) class indices.
             sample_weight: >= 0, weight of each element; None for all 1.
 
         Raises:
@@ -127,7 +138,7 @@ class FocalLoss(DistributedLoss):
             refuse_in_backward(call)
         group = self._resolve_group()
         if group is None:
-            return reduce_elements(self.elements(inputs, targets, sample_weight), self.reduction)
+            return local_loss(self.elements(inputs, targets, sample_weight), self.reduction)
         own: list[Elements] = []
 
         def prepare() -> Fraction:
@@ -137,11 +148,11 @@ class FocalLoss(DistributedLoss):
             dtype = str(inputs.dtype).removeprefix("torch.")
             weighted = sample_weight is not None
             facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
-            values, divisor, unit = own[0]
+            values, divisor, unit, doubt = own[0]
             if unit is None:
-                return Fraction(values.sum(), divisor, facts)
+                return Fraction(values.sum(), divisor, facts, doubt)
             # The units may differ between ranks. In float64 nothing overflows.
-            return Fraction(values.sum().double() * unit, divisor.double() * unit, facts)
+            return Fraction(values.sum().double() * unit, divisor.double() * unit, facts, doubt)
 
         mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":

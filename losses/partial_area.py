@@ -90,7 +90,10 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     iid_negative = negative if pool.iid is None else negative & pool.iid
     by_rate = area.budget_basis == "fpr"
     reference = iid_negative if by_rate else pool.everyone if pool.iid is None else pool.everyone & pool.iid
-    found = _thresholds(pool, reference, area, temperature, with_stats)
+    num_reference = None  # where the host knows it
+    if pool.num_positive is not None and pool.iid is None and pool.member is None:
+        num_reference = pool.scores.shape[1] - (pool.num_positive if by_rate else 0)
+    found = _thresholds(pool, reference, num_reference, area, temperature, with_stats)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
@@ -107,19 +110,17 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, found)
         if not (by_rate and area.surrogate == "dro"):  # then the rivals are the reference
             valid = valid & rivals.any(dim=1)
-        (mask, queries, share), (inside, points), flat_class = _compact(
-            (numerator, pool.scores, share), (rivals, pool.scores), flat
-        )
-        queries, points, inside = _usable(queries, mask, points, inside, valid, found)
+        (mask, queries, share), (inside, points), flat_class = _compact(pool.scores, numerator, share, rivals, flat)
+        queries, points = _usable(queries, mask, points, inside, valid, found)
         if mask is not None:
             share = share * mask
         if area.surrogate == "dro":
-            missed = entropic_risk(queries, points, inside | ~valid[:, None], found.tau, area.dro_lambda)  # [C, P]
+            counted = torch.ones_like(points, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
+            missed = entropic_risk(queries, points, counted, found.tau, area.dro_lambda)  # [C, P]
             # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
             missed = torch.where(share > 0, missed, 0.0)
         else:
-            weights = inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)
-            missed = sigmoid_sums_of_classes(queries, points, weights.to(points)[:, :, None], found.tau).squeeze(2)
+            missed = sigmoid_sums_of_classes(queries, points, _equal_weights(points, inside), found.tau).squeeze(2)
     per_class = PerClass(spread_nan((missed * share).sum(dim=1) * valid, pool), valid)
     if not with_stats:
         return Outcome(per_class, flat_class, None)
@@ -134,13 +135,20 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     return Outcome(per_class, flat_class, stats)
 
 
-def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> Thresholds:
+def _thresholds(
+    pool: Pool,
+    reference: Tensor,
+    num_reference: int | None,
+    area: PartialArea,
+    temperature: float,
+    with_stats: bool,
+) -> Thresholds:
     """Return the thresholds that are needed, and the temperature of each class, or the scale of "dro", all detached."""
     has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
     if not fractions:
         one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
         return Thresholds(None, one, has_reference, has_reference)
-    levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation)
+    levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation, num_reference)
     return thresholds_of(levels, area, temperature, has_reference)
 
 
@@ -218,13 +226,19 @@ def _filling(found: Thresholds, valid: Tensor) -> Tensor:
 
 def _usable(
     queries: Tensor, mask: Tensor | None, points: Tensor, inside: Tensor | None, valid: Tensor, found: Thresholds
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and points without those that do not count, and which points count, (C, K) bool."""
+) -> tuple[Tensor, Tensor]:
+    """Return queries and points with what does not count at a place where it has no effect."""
     filling: Tensor | float = 0.0 if found.edges is None else _filling(found, valid)
     kept = valid[:, None]
-    inside = torch.ones_like(points, dtype=torch.bool) if inside is None else inside
     queries = torch.where(kept if mask is None else mask & kept, queries, filling)
-    return queries, torch.where(inside & kept, points, filling), inside
+    return queries, torch.where(kept if inside is None else inside & kept, points, filling)
+
+
+def _equal_weights(points: Tensor, inside: Tensor | None) -> Tensor:
+    """Return weights (C, K, 1) of the points ``inside`` that add up to 1 in each class, None for all of them."""
+    if inside is None:
+        return points.new_full((*points.shape, 1), 1 / max(1, points.shape[1]))
+    return (inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)).to(points)[:, :, None]
 
 
 def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
@@ -242,36 +256,35 @@ def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Ten
 
 
 def _compact(
-    positives: tuple[Tensor, Tensor, Tensor], negatives: tuple[Tensor, Tensor], flat: Tensor | None
+    scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, flat: Tensor | None
 ) -> tuple[tuple[Tensor | None, Tensor, Tensor], tuple[Tensor | None, Tensor], int | None]:
-    """Return both groups (C, M), a mask first, reduced to the entries of the masks, and the first of the ``flat``.
+    """Return the scores of both groups, those of the numerator with their share, and the first of the ``flat``.
 
-    In (C, K) the entries of a class come first, then padding; K is the largest number of entries of any class. The
-    mask says which are which, None without padding. All numbers are read at once, so the device is waited for once.
-    Where values cannot be read, as while compiling, the groups are returned unchanged.
+    In (C, K) the entries of a class come first, then padding; K is the largest number of entries of any class. A mask
+    says which are which, None without padding. All numbers are read at once, so the device is waited for once. Where
+    values cannot be read, as while compiling, masks (C, M) are returned with all scores.
     """
-    if not has_values(positives[0]):
-        return positives, negatives, None
-    counts = [group[0].sum(dim=1) for group in (positives, negatives)]  # [C] each
-    if counts[0].numel() == 0:
-        return positives, negatives, None
+    if scores.shape[0] == 0 or not has_values(numerator):
+        return (numerator, scores, share), (rivals, scores), None
+    counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
     numbers = torch.stack([count.max() for count in counts] + ([] if flat is None else [flat.any()]))
-    widths = numbers.tolist()
-    first = None if flat is None or not widths[2] else int(flat.nonzero()[0, 0])
-    some, others = (_take(group, count, width) for group, count, width in zip((positives, negatives), counts, widths))
-    return some, others, first  # type: ignore[return-value]
+    (*sizes, is_flat) = numbers.tolist() if flat is not None else (*numbers.tolist(), 0)
+    first = int(flat.nonzero()[0, 0]) if flat is not None and is_flat else None
+    if scores.shape[0] == 1:
+        both = torch.cat([numerator[0], rivals[0]])
+        rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
+        queries, points = scores.index_select(1, rows).split(sizes, dim=1)
+        return (None, queries, share.index_select(1, rows[: sizes[0]])), (None, points), first
+    (index, mask), (of_rivals, inside) = (_places(*group) for group in zip((numerator, rivals), counts, sizes))
+    return (mask, scores.gather(1, index), share.gather(1, index)), (inside, scores.gather(1, of_rivals)), first
 
 
-def _take(group: tuple[Tensor, ...], count: Tensor, width: int) -> tuple[Tensor | None, ...]:
-    mask, *tensors = group
-    if mask.shape[0] == 1:
-        rows = torch.nonzero_static(mask[0], size=width)[:, 0]
-        return None, *(tensor.index_select(1, rows) for tensor in tensors)
+def _places(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return where the entries of a mask (C, M) are, (C, width) with padding, and which of these are no padding."""
     slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
     rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
-    kept = torch.arange(width, device=mask.device)[None] < count[:, None]
-    return kept, *(tensor.gather(1, index) for tensor in tensors)
+    return index, torch.arange(width, device=mask.device)[None] < count[:, None]
 
 
 def first_flat(flat: Tensor | None) -> int | None:

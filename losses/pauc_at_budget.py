@@ -471,7 +471,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         """Return the loss as :meth:`RankingLoss.forward` does, with diagnostics on request.
 
         Args:
-            logits, targets, iid_mask, return_per_class, sample_weight: see :meth:`RankingLoss.forward`.
+            logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
+            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
+                with ``multi_hot``.
+            iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
+            return_per_class: also return the loss of each class and which classes are valid.
+            sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
             return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
                 ``t_beta``; the temperature ``tau_eff``, which is the scale with ``"dro"``; ``band_neg_count``, the iid
                 negatives inside the band; ``pauc_var``, the variance over positives of their share of the area, of

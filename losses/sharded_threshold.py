@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.bins import chunks
+from ..kernels.pairs import sigmoid_and_slope
 from ..kernels.quantiles import Levels
 from ..kernels.registration import exact
 from ..kernels.selection import Selected, num_counts, select_levels
-from ..kernels.sigmoid_sums import sigmoid_and_slope
 from .partial_area import PartialArea, first_flat, fractions_of, thresholds_of
 from .pool import PerClass, Pool
 from .sharded import Shared, needs_gradient, with_gradient

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.group import Group
+from ..distributed.header import Doubt, joined
 from ..errors import check_choice, check_number, check_tensor, expected
-from .batch import check_weight, compute_dtype, has_values, weight_unit
-from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, power, reduce_elements
+from .batch import compute_dtype, doubted_weight, has_values, weight_unit
+from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
@@ -66,7 +67,7 @@ def sigmoid_focal(
     check_choice("reduction", reduction, REDUCTIONS)
     _check_alpha_gamma(alpha, gamma)
     elements = _elements(inputs, targets, alpha, gamma, reduction, sample_weight, validate_args)
-    return reduce_elements(elements, reduction)
+    return local_loss(elements, reduction)
 
 
 def _elements(
@@ -82,11 +83,7 @@ def _elements(
     targets = aligned(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
-    if validate_args and has_values(targets):
-        bad = ~((targets >= 0) & (targets <= 1))
-        if bool(bad.any()):
-            fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
-            raise ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
+    doubts = [_doubt_of_targets(targets)] if validate_args and has_values(targets) else []
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
@@ -107,12 +104,24 @@ def _elements(
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
     if sample_weight is None:
         mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device) if counted is None else counted.sum()
-        return Elements(values, mass * reduction.startswith("mean"))
-    weight = check_weight(_expand(sample_weight, inputs), x.dtype, validate_args)
+        return Elements(values, mass * reduction.startswith("mean"), None, joined(doubts))
+    weight, doubt = doubted_weight(_expand(sample_weight, inputs), x.dtype, validate_args)
+    doubts += [] if doubt is None else [doubt]
     unit = weight_unit(weight)
     weight = weight / unit
     mass = (weight if counted is None else weight * counted).sum()
-    return Elements(values * weight, mass * reduction.startswith("mean"), unit)
+    return Elements(values * weight, mass * reduction.startswith("mean"), unit, joined(doubts))
+
+
+def _doubt_of_targets(targets: Tensor) -> Doubt:
+    """Return whether a target is not in [0, 1]."""
+    bad = ~((targets >= 0) & (targets <= 1))
+
+    def error() -> Exception:
+        fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
+        return ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
+
+    return Doubt(bad.any(), error)
 
 
 def _expand(sample_weight: Tensor, inputs: Tensor) -> Tensor:

@@ -294,7 +294,12 @@ class SmoothAPLoss(RankingLoss):
         """Return the loss as :meth:`RankingLoss.forward` does, or the loss over queries.
 
         Args:
-            logits, targets, iid_mask, return_per_class, sample_weight: see :meth:`RankingLoss.forward`.
+            logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
+            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
+                with ``multi_hot``.
+            iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
+            return_per_class: also return the loss of each class and which classes are valid.
+            sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
             indexes: (N,) integers, the query of each row; given on every rank or on none. Requires ``num_classes=1``
                 and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks:
                 (queries,) in the order of their sorted indexes. The queue is neither read nor filled.

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.group import Group
+from ..distributed.header import Doubt, joined
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
-from .batch import check_class_range, check_exact, check_weight, compute_dtype, has_values, weight_unit
-from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, reduce_elements, squeeze_advice
+from .batch import check_exact, compute_dtype, doubt_of_classes, doubted_weight, has_values, weight_unit
+from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
@@ -70,7 +71,7 @@ def softmax_focal(
     Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
     """
     rule = _check_rule(_Rule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class))
-    return reduce_elements(_elements(inputs, targets, rule, sample_weight, validate_args), reduction)
+    return local_loss(_elements(inputs, targets, rule, sample_weight, validate_args), reduction)
 
 
 class _Rule(NamedTuple):
@@ -113,7 +114,7 @@ def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
 def _elements(
     inputs: Tensor, targets: Tensor, rule: _Rule, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
-    targets, valid = _check_targets(inputs, targets, rule, validate_args)
+    targets, valid, doubts = _check_targets(inputs, targets, rule, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
     # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -129,7 +130,8 @@ def _elements(
             fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
             what = f"the shape of targets, {tuple(targets.shape)}"
             raise ValueError(expected("sample_weight", what, sample_weight, fix))
-        given = check_weight(sample_weight, x.dtype, validate_args)
+        given, doubt = doubted_weight(sample_weight, x.dtype, validate_args)
+        doubts += [] if doubt is None else [doubt]
         unit = weight_unit(given)
         weight = weight * (given / unit)
     counted = weight
@@ -137,12 +139,14 @@ def _elements(
         counted = weight * (targets != rule.background_class)
     elif rule.reduction == "mean_weighted" and alpha is not None:
         counted = weight * alpha.detach()
-    count = counted.sum() * rule.reduction.startswith("mean")
-    return Elements(values * weight, count, unit)
+    count = counted.sum() if rule.reduction.startswith("mean") else counted.new_zeros(())
+    return Elements(values * weight, count, unit, joined(doubts))
 
 
-def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: bool) -> tuple[Tensor, Tensor]:
-    """Return the targets as int64 (N, *), and which of them are not ignored."""
+def _check_targets(
+    inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: bool
+) -> tuple[Tensor, Tensor, list[Doubt]]:
+    """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not."""
     check_inputs(inputs, targets)
     if inputs.ndim < 2:
         raise ValueError(expected("inputs", "shape (N, C, *)", inputs))
@@ -157,10 +161,11 @@ def _check_targets(inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: 
         raise ValueError(expected("targets", f"shape {shape} for inputs (N, C, *)", targets, fix))
     check_exact(targets, inputs.shape[1])
     given, targets = targets, targets.to(torch.int64)
-    valid = targets != rule.ignore_index
-    if validate_args and has_values(targets):
-        check_class_range(given, targets, ~valid, inputs.shape[1], rule.ignore_index)
-    return targets, valid
+    if not (validate_args and has_values(targets)):
+        return targets, targets != rule.ignore_index, []
+    ignored, outside = targets == rule.ignore_index, (targets < 0) | (targets >= inputs.shape[1])
+    doubt = doubt_of_classes(given, targets, outside & ~ignored, inputs.shape[1], rule.ignore_index)
+    return targets, ~(ignored | outside), [doubt]
 
 
 def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:

@@ -40,6 +40,7 @@ _FREE += (
 # Kernels of the operators that run several on CUDA. The number may grow with the size; these are the least.
 _LAUNCHES = {"_unique2": 8, "unique_consecutive": 8, "unique_dim": 8, "masked_select": 4, "bincount": 4, "nonzero": 4}
 _LAUNCHES |= {"sort": 4, "argsort": 4, "topk": 4, "kthvalue": 4, "median": 4, "randperm": 4, "repeat_interleave": 3}
+_LAUNCHES |= {"nonzero_static": 4}  # sums of blocks, their sums, places, padding
 _LAUNCHES |= dict.fromkeys(["constant_pad_nd", "masked_fill", "index_add", "scatter", "scatter_add", "index_copy"], 2)
 _LAUNCHES |= dict.fromkeys(["slice_backward", "select_backward"], 2)
 _LAUNCHES |= {"cumsum": 2, "cumprod": 2, "cummax": 2, "cummin": 2, "logcumsumexp": 2}

@@ -86,6 +86,7 @@ COSTS = {  # waits and launches of one line
     "a branch": (lambda x: bool((x > 0).any()), 1, 2),
     "a list": (lambda x: x.tolist(), 1, 1),
     "nonzero": (lambda x: x.nonzero(), 1, 4),
+    "nonzero of known size": (lambda x: torch.nonzero_static(x, size=5), 0, 4),
     "bool index": (lambda x: x[x > 2], 1, 6),
     "bool write": (lambda x: x.masked_fill_(x > 2, 0), 0, 2),
     "index": (lambda x: x[x.long()], 0, 2),
@@ -287,23 +288,46 @@ def test_deterministic_algorithms(name: str) -> None:
 
 
 def test_opaque_operators_are_left_out_of_cuda_graphs() -> None:
-    for name in ("smooth_ap", "sigmoid_sums", "sigmoid_sums_backward"):
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fullrank, name).default.tags
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fullrank::")]
+    assert {"fullrank::smooth_ap", "fullrank::sigmoid_sums_backward", "fullrank::spread"} <= {*names}
+    for name in names:
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fullrank, name.removeprefix("fullrank::")).default.tags
 
 
 # Over ranks, in a group that serves the device alone, like one of NCCL
 
-BOUND_ELSEWHERE = """
+OVER_RANKS = """
 import sys
 sys.path.insert(0, {tests!r})
 import torch, torch.distributed as dist
-from device import DEVICE, init_process_group
+from device import DEVICE, count, init_process_group
 import fullrank
 
+def attempt(name, call):
+    with count() as counts:
+        try:
+            outcome = f"{{call().item():.3f}}"
+        except ValueError as error:
+            outcome = f"{{type(error).__name__}} {{error}}"
+    print(f"{{name}} on {{rank}} after {{counts.waits}} waits: {{outcome}}")
+
 init_process_group()
+rank = dist.get_rank()
 rows, targets = torch.arange(6.0)[:, None].to(DEVICE).requires_grad_(), torch.tensor([0, 1, 0, 1, 0, 1]).to(DEVICE)
 calls = [lambda: fullrank.SmoothAPLoss(1)(rows, targets), lambda: fullrank.global_mean(rows.sum(), 6)]
 print("gathered", [call().isfinite().item() for call in calls])
+
+# A target or a weight that does not fit, on both ranks, on one, on none, with other reasons on each.
+inputs, softmax, sigmoid = rows.expand(6, 3), fullrank.SoftmaxFocalLoss(), fullrank.SigmoidFocalLoss()
+for name, held in {{"both": (7, 8), "one": (1, 9), "none": (1, 1)}}.items():
+    of_classes = torch.where(rows[:, 0] == 0, held[rank], targets)
+    attempt(f"softmax {{name}}", lambda: softmax(inputs, of_classes))
+weights = torch.where(rows == 0, (1.0, -3.0)[rank], 1.0)
+attempt("weights", lambda: sigmoid(rows, targets, sample_weight=weights))
+attempt("first of two", lambda: sigmoid(rows, targets * 2, sample_weight=weights))
+bad = torch.where(rows[:, 0] == 0, (1, 9)[rank], targets)
+attempt("other checks", lambda: softmax(inputs, bad[: 5 + rank]))
+
 dist.group.WORLD.bound_device_id = torch.device("sim", 1)
 for call in calls:
     try:
@@ -314,13 +338,46 @@ dist.destroy_process_group()
 """
 
 
-def test_a_tensor_on_another_device_than_the_group_raises_on_every_rank(tmp_path: Path) -> None:
-    script = tmp_path / "bound_elsewhere.py"
-    script.write_text(BOUND_ELSEWHERE.format(tests=str(Path(__file__).parent)))
-    done = run_script(script, cwd=tmp_path, processes=2)
+@pytest.fixture(scope="module")
+def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("over_ranks")
+    script = folder / "over_ranks.py"
+    script.write_text(OVER_RANKS.format(tests=str(Path(__file__).parent)))
+    done = run_script(script, cwd=folder, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("gathered [True, True]") == 2  # the control
+    return done.stdout
+
+
+def test_a_tensor_on_another_device_than_the_group_raises_on_every_rank(over_ranks: str) -> None:
+    assert over_ranks.count("gathered [True, True]") == 2  # the control
     for name in ("tensor 0", "total"):
         text = f"{name}: expected a tensor on sim:1, the device of the process group, got one on sim:0"
-        assert done.stdout.count(text) >= 2, done.stdout
-    assert "Call torch.sim.set_device(0) before init_process_group" in done.stdout
+        assert over_ranks.count(text) >= 2, over_ranks
+    assert "Call torch.sim.set_device(0) before init_process_group" in over_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        ("softmax both", ["rank 0: targets: expected class indices", "got 7", "rank 1: targets", "got 8"]),
+        ("softmax one", ["rank 1: targets: expected class indices", "got 9"]),
+        ("weights", ["rank 1: sample_weight: expected finite numbers >= 0, got -3.0"]),
+        ("other checks", ["rank 0: targets: expected shape (6,)", "rank 1: targets: expected class indices", "got 9"]),
+        ("first of two", ["ranks 0, 1: targets: expected numbers in [0, 1], got 2"]),
+    ],
+)
+def test_values_that_do_not_fit_raise_the_same_on_every_rank(over_ranks: str, name: str, reasons: list[str]) -> None:
+    """Although they are read together with the headers."""
+    print(over_ranks)
+    texts = {line.partition(": ")[2] for line in over_ranks.splitlines() if line.startswith(f"{name} on")}
+    (text,) = texts
+    assert text.startswith("RankValueError"), text
+    for reason in reasons:
+        assert reason in text
+
+
+def test_control_values_that_fit_are_read_once(over_ranks: str) -> None:
+    lines = [line for line in over_ranks.splitlines() if line.startswith("softmax none")]
+    assert len(lines) == 2
+    for line in lines:
+        assert "after 2 waits: 0" in line  # the header, and the value that the script reads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -209,6 +210,35 @@ def test_four_ranks(pool_of_four: WorkerPool, loss: str, form: str) -> None:
     for dtype in LIMITS:
         cases = [Case(loss, form, dtype, **ROWS_OF[kind]) for kind in FEW]
         assert_exact(pool_of_four, [case._replace(temperature=case.temperature or 0.3) for case in cases])
+
+
+def random_case(seed: int) -> Case:
+    """Return a configuration at random."""
+    draw = random.Random(seed)
+    loss = draw.choice(["smooth_ap", "smooth_ap", "recall", "trapezoid"])
+    num_classes = draw.choice([1, 1, 2, 5])
+    return Case(
+        loss,
+        draw.choice(["moments", "positives", "gather", "auto"]) if loss == "smooth_ap" else "sums",
+        draw.choice([*LIMITS]),
+        draw.choice(["uneven", "empty", "last"]),
+        num_classes,
+        draw.choice([0, 20, 130, 1000]),
+        weighted=draw.random() < 0.5,
+        weighted_steps=draw.choice([1, STEPS]),
+        masked=draw.random() < 0.3,
+        multi_hot=draw.random() < 0.3,
+        queue_keep=draw.choice(["all", "all", "negatives"]),
+        # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
+        temperature=draw.choice([0.3, 2.0] if loss == "trapezoid" else [0.3, 2.0, None]),
+        reduction=draw.choice(["mean", "sum", "none"]),
+    )
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 70), marks=pytest.mark.slow)], ids=len)
+def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
+    for first in seeds[::10]:
+        assert_exact(pool_of_four, [random_case(seed) for seed in range(first, first + 10)])
 
 
 THRESHOLDS: dict[str, dict[str, Any]] = {
@@ -573,6 +603,41 @@ def test_a_model_under_ddp(pool_of_two: WorkerPool, form: str) -> None:
     for errors in pool_of_two(steps_of_a_model, form):
         assert len(errors) == 9
         assert max(errors) <= 1e-12
+
+
+def _without_options(loss: Any) -> Any:
+    """Return ``loss`` as a function that is given no mask and no weights."""
+    return lambda logits, targets, iid_mask=None, sample_weight=None: loss(logits, targets)
+
+
+def warm_up(rank: int) -> list[float]:
+    """Return the errors of value and gradient in a warm-up, a blend and with the main loss, whose queue is reset."""
+    world_size, case, errors = dist.get_world_size(), Case(queue_size=130), []
+
+    def wrap(**options: Any) -> fullrank.LossWarmupWrapper:
+        main, first = make_loss(case, **options), fullrank.SigmoidFocalLoss()
+        schedule = {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
+        return fullrank.LossWarmupWrapper(first, main, warmup_steps=2, blend_steps=2, **schedule)
+
+    losses = wrap(pool="sharded"), wrap()
+    losses[1].gather_distributed = False
+    for index in range(6):
+        step = make_step(case, index)
+        step = step._replace(targets=(torch.arange(len(step.logits)) % 3 // 2)[:, None])
+        counts = counts_of("empty", len(step.logits), world_size, index)
+        found = []
+        for loss, rows in zip(losses, (own_rows(step, counts, rank), step)):
+            loss.on_train_batch_start(index)
+            found.append(loss_and_gradient(_without_options(loss), rows))
+        (value, gradient), (expected, whole) = found
+        reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+        errors += [float(value - expected), float((gradient / world_size - reference).norm() / whole.norm())]
+    return errors
+
+
+def test_a_warm_up_before_a_sharded_loss(pool_of_two: WorkerPool) -> None:
+    for errors in pool_of_two(warm_up):
+        assert max(map(abs, errors)) <= 1e-12
 
 
 # The choice

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workers import WorkerPool, error_of
 
 import fullrank
+from fullrank.data import BalancedBatchSampler
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -188,6 +189,26 @@ def window_ranked(rank: int, definition: str) -> tuple[float, float]:
     return change(encoder, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
 
 
+def balanced(rank: int, definition: str, options: dict[str, Any]) -> tuple[set[int], int, int, int]:
+    """Return the positives of the batches, how many orders two epochs have, the batches of one, and the last epoch."""
+    features, targets = make_rows(64)
+    rows = TensorDataset(features.double(), targets)
+    sampler = BalancedBatchSampler(targets, 8, positives=3)
+    names = run_block(definition, {})
+    seen: list[tuple[int, tuple[float, ...]]] = []
+
+    class Watched(names["Ranker"]):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((int(batch[1].sum()), tuple(batch[0][:, 0].tolist())))
+            return super().training_step(batch, batch_idx)
+
+    model = Watched(make_encoder().double(), names["CrossEntropyPlusAP"]())
+    make_trainer(max_epochs=2, **options).fit(model, DataLoader(rows, batch_sampler=sampler))
+    half = len(seen) // 2
+    orders = {tuple(order for _, order in part) for part in (seen[:half], seen[half:])}
+    return {positives for positives, _ in seen}, len(orders), half, sampler.epoch
+
+
 def refused(rank: int, name: str, *args: Any) -> str:
     """Return the error that a training raises."""
     return error_of(lambda: globals()[name](rank, *args))[1]
@@ -315,6 +336,11 @@ def test_control_accumulate_grad_batches_is_a_mean_of_means(workers: WorkerPool)
 def test_pooled_windows_train_as_one_process(workers: WorkerPool) -> None:
     for errors in workers(window_ranked, WINDOW_RANKER):
         assert max(errors) <= LIMIT
+
+
+def test_lightning_keeps_balanced_batches(workers: WorkerPool) -> None:
+    for found in workers(balanced, DEFINITION, {"use_distributed_sampler": False}):
+        assert found == ({3}, 2, 4, 1)  # three positives in each batch, another order in each of two epochs
 
 
 def test_a_forward_that_ddp_does_not_see_is_refused(workers: WorkerPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import loss_cases as cases
 import pytest
@@ -306,9 +307,9 @@ def test_diagnostics_are_computed_on_request_alone(surrogate: str, monkeypatch: 
     asked: list[int] = []
     quantiles = partial_area.upper_levels
 
-    def counted(scores: Tensor, member: Tensor | None, fractions: list[float], interpolation: str) -> Levels:
+    def counted(scores: Tensor, member: Tensor | None, fractions: list[float], *others: Any) -> Levels:
         asked.append(len(fractions))
-        return quantiles(scores, member, fractions, interpolation)
+        return quantiles(scores, member, fractions, *others)
 
     monkeypatch.setattr(partial_area, "upper_levels", counted)
     module = PAUCAtBudgetLoss(3, beta=BAND, surrogate=surrogate, queue_size=0)

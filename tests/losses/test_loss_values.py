@@ -29,9 +29,18 @@ def _options(keep):
     return {"reduction": ("sum" if keep == "all" else "mean"), "queue_keep": keep}
 
 
-@pytest.mark.parametrize("keep", ["all", "negatives"])
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize(("name", "setting"), POOLED_SETTINGS)
+def _in_turn(*values):
+    """All settings and inputs: with the first setting of a loss all ``values``, with the others one after another."""
+    firsts = dict(reversed(POOLED_SETTINGS))
+    found = []
+    for index, (name, setting) in enumerate(POOLED_SETTINGS):
+        for number, inputs in enumerate(INPUTS):
+            turn = values if setting == firsts[name] else [values[(index + number) % len(values)]]
+            found += [(name, setting, inputs, value) for value in turn]
+    return found
+
+
+@pytest.mark.parametrize(("name", "setting", "inputs", "keep"), _in_turn("all", "negatives"))
 def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
     loss, case = POOLED[name], INPUTS[inputs]
     settings = loss.settings[setting] | _options(keep)
@@ -48,25 +57,22 @@ def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
         assert len(module.queue) == len(past.logits)
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize(("name", "setting"), POOLED_SETTINGS)
-def test_functional(name, setting, inputs, device):
+@pytest.mark.parametrize(("name", "setting", "inputs", "reduction"), _in_turn("mean", "sum", "none"))
+def test_functional(name, setting, inputs, reduction, device):
     loss, case = POOLED[name], INPUTS[inputs]
     settings = {key: value for key, value in loss.settings[setting].items() if key not in loss.module_only}
     masked = name == "pauc_at_budget"  # the only functional form with an iid mask
-    reductions = ["mean", "sum", "none"] if device.type == "cpu" else ["none"]  # the others take time and show no more
-    for seed, reduction in enumerate(reductions):
-        twin = cases.leaf(case.rows(10 + seed, weighted=True, masked=masked))
-        rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in twin)))
-        expected = loss.reference(twin, reduction=reduction, **settings)
-        options = settings | {"reduction": reduction, "multi_hot": case.multi_hot, "return_per_class": True}
-        result = cases.call(loss.functional, rows, **options)
-        assert_close(result.loss.cpu(), expected.loss, equal_nan=True, **EXACT)
-        ours, theirs = cases.gradient(result.loss, rows.logits).cpu(), cases.gradient(expected.loss, twin.logits)
-        assert_close(ours, theirs, **EXACT)
-        plain = cases.call(loss.functional, rows, **(options | {"return_per_class": False}))
-        assert torch.equal(plain.isnan(), result.loss.isnan())
-        assert torch.equal(plain.nan_to_num(), result.loss.nan_to_num())
+    twin = cases.leaf(case.rows(10, weighted=True, masked=masked))
+    rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in twin)))
+    expected = loss.reference(twin, reduction=reduction, **settings)
+    options = settings | {"reduction": reduction, "multi_hot": case.multi_hot, "return_per_class": True}
+    result = cases.call(loss.functional, rows, **options)
+    assert_close(result.loss.cpu(), expected.loss, equal_nan=True, **EXACT)
+    ours, theirs = cases.gradient(result.loss, rows.logits).cpu(), cases.gradient(expected.loss, twin.logits)
+    assert_close(ours, theirs, **EXACT)
+    plain = cases.call(loss.functional, rows, **(options | {"return_per_class": False}))
+    assert torch.equal(plain.isnan(), result.loss.isnan())
+    assert torch.equal(plain.nan_to_num(), result.loss.nan_to_num())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -156,13 +156,13 @@ def _check_one_process_equals_many(problem, world_size):
 
 
 @given(problem=problems(2))
-@settings(ALWAYS, max_examples=120)
+@settings(ALWAYS, max_examples=60)
 def test_one_process_equals_two(problem: Problem) -> None:
     _check_one_process_equals_many(problem, 2)
 
 
 @given(problem=problems(3))
-@settings(ALWAYS, max_examples=60)
+@settings(ALWAYS, max_examples=40)
 def test_one_process_equals_three(problem: Problem) -> None:
     _check_one_process_equals_many(problem, 3)
 
@@ -187,7 +187,7 @@ SAME = {"rtol": 1e-11, "atol": 1e-12}  # float64 sums in another order, divided 
 
 
 @given(problem=problems(1), order=st.randoms(use_true_random=False))
-@settings(ALWAYS, max_examples=150)
+@settings(ALWAYS, max_examples=80)
 def test_rows_in_any_order_shifted_ignored_and_weighted_by_one(problem: Problem, order) -> None:
     problem = Problem(**{**vars(problem), "dtype": torch.float64, "max_pool_size": None, "queue_size": 0})
     rows = problem.rows(0)
@@ -243,7 +243,7 @@ picks = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), min_size=0, m
     dtype=st.sampled_from([torch.float32, torch.float64]),
     capacity=st.sampled_from([0, 1, 8]),
 )
-@settings(ALWAYS, max_examples=80)
+@settings(ALWAYS, max_examples=40)
 def test_extreme_scores(
     name: str, rows: list[tuple[int, int]], num_classes: int, exponent: int, dtype: torch.dtype, capacity: int
 ) -> None:

@@ -210,11 +210,17 @@ ELSEWHERE = {
     "integrations.md": ("test_integrations_plain.py", "test_every_block_is_run"),
     "recipes/accelerate.md": ("test_integrations_accelerate.py", "test_it_trains_validates_and_resumes_as_one_process"),
     "recipes/ddp.md": ("test_recipe_ddp.py", "test_the_script_prints_what_the_page_says"),
+    "recipes/fsdp.md": ("test_recipe_fsdp.py", "test_it_validates_saves_and_resumes_as_one_process"),
+    "recipes/loop.md": ("test_recipe_loop.py", "test_two_heads_are_those_of_one_process"),
+    "recipes/sentence-transformers.md": ("test_recipe_sentence_transformers.py", "test_it_trains_as_one_process"),
     "recipes/lightning.md": ("test_integrations_lightning.py", "test_the_ranker_trains_as_one_process"),
     "recipes/trainer.md": ("test_integrations_transformers.py", "test_it_trains_validates_and_resumes_as_one_process"),
 }
+ELSEWHERE |= {
+    page: ("test_migrating.py", "test_the_block_of_a_page") for page in PAGES if page.startswith("migrating/")
+}
 # One namespace per page, one process, in the order of the page; what they print is on the page.
-IN_ORDER = [
+IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
     f"{name}.md"
     for name in ("choosing", "index", "logging", "migrating", "queue", "retrieval", "scale", "temperature", "tutorial")
 ]
@@ -551,7 +557,7 @@ def public_names() -> list[str]:
     metrics = importlib.import_module("fullrank.metrics")
     names += [f"fullrank.metrics.{name}" for name in metrics.__all__]
     names += [f"fullrank.data.{name}" for name in importlib.import_module("fullrank.data").__all__]
-    for module in ("lightning", "transformers"):
+    for module in ("lightning", "sentence_transformers", "transformers"):
         tree = ast.parse((ROOT / "integrations" / f"{module}.py").read_text("utf-8"))
         defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         names += [f"fullrank.integrations.{module}.{name}" for name in defined if not name.startswith("_")]
@@ -570,7 +576,8 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_the_integrations_are_all_looked_at() -> None:
     modules = {path.stem for path in (ROOT / "integrations").glob("*.py")}
-    assert modules == {"__init__", "lightning", "transformers", "schedules"}  # the last is shared by the others
+    public = {"lightning", "sentence_transformers", "transformers"}
+    assert modules == {"__init__", "schedules", *public}  # schedules is shared by the others
 
 
 def test_every_option_of_the_command_is_in_the_reference(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ ALLOWED_IMPORTS = {
     "accumulation": {"errors", "kernels", "distributed", "gradients"},
     "losses": {"errors", "kernels", "distributed", "queues"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
-    "integrations": {"errors", "accumulation", "losses"},
+    "integrations": {"errors", "accumulation", "distributed", "losses"},
     "preflight": {"errors", "kernels", "distributed", "losses"},
 }
 

@@ -1,0 +1,171 @@
+"""Batches that hold a fixed number of rows of rare classes, on every rank.
+
+torch has no sampler for this: ``WeightedRandomSampler`` draws positives at random, so a batch may have none, and it
+knows no ranks; ``DistributedSampler`` knows ranks and no classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from ..distributed.group import Group, is_initialized, resolve_group
+from ..errors import Words, check_count, check_int, expected
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """Batches of row indices with a fixed number of rows of each rare class, on every rank and in every batch.
+
+    Equal to shuffling the rare rows and the others apart, repeating each shuffle as often as needed, and cutting both
+    into batches. A row occurs twice in one step only if its class has fewer rows than the step needs. All rare rows are
+    used once before one is used again. Each epoch has as many batches as with plain shuffling, so it leaves out some of
+    the other rows; the next epoch leaves out others.
+
+    Rare classes occur more often in the batches than in the data. This changes what a model learns: probabilities are
+    too high, and a quantile of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
+
+    Args:
+        targets: (N,) or (N, 1), class indices, 0 and 1, or bools: those of the whole data set, the same on every rank.
+        batch_size: rows of a batch, on each rank.
+        positives: rows of class 1 in each batch, on each rank; or a mapping from classes to rows. Rows of the other
+            classes fill the batch.
+        num_batches: batches of an epoch, on each rank; None is ``N // (batch_size * world_size)``, and at least 1.
+        seed: the same on every rank. The order of an epoch depends on the seed and its number alone.
+        group: process group or device mesh of the data-parallel ranks; None for the default group. Without a process
+            group there is one rank.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, and for a class that has no row.
+
+    Distributed:
+        No communication. Every rank computes the same shuffle, and takes its part. Rank and number of ranks are read
+        when an epoch starts, so the sampler may be constructed before the process group.
+
+    Example:
+        >>> targets = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
+        >>> sampler = BalancedBatchSampler(targets, batch_size=4, positives=1)
+        >>> [int(targets[rows].sum()) for rows in sampler]
+        [1, 1, 1]
+    """
+
+    def __init__(
+        self,
+        targets: Tensor | Sequence[int],
+        batch_size: int,
+        positives: int | Mapping[int, int],
+        *,
+        num_batches: int | None = None,
+        seed: int = 0,
+        group: Group = None,
+    ) -> None:
+        classes = torch.as_tensor(targets).detach().cpu()
+        if classes.ndim == 2 and classes.shape[1] == 1:
+            classes = classes[:, 0]
+        if classes.ndim != 1 or classes.is_floating_point() or classes.is_complex():
+            fix = "Use one class index per row, such as targets.long(). With several labels per row, pass one of them."
+            raise ValueError(expected("targets", "integers of shape (N,)", classes, fix))
+        self.batch_size = check_count("batch_size", batch_size, 1)
+        self.positives = dict(positives) if isinstance(positives, Mapping) else {1: positives}
+        for wanted in self.positives.values():
+            check_count("positives", wanted, 1)
+        if num_batches is not None:
+            check_count("num_batches", num_batches, 1)
+        self.num_batches, self.seed, self.group = num_batches, check_int("seed", seed), group
+        self.num_rows, self.epoch, self.batches_done = len(classes), 0, 0
+        rest = batch_size - sum(self.positives.values())
+        if rest < 0:
+            raise ValueError(expected("positives", f"at most {batch_size} rows, the batch_size", positives))
+        self._strata = [(wanted, torch.nonzero(classes == of)[:, 0]) for of, wanted in self.positives.items()]
+        is_rest = torch.ones(len(classes), dtype=torch.bool)
+        for (_, rows), of in zip(self._strata, self.positives):
+            if len(rows) == 0:
+                raise ValueError(expected("targets", f"rows of class {of}", Words("none"), "Ask for another class."))
+            is_rest[rows] = False
+        if rest > 0:
+            others = torch.nonzero(is_rest)[:, 0]
+            if len(others) == 0:
+                fix = f"Ask for {rest} more rows of the classes in positives."
+                raise ValueError(expected("targets", f"rows of other classes, {rest} in a batch", Words("none"), fix))
+            self._strata.append((rest, others))
+
+    @property
+    def sampler(self) -> BalancedBatchSampler:
+        """The sampler itself: Lightning and Accelerate call ``set_epoch`` of this attribute of a batch sampler."""
+        return self
+
+    def _ranks(self) -> tuple[int, int]:
+        """Return this rank and the number of ranks."""
+        if not is_initialized():
+            return 0, 1
+        group = resolve_group(self.group)
+        return group.rank(), group.size()
+
+    def _length(self, world_size: int) -> int:
+        """Return the batches of a whole epoch."""
+        return self.num_batches or max(1, self.num_rows // (self.batch_size * world_size))
+
+    def __len__(self) -> int:
+        """Return the batches of this epoch that are left, the same number on every rank."""
+        return self._length(self._ranks()[1]) - self.batches_done
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches of this rank, without those that were done before a restart."""
+        rank, world_size = self._ranks()
+        length = self._length(world_size)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        parts = []
+        for wanted, rows in self._strata:
+            drawn = _repeated_shuffles(len(rows), world_size * wanted, length, generator)
+            parts.append(rows[drawn].view(length, world_size, wanted)[:, rank])
+        # Mixed, because a batch may be cut into micro-batches.
+        order = torch.rand(length, self.batch_size, generator=generator).argsort(dim=1)
+        batches = torch.cat(parts, dim=1).gather(1, order)
+        for batch in batches[self.batches_done :]:
+            yield batch.tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, counted from 0. A new epoch starts with its first batch; the current one stays where it is."""
+        if epoch != self.epoch:
+            self.epoch, self.batches_done = check_count("epoch", epoch, 0), 0
+
+    def advance(self) -> None:
+        """Count a batch as done; call it after each optimizer step if you save checkpoints within an epoch.
+
+        The sampler does not count by itself, because a loader asks for batches before the model has trained on them.
+        """
+        self.batches_done += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place in the training: the epoch, the batches of it that are done, and the number of ranks."""
+        return {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._ranks()[1]}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: within an epoch of another number of ranks, whose batches were others.
+        """
+        world_size = self._ranks()[1]
+        if state["batches_done"] > 0 and state["world_size"] != world_size:
+            fix = f"Continue with the next epoch: set_epoch({state['epoch'] + 1})."
+            what = f"{state['world_size']}, as in the epoch that the state is within"
+            raise ValueError(expected("number of ranks", what, world_size, fix))
+        self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+
+
+def _repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.Generator) -> Tensor:
+    """Return ``steps * per_step`` of ``number`` rows: shuffle after shuffle, without a row twice in a step."""
+    shuffles: list[Tensor] = []
+    drawn = 0
+    while drawn < steps * per_step:
+        shuffle = torch.randperm(number, generator=generator)
+        begun = drawn % per_step  # rows of a step that the last shuffle has begun
+        if begun and per_step <= number:
+            is_in_it = torch.isin(shuffle, shuffles[-1][-begun:])
+            shuffle = torch.cat([shuffle[~is_in_it], shuffle[is_in_it]])
+        shuffles.append(shuffle)
+        drawn += number
+    return torch.cat(shuffles)[: steps * per_step]

@@ -1,0 +1,85 @@
+"""sentence-transformers: average precision over the batch of all ranks, as a loss of its trainer.
+
+This module does not import sentence-transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.group import is_initialized, resolve_group
+from ..errors import Words, expected
+from ..losses import RetrievalSmoothAPLoss
+
+LABELS_OF_A_RANK = 1 << 40  # labels made up on different ranks must not meet
+
+
+class RetrievalAPLoss(nn.Module):
+    """Every text ranks the texts of all ranks by cosine similarity: smooth average precision as a loss.
+
+    Equal to :class:`~fullrank.RetrievalSmoothAPLoss` of ``model(texts)["sentence_embedding"]``. The data set has one of
+    two forms:
+
+    - one column of texts and a column ``label`` of integers. Texts with the same label should find each other;
+    - several columns, such as ``anchor`` and ``positive``, without a label. The texts of one row should find each
+      other, and those of the other rows of all ranks are negatives.
+
+    Under DDP and FSDP the gradient is that of one process with the batch of all ranks. The trainer averages the losses
+    of the micro-batches of a window, each of which ranks its own texts alone: use ``gradient_accumulation_steps=1``.
+
+    Args:
+        model: the SentenceTransformer.
+        temperature: width of the sigmoid that replaces the step, in units of the cosine. None is automatic.
+        **options: further arguments of :class:`~fullrank.RetrievalSmoothAPLoss`.
+
+    Raises:
+        ValueError: for one column without labels, or labels whose number is not that of the texts.
+
+    Example:
+        >>> model = torch.nn.Identity()  # stands for a model; it returns what the tokenizer would give to it
+        >>> loss = RetrievalAPLoss(model)
+        >>> columns = [{"sentence_embedding": torch.eye(3)}, {"sentence_embedding": torch.eye(3).flip(0)}]
+        >>> loss(columns, None)
+        tensor(0.4762)
+    """
+
+    def __init__(self, model: nn.Module, temperature: float | None = 0.01, **options: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.ranking = RetrievalSmoothAPLoss(temperature, **options)
+
+    def forward(self, sentence_features: Iterable[Mapping[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of one batch.
+
+        Args:
+            sentence_features: for each column of texts what the tokenizer made of them.
+            labels: (N,) integers with one column of texts; ignored with several.
+        """
+        embeddings = [self.model(features)["sentence_embedding"] for features in sentence_features]
+        if len(embeddings) > 1:
+            labels = self._labels_of_rows(embeddings[0])
+        elif labels is None or labels.numel() != len(embeddings[0]):
+            found = labels if labels is not None else Words("none")
+            fix = "Give the data set a column `label` of integers, or a second column of texts."
+            raise ValueError(expected("labels", f"{len(embeddings[0])}, one for each text", found, fix))
+        return self.ranking(torch.cat(embeddings), labels.reshape(-1).long().repeat(len(embeddings)))
+
+    def _labels_of_rows(self, embeddings: Tensor) -> Tensor:
+        """Return a label for each row of this rank, which no other rank has."""
+        rank = 0
+        if is_initialized() and self.ranking.gather_distributed is not False:
+            rank = resolve_group(self.ranking.group).rank()
+        return rank * LABELS_OF_A_RANK + torch.arange(len(embeddings), device=embeddings.device)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the arguments, for the model card."""
+        return {"temperature": self.ranking.temperature}
+
+    @property
+    def citation(self) -> str:
+        """The paper of the loss, for the model card."""
+        return "Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020."

@@ -1,0 +1,40 @@
+"""Pairs of scores: how many are summed at a time, and the sigmoid of their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from .costs import costs_of
+
+
+def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:
+    """Return how many items of ``pairs_per_item`` pairs make one chunk on the device of ``tensor``, at least 1."""
+    return max(1, costs_of(tensor.device).pairs_at_once // max(1, pairs_per_item))
+
+
+def chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of classes and of queries whose pairs with all keys make one chunk."""
+    (num_classes, num_queries), num_keys = queries.shape, keys.shape[1]
+    classes = chunk_size(queries, num_queries * num_keys)
+    step = chunk_size(queries, num_keys) if classes == 1 else max(1, num_queries)
+    for first_class in range(0, num_classes, classes):
+        for first in range(0, num_queries, step):
+            yield slice(first_class, first_class + classes), slice(first, first + step)
+
+
+def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
+    """Return s(d) and s'(d) = s(d) s(-d), exact to rounding in both tails; ``difference`` is overwritten.
+
+    With e = s(-|d|) <= 1/2, s(d) is e or 1 - e, and s'(d) = e - e^2, so one exponential is enough for both.
+    """
+    e = difference.copysign(-1.0).sigmoid_()
+    sigmoid = difference.gt_(0).sub_(e).abs_()
+    return sigmoid, e.addcmul_(e, e, value=-1)
+
+
+def slope_of(difference: Tensor) -> Tensor:
+    """Return the second result of :func:`sigmoid_and_slope` alone; ``difference`` is overwritten."""
+    e = difference.copysign_(-1.0).sigmoid_()
+    return e.addcmul_(e, e, value=-1)

@@ -1,0 +1,126 @@
+"""Balanced batches: the number of positives, what ranks share, epochs, and resuming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from workers import WorkerPool, get_pool
+
+from fullrank.data import BalancedBatchSampler
+
+
+def make_targets(number: int = 103, positives: int = 7) -> Tensor:
+    """Return targets with positives at odd places."""
+    targets = torch.zeros(number, dtype=torch.int64)
+    targets[torch.arange(positives) * 13 + 3] = 1
+    return targets
+
+
+def batches(rank: int, epoch: int, options: dict[str, Any]) -> list[list[int]]:
+    """Return the batches of this rank."""
+    sampler = BalancedBatchSampler(make_targets(), **{"batch_size": 10, "positives": 2, **options})
+    sampler.set_epoch(epoch)
+    found = list(sampler)
+    assert len(found) == len(sampler)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "positives"), [(2, 2), (2, 3), (4, 1)])
+def test_every_rank_has_its_positives_in_every_batch(world_size: int, positives: int) -> None:
+    targets, ranks = make_targets(), get_pool(world_size)(batches, 0, {"positives": positives})
+    assert {len(found) for found in ranks} == {103 // (10 * world_size)}
+    assert {int(targets[rows].sum()) for found in ranks for rows in found} == {positives}
+    assert {len(rows) for found in ranks for rows in found} == {10}
+    for step in zip(*ranks):
+        rows = [row for part in step for row in part]
+        assert len(set(rows)) == len(rows)  # no row twice in a step
+    others = [row for found in ranks for rows in found for row in rows if targets[row] == 0]
+    assert len(set(others)) == len(others)  # nor a negative in an epoch
+    uses = [sum(row in rows for found in ranks for rows in found) for row in targets.nonzero()[:, 0].tolist()]
+    assert max(uses) - min(uses) <= 1  # all positives once before one is used again
+
+
+def test_control_plain_shuffling_has_batches_without_a_positive() -> None:
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(TensorDataset(make_targets()), 10, shuffle=True, generator=generator)
+    assert 0 in {int(targets.sum()) for (targets,) in loader}
+
+
+def test_epochs_are_orders_of_their_own(pool_of_two: WorkerPool) -> None:
+    first, again, second = (pool_of_two(batches, epoch, {}) for epoch in (0, 0, 1))
+    assert first == again
+    assert first != second
+    assert pool_of_two(batches, 0, {"seed": 1}) != first
+
+
+def test_classes_with_numbers_of_their_own() -> None:
+    targets = torch.tensor([0] * 50 + [1] * 30 + [2] * 5 + [3] * 3)
+    sampler = BalancedBatchSampler(targets[:, None], 12, {2: 2, 3: 1})
+    for rows in sampler:
+        assert targets[rows].bincount(minlength=4)[2:].tolist() == [2, 1]
+    every = BalancedBatchSampler(targets, 8, dict.fromkeys(range(4), 2))
+    assert all(targets[rows].bincount().tolist() == [2] * 4 for rows in every)
+
+
+def test_more_positives_than_there_are_repeat() -> None:
+    (rows,) = BalancedBatchSampler([1, 0, 0, 1, 0, 0], 6, 5, num_batches=1)
+    assert sorted(row for row in rows if row in (0, 3)) in ([0, 0, 0, 3, 3], [0, 0, 3, 3, 3])
+
+
+def test_positives_are_mixed_with_the_others() -> None:
+    targets = make_targets()
+    places = {rows.index(row) for rows in BalancedBatchSampler(targets, 10, 1) for row in rows if targets[row] == 1}
+    assert len(places) > 3
+
+
+def test_it_feeds_a_loader() -> None:
+    targets = make_targets()
+    loader = DataLoader(TensorDataset(targets), batch_sampler=BalancedBatchSampler(targets.bool(), 10, 3))
+    assert [int(batch.sum()) for (batch,) in loader] == [3] * 10
+    assert len(loader) == 10
+
+
+def test_it_resumes_within_an_epoch() -> None:
+    through = BalancedBatchSampler(make_targets(), 10, 2)
+    through.set_epoch(3)
+    expected = list(through)
+    for _ in range(4):
+        through.advance()
+    again = BalancedBatchSampler(make_targets(), 10, 2)
+    again.load_state_dict(through.state_dict())
+    again.set_epoch(3)  # the loop of the resumed job does this; it is the same epoch
+    assert list(again) == expected[4:]
+    assert len(again) == len(expected) - 4
+    again.set_epoch(4)
+    assert len(again) == len(expected)
+    assert again.sampler is again  # what Lightning and Accelerate look for
+
+
+def test_another_number_of_ranks_within_an_epoch_is_refused() -> None:
+    sampler = BalancedBatchSampler(make_targets(), 10, 2)
+    sampler.load_state_dict({"epoch": 2, "batches_done": 0, "world_size": 4})
+    assert sampler.epoch == 2
+    with pytest.raises(ValueError, match=r"expected 4, as in the epoch.*set_epoch\(3\)"):
+        sampler.load_state_dict({"epoch": 2, "batches_done": 1, "world_size": 4})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([0, 1], 4, 5), ValueError, "at most 4 rows, the batch_size"),
+        (([0, 1], 4, 0), ValueError, "positives: expected an int >= 1"),
+        (([0, 1], 0, 1), ValueError, "batch_size: expected an int >= 1"),
+        (([0, 0], 4, 1), ValueError, "rows of class 1"),
+        (([1, 1], 4, 1), ValueError, "rows of other classes, 3 in a batch"),
+        (([0.0, 1.0], 4, 1), ValueError, "integers of shape"),
+        ((torch.zeros(3, 2, dtype=torch.int64), 4, 1), ValueError, "integers of shape"),
+        (([0, 1], 4, 1.0), TypeError, "positives: expected an int"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        BalancedBatchSampler(*arguments)

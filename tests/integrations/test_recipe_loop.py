@@ -1,0 +1,178 @@
+"""docs/recipes/loop.md: mixed precision, steps that are skipped, TensorBoard, several heads, and a sweep."""
+
+from __future__ import annotations
+
+import importlib.util
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration_cases import change, error, flat, make_encoder, make_rows, output_of, recipe, run_block
+from sklearn.metrics import average_precision_score
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import WorkerPool, error_of
+
+import fullrank
+
+pytestmark = pytest.mark.slow
+
+SCALER, SKIP, TENSORBOARD, HEADS, SWEEP = recipe("loop")
+STEPS = 20
+
+
+def own(rank: int, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return this rank's part; the parts differ in size."""
+    part = slice(0, 40) if rank == 0 else slice(40, 64)
+    return rows[0][part], rows[1][part]
+
+
+def scaled(rank: int, recipe: str) -> tuple[float, float, list[float], bool]:
+    """Return the error of a step in float32, in float16, the AP before and after some steps, and if a bad step skips.
+
+    The error in float16 is against one process in float16.
+    """
+    in_half = run_block(recipe, {})
+    in_full = run_block(
+        recipe.replace('torch.autocast("cpu", torch.float16)', 'torch.autocast("cpu", enabled=False)'), {}
+    )
+    features, targets = make_rows(64)
+    mine = own(rank, (features, targets))
+    errors = []
+    for names in (in_full, in_half):
+        network, reference = make_encoder(), make_encoder()
+        before = flat(network)
+        for model, loss_fn, rows in (
+            (DistributedDataParallel(network), fullrank.SmoothAPLoss(1), mine),
+            (reference, fullrank.SmoothAPLoss(1, gather_distributed=False), (features, targets)),
+        ):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            names["train_step"](model, optimizer, loss_fn, *rows)
+        errors.append(change(network, before, flat(reference)))
+    network = make_encoder()
+    model, loss_fn = DistributedDataParallel(network), fullrank.SmoothAPLoss(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    values = [average_precision(network, features, targets)]
+    for _ in range(STEPS):
+        in_half["train_step"](model, optimizer, loss_fn, *mine)
+    values.append(average_precision(network, features, targets))
+    before = flat(network)
+    scale = in_half["scaler"].get_scale()
+    bad = mine[0].clone()
+    bad[0, 0] = torch.inf if rank == 1 else bad[0, 0]
+    in_half["train_step"](model, optimizer, loss_fn, bad, mine[1])
+    skipped = torch.equal(before, flat(network)) and in_half["scaler"].get_scale() < scale
+    return errors[0], errors[1], values, skipped
+
+
+def average_precision(network: nn.Module, features: Tensor, targets: Tensor) -> float:
+    """Return that of scikit-learn."""
+    with torch.no_grad():
+        return float(average_precision_score(targets.numpy(), network(features).numpy()))
+
+
+def stepped(rank: int, recipe: str) -> tuple[bool, bool, bool, float]:
+    """Return what a good and a bad step return, whether the bad one changed nothing, and the error of the good one."""
+    names = run_block(recipe, {})
+    features, targets = make_rows(64)
+    mine = own(rank, (features, targets))
+    network, reference = make_encoder(), make_encoder()
+    before = flat(network)
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss_fn = fullrank.SmoothAPLoss(1)
+    good = names["step_if_finite"](model, optimizer, loss_fn(model(mine[0]), mine[1]))
+    fullrank.SmoothAPLoss(1, gather_distributed=False)(reference(features), targets).backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    found = change(network, before, flat(reference))
+    kept = flat(network)
+    bad = mine[0] * (torch.inf if rank == 1 else 1)
+    fine = names["step_if_finite"](model, optimizer, loss_fn(model(bad), mine[1]))
+    return good, fine, torch.equal(kept, flat(network)), found
+
+
+def headed(rank: int, recipe: str, reverse: bool) -> tuple[float, str]:
+    """Return the error of the gradient of two heads, or the error of ranks that call them in different orders."""
+    names = run_block(recipe, {})
+    torch.manual_seed(0)
+    network = names["TwoHeads"](nn.Sequential(nn.Linear(5, 8), nn.Tanh()), 8)
+    reference = deepcopy(network)
+    weights = {"click": 1.0, "sale": 0.5}
+    features, targets = make_rows(64)
+    labels = {"click": targets, "sale": (features[:, 2:3] > 1).long()}
+    part = slice(0, 40) if rank == 0 else slice(40, 64)
+    mine = {name: label[part] for name, label in labels.items()}
+    order = dict(reversed(weights.items())) if reverse and rank == 1 else weights
+    loss_fn, alone = names["LossOfHeads"](order), names["LossOfHeads"](weights)
+    for module in alone.modules():
+        if hasattr(module, "gather_distributed"):
+            module.gather_distributed = False
+    model = DistributedDataParallel(network)
+    if reverse:
+        return 0.0, error_of(lambda: loss_fn(model(features[part]), mine))[1]
+    loss_fn(model(features[part]), mine).backward()
+    alone(reference(features), labels).backward()
+    found, expected = (torch.cat([p.grad.reshape(-1) for p in each.parameters()]) for each in (network, reference))
+    return error(found, expected), ""
+
+
+def test_mixed_precision(pool_of_two: WorkerPool) -> None:
+    for in_full, in_half, values, skipped in pool_of_two(scaled, SCALER):
+        assert in_full <= 1e-6
+        assert in_half <= 1e-2  # the sum of two halves is rounded elsewhere than the whole
+        assert values[0] < values[1]
+        assert skipped  # on both ranks, though only one has the infinite row
+
+
+def test_control_a_gradient_that_is_clipped_with_its_scale(pool_of_two: WorkerPool) -> None:
+    """In one process the same mistake is made, so the size of the steps is what differs: 65,536 times too small."""
+    clipped = SCALER.replace("    scaler.unscale_(optimizer)\n", "")
+    assert clipped != SCALER
+    for *_, values, _ in pool_of_two(scaled, clipped):
+        assert abs(values[1] - values[0]) < 0.02
+
+
+def test_a_step_is_skipped_on_all_ranks(pool_of_two: WorkerPool) -> None:
+    for good, bad, unchanged, parameters in pool_of_two(stepped, SKIP):
+        assert (good, bad, unchanged) == (True, False, True)
+        assert parameters <= 1e-6
+
+
+def test_two_heads_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
+    for gradient, _ in pool_of_two(headed, HEADS, False):
+        assert gradient <= 1e-6
+
+
+def test_ranks_that_call_heads_in_another_order_are_told(pool_of_two: WorkerPool) -> None:
+    for _, text in pool_of_two(headed, HEADS, True):
+        assert "name" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra `tensorboard`")
+def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    names: dict[str, Any] = {"rank": 0}
+    run_block(TENSORBOARD.replace("outputs/runs/first", str(tmp_path)), names)
+    loss_fn = fullrank.SmoothAPLoss(num_classes=3)
+    targets = torch.arange(40) % 2
+    found = loss_fn(torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), targets, return_per_class=True)
+    names["log"](7, found.loss, found.per_class, loss_fn)
+    names["writer"].close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "train/temperature", "class/0", "class/1"}
+    assert events.Scalars("train/loss")[0].value == pytest.approx(float(found.loss))
+    assert events.Scalars("train/loss")[0].step == 7
+    silent = run_block(TENSORBOARD.replace("outputs/runs/first", str(tmp_path)), {"rank": 1})
+    silent["log"](7, found.loss, found.per_class, loss_fn)
+
+
+def test_the_sweep_says_when_the_range_is_too_small() -> None:
+    names: dict[str, Any] = {}
+    run_block(SWEEP, names)
+    assert names["sweep"](lambda rate: -abs(rate - 0.01))[0] == 0.01
+    out = output_of("best, _ = sweep(lambda rate: rate)", names)
+    assert "0.03, is at the end" in out

@@ -1,0 +1,166 @@
+"""docs/recipes/sentence-transformers.md: the trainer with RetrievalAPLoss trains as one process does."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from integration_cases import change, error, flat, gathered, own_pool, recipe, run_block, train
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import WorkerPool
+
+from fullrank import RetrievalSmoothAPLoss
+from fullrank.integrations.sentence_transformers import RetrievalAPLoss
+
+pytestmark = pytest.mark.slow
+
+(SCRIPT,) = recipe("sentence-transformers")
+LIMIT = 1e-6
+TOPICS, WORDS = 8, 5
+
+
+def make_model() -> Any:
+    """Return a model with an embedding for each word, made from its modules, in float64."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    vocabulary = {"unknown": 0} | {f"w{word}": word + 1 for word in range(TOPICS * WORDS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="unknown"))
+    tokenizer.pre_tokenizer = Whitespace()
+    weights = torch.randn(len(vocabulary), 6, generator=torch.Generator().manual_seed(0))
+    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights)], device="cpu").double()
+
+
+def make_texts(number: int, seed: int) -> dict[str, list[Any]]:
+    """Return texts of three words: two of a topic, which is the label, and one of any."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, generator=generator)
+    labels = [index % TOPICS for index in range(number)]
+    words = [[*(label * WORDS + draw(WORDS, (2,))).tolist(), int(draw(TOPICS * WORDS, ()))] for label in labels]
+    return {"text": [" ".join(f"w{word}" for word in text) for text in words], "label": labels}
+
+
+def make_arguments(folder: str, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the arguments of the page, quiet, with a constant learning rate."""
+    from accelerate.state import AcceleratorState
+    from sentence_transformers import SentenceTransformerTrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+    schedule = {"lr_scheduler_type": "constant", "eval_on_start": True, "logging_steps": 1}
+    return SentenceTransformerTrainingArguments(folder, **{**kwargs, **quiet, **schedule, **options})
+
+
+def trained(rank: int, script: str, folder: str, options: dict[str, Any]) -> tuple[float, float, list[float]]:
+    """Return the errors of parameters and last loss, and the metric before training and after each epoch."""
+    from datasets import Dataset
+
+    model, reference = make_model(), make_model()
+    before, seen = flat(model), []
+
+    class Recorded(RetrievalAPLoss):
+        def forward(self, features: Any, labels: Any = None) -> Tensor:
+            features = list(features)
+            if self.training:
+                seen.append(({key: value.clone() for key, value in features[0].items()}, labels.clone()))
+            return super().forward(features, labels)
+
+    val = make_texts(40, 1)
+    corpus = {str(index): text for index, text in enumerate(val["text"])}
+    relevant = {one: {two for two in corpus if two != one and int(two) % TOPICS == int(one) % TOPICS} for one in corpus}
+    names = {"model": model, "train_set": Dataset.from_dict(make_texts(256, 0)), "corpus": corpus, "queries": corpus}
+    script = script.replace("SentenceTransformerTrainingArguments(\n", "make_arguments(\n")
+    script = script.replace("loss=RetrievalAPLoss(model)", "loss=Recorded(model)")
+    names |= {"relevant_docs": relevant, "Recorded": Recorded}
+    names["make_arguments"] = partial(make_arguments, folder, {"load_best_model_at_end": False, **options})
+    trainer = run_block(script, names)["trainer"]
+    log = trainer.state.log_history
+    steps = list(zip(*gathered(seen)))
+    loss_fn = RetrievalSmoothAPLoss(gather_distributed=False)
+
+    def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
+        embeddings = torch.cat([reference(part)["sentence_embedding"] for part, _ in steps[step]])
+        return loss_fn(embeddings, torch.cat([labels for _, labels in steps[step]]).reshape(-1))
+
+    adam = partial(torch.optim.AdamW, lr=2e-2, weight_decay=0.0)
+    expected, losses, _ = train(reference, loss, [[[]] * len(steps)], max_norm=1.0, make_optimizer=adam)
+    logged = [entry["loss"] for entry in log if "loss" in entry]
+    history = [entry["eval_val_cosine_map@100"] for entry in log if "eval_val_cosine_map@100" in entry]
+    return change(model, before, expected), abs(logged[-1] / losses[-1] - 1), history
+
+
+class Encoder(nn.Module):
+    """Stands for a model: it returns what sentence-transformers' models return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.layer(features["x"])}
+
+
+def paired(rank: int) -> float:
+    """Return the error of the gradient of pairs without labels, 5 on rank 0 and 7 on rank 1."""
+    generator = torch.Generator().manual_seed(1)
+    anchors, positives = (torch.randn(12, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    own = slice(0, 5) if rank == 0 else slice(5, 12)
+    encoder, reference = Encoder(), Encoder()
+    model = DistributedDataParallel(encoder)
+    RetrievalAPLoss(model, 0.1)([{"x": anchors[own]}, {"x": positives[own]}]).backward()
+    embeddings = reference({"x": torch.cat([anchors, positives])})["sentence_embedding"]
+    labels = torch.arange(12).repeat(2)
+    RetrievalSmoothAPLoss(0.1, gather_distributed=False)(embeddings, labels).backward()
+    return error(encoder.layer.weight.grad, reference.layer.weight.grad)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[WorkerPool]:
+    missing = [name for name in ("sentence_transformers", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}: the extra `sentence-transformers`")
+    yield from own_pool("accelerate", "datasets", "transformers.trainer", "sentence_transformers")
+
+
+def test_it_trains_as_one_process(workers: WorkerPool, tmp_path: Any) -> None:
+    for parameters, loss, history in workers(trained, SCRIPT, str(tmp_path), {}):
+        assert parameters <= LIMIT
+        assert loss <= 1e-4  # the trainer rounds what it logs
+        assert history[0] < history[1]  # the first epoch improves the metric
+    assert any(path.name.startswith("checkpoint-") for path in tmp_path.iterdir())
+
+
+def test_control_texts_of_one_rank(workers: WorkerPool, tmp_path: Any) -> None:
+    alone = SCRIPT.replace("RetrievalAPLoss(model)", "RetrievalAPLoss(model, gather_distributed=False)")
+    recorded = alone.replace("loss=RetrievalAPLoss(model, ", "loss=Recorded(model, ")
+    assert recorded != SCRIPT
+    for parameters, *_ in workers(trained, recorded, str(tmp_path), {}):
+        assert parameters > 0.01
+
+
+def test_pairs_without_labels_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
+    assert max(pool_of_two(paired)) <= 1e-12
+
+
+@pytest.mark.parametrize("labels", [None, torch.tensor([0, 1, 1])])
+def test_one_column_needs_a_label_for_each_text(labels: Tensor | None) -> None:
+    with pytest.raises(ValueError, match="labels: expected 2, one for each text"):
+        RetrievalAPLoss(Encoder())([{"x": torch.zeros(2, 4, dtype=torch.float64)}], labels)
+
+
+def test_labels_may_be_a_column() -> None:
+    loss, rows = RetrievalAPLoss(Encoder()), torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.tensor([[0], [1], [0], [1]])
+    embeddings = loss.model({"x": rows})["sentence_embedding"]
+    assert torch.equal(loss([{"x": rows}], labels), RetrievalSmoothAPLoss()(embeddings, labels[:, 0]))
+    assert loss.get_config_dict() == {"temperature": 0.01}
