@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import json
 import math
 import os
 import re
@@ -509,6 +510,30 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 )
 def test_control_what_is_loaded_from_elsewhere_is_seen(text: str) -> None:
     assert any(is_external(load) for load in Page(text).loads)
+
+
+SOUGHT = [
+    "AUROC",
+    "AUPRC",
+    "pos_weight",
+    "wandb",
+    "calibration",
+    "InfoNCE",
+    "triplet",
+    "early stopping",
+    "class weights",
+] + ["hard negatives", "oversampling", "GradCache", "MoCo", "NDCG", "DeepSpeed", "TensorBoard", "GradScaler"]
+
+
+@needs_site
+def test_the_search_knows_the_words_of_others(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    text = " ".join(entry["title"] + " " + entry["text"] for entry in index["docs"]).lower()
+    assert [word for word in SOUGHT if word.lower() not in text] == []
+    assert "no such word" not in text
+    # What the search needs in a page that is opened from a folder.
+    assert (site / "search" / "search_index.js").read_text("utf-8").startswith("var __index")
+    assert "javascripts/iframe-worker.js" in (site / "index.html").read_text("utf-8")
 
 
 @needs_site
