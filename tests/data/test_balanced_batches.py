@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +126,14 @@ def test_another_number_of_ranks_within_an_epoch_is_refused() -> None:
 def test_arguments_that_do_not_fit(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         BalancedBatchSampler(*arguments)
+
+
+def test_the_table_of_the_page_is_that_of_the_benchmark() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs/recipes/batches.md").read_text("utf-8")
+    records = json.loads((root / "benchmarks/results/balanced_batches.json").read_text("utf-8"))["balanced_batches"]
+    names = ("ap", "probability_over_share", "log_loss", "log_loss_shifted")
+    for record in records:
+        (line,) = (row for row in text.splitlines() if row.startswith(f"| {record['loss']} | {record['sampler']} |"))
+        figures = [float(cell) for cell in line.strip("| ").split("|")[2:]]
+        assert figures == pytest.approx([record[name] for name in names], abs=0.0051)

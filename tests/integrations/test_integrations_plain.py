@@ -88,8 +88,8 @@ def test_without_lightning_the_error_names_the_extra() -> None:
 
 def test_the_package_imports_no_framework() -> None:
     status = run_python(
-        "import sys, fullrank, fullrank.integrations.transformers",
-        "frameworks = {'pytorch_lightning', 'lightning', 'accelerate', 'transformers'}",
+        "import sys, fullrank.data, fullrank.integrations.transformers, fullrank.integrations.sentence_transformers",
+        "frameworks = {'pytorch_lightning', 'lightning', 'accelerate', 'transformers', 'sentence_transformers'}",
         "sys.exit(not frameworks.isdisjoint(sys.modules))",
     )
     assert status == 0

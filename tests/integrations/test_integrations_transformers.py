@@ -27,9 +27,11 @@ from integration_cases import (
 )
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from workers import WorkerPool
 
 import fullrank
+from fullrank.data import BalancedBatchSampler
 from fullrank.integrations.transformers import LossState, PooledLossMixin, causal_lm_loss_func
 
 pytestmark = pytest.mark.slow
@@ -159,6 +161,38 @@ def pooled_rows() -> list[dict[str, Tensor]]:
     """Return 40 rows of tokens; positive are those with several of the highest tokens."""
     rows = make_tokens(40)
     return [{"input_ids": row["tokens"], "labels": (row["tokens"] > 7).sum()[None].gt(2).long()} for row in rows]
+
+
+def balanced(rank: int, definitions: str, folder: str) -> tuple[set[int], int]:
+    """Return the positives of the batches of two epochs, and the number of different orders of the epochs."""
+    from transformers import TrainerCallback
+
+    rows = pooled_rows()
+    targets = torch.cat([row["labels"] for row in rows])
+    sampler = BalancedBatchSampler(targets, SIZE, positives=1)
+    names = run_block(definitions, {})
+    seen: list[Tensor] = []
+
+    class BalancedTrainer(names["RankingTrainer"]):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(rows, batch_sampler=sampler)
+
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+            seen.append(torch.cat([inputs["labels"], inputs["input_ids"]], dim=1))
+            return super().training_step(model, inputs, *args)
+
+    class NextEpoch(TrainerCallback):  # type: ignore[misc]
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            sampler.set_epoch(int(state.epoch))
+
+    arguments = make_arguments(folder, gradient_accumulation_steps=1)
+    loss_fn, model = names["CrossEntropyPlusAP"](), make_model("bert")
+    BalancedTrainer(
+        model=model, args=arguments, train_dataset=rows, pooled_loss=loss_fn, callbacks=[NextEpoch()]
+    ).train()
+    half = len(seen) // 2
+    orders = {str(torch.stack(part).tolist()) for part in (seen[:half], seen[half:])}
+    return {int(batch[:, 0].sum()) for batch in seen}, len(orders)
 
 
 def evaluated(rank: int, folder: str) -> tuple[float, float, int]:
@@ -360,6 +394,10 @@ def test_control_a_pooled_loss_as_function(workers: WorkerPool, tmp_path: Path, 
     for _, loss, norm in workers(pooled, POOLED_FUNC, str(tmp_path), {"gradient_accumulation_steps": steps}):
         assert loss > 0.7 * factor - 1
         assert norm > 0.9
+
+
+def test_the_trainer_keeps_balanced_batches(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers(balanced, DEFINITIONS, str(tmp_path)) == [({1}, 2)] * 2
 
 
 def test_evaluation_is_the_loss_of_one_process(workers: WorkerPool, tmp_path: Path) -> None:

@@ -119,11 +119,11 @@ def older(rank: int, recipe: str) -> tuple[float, float, float]:
     """Return the errors of loss, gradient norm and step under FSDP1, after one step."""
     features, targets = make_rows(40)
     own = slice(0, 25) if rank == 0 else slice(25, 40)
-    network, reference = make_model(), make_model()
+    network, reference = make_encoder(), make_encoder()
     before = flat(reference)
-    names: dict[str, Any] = {"network": network, "features": features[own].double(), "targets": targets[own]}
+    names: dict[str, Any] = {"network": network, "features": features[own], "targets": targets[own]}
     found = run_block(recipe, names)
-    value = loss_alone()(reference(features.double()), targets)
+    value = loss_alone()(reference(features), targets)
     value.backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     for model in (found["model"], reference):
@@ -145,7 +145,7 @@ def engine(rank: int, recipe: str, folder: str) -> tuple[float, bool]:
     own = [slice(step.start + 8 * rank, step.start + 8 * rank + 8) for step in steps]
     batches = [(features[rows], targets[rows]) for rows in own]
     found = run_block(recipe.replace("outputs", folder), {"network": network, "batches": batches})
-    optimizer = torch.optim.Adam(reference.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     for rows in steps:
         optimizer.zero_grad()
         loss_fn(reference(features[rows]), targets[rows]).backward()
@@ -191,17 +191,19 @@ def test_it_validates_saves_and_resumes_as_one_process(pool_of_four: WorkerPool,
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed(tmp_path: Path, stage: int) -> None:
     recipe = DEEPSPEED.replace(*QUEUE).replace('"stage": 3', f'"stage": {stage}')
+    # Not Adam: a loss of order leaves the last bias a gradient of rounding errors, which Adam makes as large as others.
+    recipe = recipe.replace('"Adam", "params": {"lr": 1e-2, "torch_adam": True}', '"SGD", "params": {"lr": 0.5}')
+    recipe = recipe.replace('"optimizer"', '"zero_allow_untested_optimizer": True, "optimizer"')
     pool = own_pool("deepspeed")  # the engine keeps state of the process
     for parameters, has_queue in next(pool)(engine, recipe, str(tmp_path)):
-        assert parameters <= 1e-5  # float32, blown up by Adam
+        assert parameters <= 1e-6
         assert has_queue
     pool.close()
 
 
 def test_fsdp1(pool_of_two: WorkerPool) -> None:
-    for loss, norm, step in pool_of_two(older, FSDP1.replace(*QUEUE)):
-        assert max(loss, step) <= LIMIT
-        assert norm <= 1e-6  # FSDP1 returns it in float32
+    for errors in pool_of_two(older, FSDP1.replace(*QUEUE)):
+        assert max(errors) <= 1e-6  # float32, the only dtype that its clip_grad_norm_ takes
 
 
 def test_control_the_norm_of_pieces(pool_of_two: WorkerPool) -> None:

