@@ -512,8 +512,18 @@ def test_control_what_is_loaded_from_elsewhere_is_seen(text: str) -> None:
     assert any(is_external(load) for load in Page(text).loads)
 
 
-SOUGHT = {"AUROC", "AUPRC", "pos_weight", "wandb", "calibration", "InfoNCE", "triplet", "early stopping", "class weights"}
-SOUGHT |= {"hard negatives", "oversampling", "GradCache", "MoCo", "NDCG", "DeepSpeed", "TensorBoard", "GradScaler"}
+SOUGHT = {"AUROC", "AUPRC", "pos_weight", "wandb", "calibration", "InfoNCE", "triplet", "early stopping"}
+SOUGHT |= {
+    "class weights",
+    "hard negatives",
+    "oversampling",
+    "GradCache",
+    "MoCo",
+    "NDCG",
+    "DeepSpeed",
+    "TensorBoard",
+    "GradScaler",
+}
 
 
 @needs_site
