@@ -18,6 +18,7 @@ All of it is computed in float64: for small lambda float32 would round l / lambd
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -165,13 +166,11 @@ def _or_one(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1.0, total)
 
 
-def _fake_risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:
+def _fake_risks(queries: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(queries, dtype=torch.float64)
 
 
-def _fake_gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float
-) -> tuple[Tensor, Tensor]:
+def _fake_gradients(grad: Tensor, queries: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(queries), torch.empty_like(keys)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,16 +236,8 @@ def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _fake(
-    scores: Tensor,
-    positive: Tensor,
-    member: Tensor | None,
-    weight: Tensor | None,
-    temperature: float,
-    with_grad: bool,
-    method: str,
-    num_positive: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with_grad = others[4]
     loss, valid = (scores.new_empty(scores.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool))
     return loss, torch.empty_like(scores) if with_grad else scores.new_empty(0), valid
 

@@ -128,21 +128,21 @@ def make_grid(bins: Bins, order: Order, device: torch.device, temperature: float
 # Rows -> tables. The moments of a table add up over parts of the rows.
 
 
-class Rows(NamedTuple):
+class RowPlaces(NamedTuple):
     """The places of all rows in one chunk, (C, M) each; see :func:`locate`."""
 
     bin_of: Tensor
     u: Tensor
 
 
-def locate_rows(pool: Pool, bins: Bins) -> Rows | None:
+def locate_rows(pool: Pool, bins: Bins) -> RowPlaces | None:
     """Return the places of the rows, or None if they are too many to be kept: then each use computes them again."""
     if len([*chunks(pool.scores)]) > 1:
         return None
-    return Rows(*_locate_chunk(pool, bins, slice(None), slice(None)))
+    return RowPlaces(*_locate_chunk(pool, bins, slice(None), slice(None)))
 
 
-def sum_rows(pool: Pool, bins: Bins, order: Order, rows: Rows | None = None) -> Tensor:
+def sum_rows(pool: Pool, bins: Bins, order: Order, rows: RowPlaces | None = None) -> Tensor:
     """Return the moments (p, C, B F + 1) float64 of all rows; the last bin holds the rows that take no part."""
     scores, size = pool.scores, bins.num_fine + 1
     lanes = num_lanes(scores, size)
@@ -152,7 +152,7 @@ def sum_rows(pool: Pool, bins: Bins, order: Order, rows: Rows | None = None) -> 
     return table if lanes == 1 else table.sum(dim=1, keepdim=True)
 
 
-def locate_positives(pool: Pool, bins: Bins, rows: Rows | None = None) -> Places:
+def locate_positives(pool: Pool, bins: Bins, rows: RowPlaces | None = None) -> Places:
     """Return the bins and positions of the listed positives."""
     if rows is not None:
         bin_of, u = (values[pool.class_of, pool.row_of] for values in rows)
@@ -225,7 +225,7 @@ def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
 
 
 def read_gradient(
-    polynomials: Tensor, pool: Pool, bins: Bins, rows: Rows | None, positives: Places, gradient: Tensor
+    polynomials: Tensor, pool: Pool, bins: Bins, rows: RowPlaces | None, positives: Places, gradient: Tensor
 ) -> None:
     """Write the gradient of the rows of ``pool`` into ``gradient`` (C, M)."""
     # Every row is treated as a negative first, then the positives are overwritten.

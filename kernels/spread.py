@@ -69,11 +69,13 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     """
     if scores.numel() == 0:
         return scores
-    rows = _rows_of(_marked(scores.detach(), member))
+    classes, index = _index_of_sample(scores.shape[0], scores.shape[1], scores.device)
+    rows = _marked(scores.detach(), member)
+    rows = rows if index is None else rows.index_select(1, index)
     values, count = _sorted(rows)  # [C, n], [C]
     center = values.gather(1, ((count - 1).clamp_min(0) // 2)[:, None])  # [C, 1]
     center = torch.where(count[:, None] > 0, center, 0.0)
-    if rows.shape == scores.shape and _classes(scores) is None:
+    if index is None and classes is None:
         mean = _mean_of_positive(_widths(values, count, _rounding(rows)))
         spread = torch.where(mean > 0, mean, 1.0).clamp(*_LIMITS[scores.dtype])
     else:  # whether the pool must be used whole is known in a call alone
@@ -94,7 +96,7 @@ def _(scores: Tensor, member: Tensor | None) -> Tensor:
 
 def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
     """Return (c, n) scores that are spread evenly over the rows and the classes, NaN where a row is no member."""
-    rows, classes = _rows(scores), _classes(scores)
+    classes, rows = _index_of_sample(scores.shape[0], scores.shape[1], scores.device)
     for index, dim in ((rows, 1), (classes, 0)):
         if index is not None:
             scores = scores.index_select(dim, index)
@@ -114,10 +116,20 @@ def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
 
 def sampled_places(num_classes: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the classes (c,) and the rows (n,) of which :func:`sample_of` takes the scores, ascending int64."""
-    count, few = max(LEAST_ROWS, MOST_SCORES // max(1, num_classes)), min(num_classes, _MOST_CLASSES)
-    every = num_rows <= count
-    rows = torch.arange(num_rows, device=device) if every else evenly_spaced(count, num_rows, device)
-    return torch.arange(few, device=device) * num_classes // max(1, few), rows
+    classes, rows = _index_of_sample(num_classes, num_rows, device)
+    classes = torch.arange(num_classes, device=device) if classes is None else classes
+    return classes, torch.arange(num_rows, device=device) if rows is None else rows
+
+
+def _index_of_sample(num_classes: int, num_rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return the result of :func:`sampled_places`, with None for all."""
+    classes = rows = None
+    if num_classes > _MOST_CLASSES:
+        classes = torch.arange(_MOST_CLASSES, device=device) * num_classes // _MOST_CLASSES
+    count = max(LEAST_ROWS, MOST_SCORES // max(1, num_classes))
+    if num_rows > count:
+        rows = evenly_spaced(count, num_rows, device)
+    return classes, rows
 
 
 def spread_of_sample(sample: Tensor) -> float | None:
@@ -125,26 +137,6 @@ def spread_of_sample(sample: Tensor) -> float | None:
     found = _of_sample(sample)
     least, most = _LIMITS[sample.dtype]
     return min(max(found, least), most) if found else None
-
-
-def _rows(scores: Tensor) -> Tensor | None:
-    """Return the rows of the sample, None for all."""
-    num_classes, num_rows = scores.shape
-    count = max(LEAST_ROWS, MOST_SCORES // max(1, num_classes))
-    return None if num_rows <= count else evenly_spaced(count, num_rows, scores.device)
-
-
-def _rows_of(scores: Tensor) -> Tensor:
-    rows = _rows(scores)
-    return scores if rows is None else scores.index_select(1, rows)
-
-
-def _classes(scores: Tensor) -> Tensor | None:
-    """Return the classes of the sample, None for all."""
-    num_classes = scores.shape[0]
-    if num_classes <= _MOST_CLASSES:
-        return None
-    return torch.arange(_MOST_CLASSES, device=scores.device) * num_classes // _MOST_CLASSES
 
 
 def _marked(scores: Tensor, member: Tensor | None) -> Tensor:

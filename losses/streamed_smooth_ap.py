@@ -30,7 +30,7 @@ from ..kernels.costs import costs_of
 from ..kernels.node_tables import Order, order_for
 from ..kernels.registration import exact
 from ..kernels.soft_ranks_binned import (
-    Rows,
+    RowPlaces,
     locate_positives,
     locate_rows,
     make_grid,
@@ -243,7 +243,7 @@ class StreamedLoss:
         if rows.member is not None:
             index.masked_fill_(~rows.member, self._bins.num_fine)
         rows = rows._replace(share=rows.share * self._factor[rows.class_of])
-        located, gradient = Rows(index, u), torch.empty_like(scores)
+        located, gradient = RowPlaces(index, u), torch.empty_like(scores)
         positives = locate_positives(rows, self._bins, located)
         read_gradient(self._polynomials, rows, self._bins, located, positives, gradient)
         return gradient
