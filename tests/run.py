@@ -1,7 +1,8 @@
 """Run the tests in three pytest processes side by side, and end with the sum of their counts.
 
 One pytest process leaves a core idle whenever a test needs no worker, starts a program or waits for a network. So the
-folders are shared out: the tests over ranks, those that compute in one process, and those that start many programs.
+folders are shared out: most of the tests over ranks, most of those that compute in one process together with the
+gradients, and those that start many programs.
 The output of the first share is printed as it comes, that of the others after it. Arguments are passed on to all::
 
     python tests/run.py -m "not slow"
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).resolve().parent
-APART = [("kernels", "losses", "metrics"), ("integrations", "preflight", "queues", "repository")]
+APART = [("gradients", "kernels", "losses", "metrics"), ("integrations", "preflight", "queues", "repository")]
 NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a share of the tests
 
 

@@ -270,6 +270,7 @@ def test_focal_needs_no_float64() -> None:
     assert rows.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smooth_ap of binary", "smooth_ap of multi_hot", "recall_at_quantile of binary"])
 def test_deterministic_algorithms(name: str) -> None:
     loss, inputs = losses()[name]

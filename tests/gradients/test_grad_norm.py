@@ -460,7 +460,7 @@ def test_the_norm_is_that_of_the_full_gradient(pool_of_four: WorkerPool, case: s
         assert ours == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_clipped_gradients_are_those_of_one_process(pool_of_four: WorkerPool, case: str, norm_type: float) -> None:
     for distances in pool_of_four(clipped, case, norm_type):
@@ -470,6 +470,7 @@ def test_clipped_gradients_are_those_of_one_process(pool_of_four: WorkerPool, ca
         assert distances or case == "pp_empty_stage"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "rule"),
     [
