@@ -46,7 +46,7 @@ test: $(STAMP) lint
 	@FULLRANK_SITE="$(CURDIR)/site" $(BIN)/python tests/run.py
 
 quick: $(STAMP) lint types
-	@$(BIN)/python tests/run.py -m "not slow"
+	@$(BIN)/python tests/run.py --quick
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -198,6 +198,7 @@ def test_steps_of_a_loss_equal_those_of_the_cpu(
 LARGE = {"bins": (20_001, 1, 0.3), "ties": (30_003, 1, 0.3), "classes": (3_000, 20, None), "wide": (20_001, 1, 0.3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "some ignored, weighted"])
 @pytest.mark.parametrize("name", LARGE)

@@ -726,6 +726,7 @@ def test_hsdp_reduces_where_it_is_set_to(pool_of_four: WorkerPool, sync: str, sc
         assert total["allreduce_.default"] == reductions
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_experts(world_size: int, dtype: str) -> None:

@@ -386,7 +386,8 @@ def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
         odd_ranks = (0, 1, 2) if name in ON_EACH_RANK or kinds[name] < 3 else (index % 3,)
         found.append(pytest.param(3, odd_ranks, name, kind, marks=pytest.mark.slow, id=f"3-{name}-{kind}"))
         if name in ON_EACH_RANK:
-            found.append(pytest.param(2, (0, 1), name, kind, id=f"2-{name}-{kind}"))
+            marks = [pytest.mark.slow] if "_by_" in name else []
+            found.append(pytest.param(2, (0, 1), name, kind, marks=marks, id=f"2-{name}-{kind}"))
     return found
 
 

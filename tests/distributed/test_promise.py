@@ -93,6 +93,7 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         assert_exact(pool_of_four, Case(loss, dtype=dtype, weighted=index % 2 == 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
