@@ -42,9 +42,14 @@ def pool_of_four() -> WorkerPool:
 
 # Importing device.py registers the simulated device for the whole process. Workers import the files of tests, and must
 # not have an accelerator that no wrapper of torch knows, so files with workers reach it through these fixtures alone.
-@pytest.fixture(params=["cpu", "sim", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.fixture(
+    params=["cpu", pytest.param("sim", marks=pytest.mark.slow), *(["cuda"] if torch.cuda.is_available() else [])]
+)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, the strict simulated accelerator of device.py, and CUDA where there is one."""
+    """The CPU, the strict simulated accelerator of device.py, and CUDA where there is one.
+
+    In the fast tests the simulated one is only in tests/test_device.py and tests/test_budgets.py.
+    """
     return simulated.DEVICE if request.param == "sim" else torch.device(request.param)
 
 

@@ -1,10 +1,12 @@
-"""Run the tests in three pytest processes side by side, and end with the sum of their counts.
+"""Run the tests in several pytest processes side by side, and end with the sum of their counts.
 
 One pytest process leaves a core idle whenever a test needs no worker, starts a program or waits for a network. So the
-folders are shared out: the tests over ranks, those that compute in one process, and those that start many programs.
-The output of the first share is printed as it comes, that of the others after it. Arguments are passed on to all::
+folders are shared out: most of the tests over ranks, most of those that compute in one process together with the
+gradients, and those that start many programs.
+The output of the first share is printed as it comes, that of the others after it. The fast tests are shared by two
+processes, since starting a third one costs more than it brings. Further arguments are passed on to all::
 
-    python tests/run.py -m "not slow"
+    python tests/run.py --quick -x
 """
 
 from __future__ import annotations
@@ -20,18 +22,22 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).resolve().parent
-APART = [("kernels", "losses", "metrics"), ("integrations", "preflight", "queues", "repository")]
+APART = [("gradients", "kernels", "losses", "metrics"), ("integrations", "preflight", "queues", "repository")]
+APART_QUICK = [("integrations", "kernels", "losses", "metrics", "preflight", "queues", "repository")]
 NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a share of the tests
 
 
 def main(arguments: list[str]) -> int:
     """Return 0 if all processes passed."""
+    apart = APART
+    if arguments[:1] == ["--quick"]:
+        apart, arguments = APART_QUICK, ["-m", "not slow", *arguments[1:]]
     # The first share is whatever the others leave, so that no file is forgotten.
-    shares = [[str(TESTS), *(f"--ignore={TESTS / name}" for names in APART for name in names)]]
-    shares += [[str(TESTS / name) for name in names] for names in APART]
+    shares = [[str(TESTS), *(f"--ignore={TESTS / name}" for names in apart for name in names)]]
+    shares += [[str(TESTS / name) for name in names] for names in apart]
     counts = Counter({"passed": 0, "failed": 0, "skipped": 0})
     with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in APART]
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in apart]
         processes = []
         for share, output in zip(shares, [subprocess.PIPE, *outputs]):
             command = [sys.executable, "-m", "pytest", *share, *arguments]

@@ -198,6 +198,7 @@ def test_steps_of_a_loss_equal_those_of_the_cpu(
 LARGE = {"bins": (20_001, 1, 0.3), "ties": (30_003, 1, 0.3), "classes": (3_000, 20, None), "wide": (20_001, 1, 0.3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "some ignored, weighted"])
 @pytest.mark.parametrize("name", LARGE)
@@ -270,6 +271,7 @@ def test_focal_needs_no_float64() -> None:
     assert rows.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smooth_ap of binary", "smooth_ap of multi_hot", "recall_at_quantile of binary"])
 def test_deterministic_algorithms(name: str) -> None:
     loss, inputs = losses()[name]

@@ -519,11 +519,18 @@ def owners(rank: int) -> list[str]:
 
 
 each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+each_number = pytest.mark.parametrize(
+    ("num_calls", "dtype"),
+    [
+        (1, "float64"),
+        (3, "float64"),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in ((2, "float64"), (3, "float32"))),
+    ],
+)
 KINDS = ["plain", "ddp", "fsdp", "summed"]
 
 
-@each_dtype
-@pytest.mark.parametrize("num_calls", [1, 2, 3])
+@each_number
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_loss_and_count_equal_one_process(pool: WorkerPool, kind: str, num_calls: int, dtype: str) -> None:
     """Uneven tokens, a rank without any, a step without any; one object for all steps."""
@@ -532,8 +539,8 @@ def test_gradient_loss_and_count_equal_one_process(pool: WorkerPool, kind: str, 
         assert errors["none"] == 0.0
 
 
-@each_dtype
-@pytest.mark.parametrize("num_calls", [1, 2, 3])
+@pytest.mark.slow
+@each_number
 def test_hsdp(pool_of_four: WorkerPool, num_calls: int, dtype: str) -> None:
     for errors in pool_of_four(exactness, "hsdp", num_calls, dtype):
         assert_exact(errors, dtype)
@@ -588,6 +595,7 @@ def test_what_is_done_instead_is_wrong(pool: WorkerPool, way: str, dtype: str) -
     assert min(pool(naive, way, dtype)) > 0.05
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("way", ["plain", "ignored by FSDP2", "ignored by FSDP2, summed", "sharded, summed"])
@@ -597,6 +605,7 @@ def test_experts(way: str, world_size: int, dtype: str) -> None:
         assert max(errors) <= LIMITS[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["deferred", "accumulate"])
 def test_a_count_over_the_data_ranks_alone_is_seen(pool_of_four: WorkerPool, way: str) -> None:
     """Ranks that are added up have divided by different counts; equal ones, as of tensor parallelism, pass."""
@@ -623,6 +632,7 @@ def test_two_sums_that_fail_over_groups_that_overlap() -> None:
         assert second == ("none", "")
 
 
+@pytest.mark.slow
 @each_dtype
 def test_context_parallel(pool_of_four: WorkerPool, dtype: str) -> None:
     for errors in pool_of_four(context_parallel_errors, dtype):

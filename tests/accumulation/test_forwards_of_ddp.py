@@ -170,6 +170,7 @@ def test_a_rank_that_leaves_out_manual_backward_raises_on_every_rank(pool_of_two
                 assert max(errors) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_loss_that_ddp_does_not_see_raises_on_every_rank(pool_of_two: WorkerPool, verb: str, fault: str) -> None:

@@ -28,7 +28,8 @@ from workers import WorkerPool, error_of
 
 from fullrank import DeferredMean, accumulate, count_valid_tokens, pooled_backward
 
-FORMS = ["default", "find unused", "static graph", "no broadcasts", "nested"]
+OTHER_FORMS = ("find unused", "static graph", "no broadcasts", "nested")
+FORMS = ["default", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)]
 
 
 class Around(nn.Module):

@@ -312,6 +312,7 @@ def held_by(run: Callable[..., Tensor], number: int, rows: int) -> tuple[int, in
     return seen.largest, alive
 
 
+@pytest.mark.slow
 def test_nothing_has_the_length_of_the_pool() -> None:
     number, rows = 150, 1000
     large, alive = held_by(streamed, number, rows)

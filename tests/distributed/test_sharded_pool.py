@@ -196,7 +196,9 @@ def cases_of(loss: str, form: str) -> list[Case]:
     return cases + [Case(loss, form, "float32", **ROWS_OF[kind]) for kind in FEW]
 
 
-@pytest.mark.parametrize("form", ["moments", "positives", "gather"])
+@pytest.mark.parametrize(
+    "form", ["moments", *(pytest.param(form, marks=pytest.mark.slow) for form in ("positives", "gather"))]
+)
 def test_smooth_ap_equals_one_process(pool_of_two: WorkerPool, form: str) -> None:
     assert_exact(pool_of_two, cases_of("smooth_ap", form))
 
@@ -252,6 +254,7 @@ BANDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["recall", "trapezoid"])
 def test_losses_at_thresholds_equal_one_process(pool_of_two: WorkerPool, loss: str) -> None:
     kinds = [*THRESHOLDS.values(), *(BANDS.values() if loss == "trapezoid" else [])]
@@ -262,6 +265,7 @@ def test_losses_at_thresholds_equal_one_process(pool_of_two: WorkerPool, loss: s
     assert_exact(pool_of_two, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["recall", "trapezoid", "pairwise", "dro"])
 def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> None:
     kinds = [{"queue_size": 90}, {"num_classes": 3, "weighted": True, "masked": True, "split": "empty"}]
@@ -338,6 +342,7 @@ def of_sets(rank: int, form: str, dtype_name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("form", ["moments", "positives"])
 def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str) -> None:
@@ -377,6 +382,7 @@ def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_recall_of_any_scores(pool_of_two: WorkerPool, dtype: str) -> None:
     assert pool_of_two(recall_of_sets, dtype) == [[], []]
@@ -482,6 +488,7 @@ def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
 def test_rows_without_a_valid_class(pool_of_two: WorkerPool, form: str) -> None:
     for found in pool_of_two(degenerate, form):
@@ -508,6 +515,7 @@ def temperatures(rank: int, form: str) -> list[tuple[float | None, float | None]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["moments", "positives"])
 def test_the_automatic_temperature_is_that_of_a_gathered_pool(pool_of_two: WorkerPool, form: str) -> None:
     """Also where the sample holds a queued row twice, as an even sample of hardly more rows does."""

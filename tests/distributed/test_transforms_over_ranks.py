@@ -87,7 +87,14 @@ def without_check(rank: int) -> list[tuple[str, str]]:
         return [error_of(lambda apply=apply: apply(call, rows)) for apply in TRANSFORMS.values()]
 
 
-@pytest.mark.parametrize("odd", [None, 0, 1], ids=["all ranks", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(None, marks=pytest.mark.slow, id="all ranks"),
+        pytest.param(0, marks=pytest.mark.slow, id="rank 0"),
+        pytest.param(1, id="rank 1"),
+    ],
+)
 def test_a_transform_raises_one_sentence_on_every_rank(pool_of_two: WorkerPool, odd: int | None) -> None:
     for outcomes in pool_of_two(transformed, odd):
         for (name, transform, step), (kind, text) in outcomes.items():

@@ -450,9 +450,11 @@ def replicas(rank: int) -> float:
 
 POWERS = [1.0, 2.0, 3.0, 0.5, math.inf]
 INF_NAN = [math.nan, math.inf, -math.inf]
+FAST = ("by_hand", "fsdp", "hsdp", "ep", "pp")
+FAST_AND_SLOW = [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FAST_AND_SLOW)
 def test_the_norm_is_that_of_the_full_gradient(pool_of_four: WorkerPool, case: str) -> None:
     results = pool_of_four(norms, case, POWERS)
     assert all(ours == results[0] for ours in results)  # bit for bit
@@ -460,8 +462,8 @@ def test_the_norm_is_that_of_the_full_gradient(pool_of_four: WorkerPool, case: s
         assert ours == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", FAST_AND_SLOW)
 def test_clipped_gradients_are_those_of_one_process(pool_of_four: WorkerPool, case: str, norm_type: float) -> None:
     for distances in pool_of_four(clipped, case, norm_type):
         # The gradients of a model are rounded otherwise where they are added over ranks.
@@ -470,6 +472,7 @@ def test_clipped_gradients_are_those_of_one_process(pool_of_four: WorkerPool, ca
         assert distances or case == "pp_empty_stage"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "rule"),
     [

@@ -261,6 +261,7 @@ def test_maybe_no_sync_reduces_in_the_last_micro_step(pool: WorkerPool, kind: st
         assert outcome["off"]
 
 
+@pytest.mark.slow
 @each_dtype
 def test_maybe_no_sync_under_hsdp(pool_of_four: WorkerPool, dtype: str) -> None:
     for outcome in pool_of_four(no_sync, "hsdp", dtype):
@@ -385,6 +386,7 @@ def test_discard_drops_all_gradients_of_a_plain_module() -> None:
         fullrank.discard_gradients_([model])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_compiled_models(where: str) -> None:
     for kind, error, reductions in get_pool(2)(compiled, where):

@@ -72,6 +72,7 @@ class Together:
             self.sums.append(torch.stack(asked).sum(dim=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite", "ends"])
 @pytest.mark.parametrize("masked", [False, True])

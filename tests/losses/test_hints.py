@@ -312,6 +312,7 @@ def hints_over_ranks(rank, positives, add, queue_size, columns=True):
     return sum("raises all scores together" in text for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHARES)
 def test_a_push_is_measured_over_the_rows_of_all_ranks(pool_of_two, case):
     positives, add, expected = SHARES[case]

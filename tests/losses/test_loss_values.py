@@ -36,7 +36,8 @@ def _in_turn(*values):
     for index, (name, setting) in enumerate(POOLED_SETTINGS):
         for number, inputs in enumerate(INPUTS):
             turn = values if setting == firsts[name] else [values[(index + number) % len(values)]]
-            found += [(name, setting, inputs, value) for value in turn]
+            marks = [] if inputs in ("binary", "multi_hot") else [pytest.mark.slow]
+            found += [pytest.param(name, setting, inputs, value, marks=marks) for value in turn]
     return found
 
 

@@ -91,6 +91,7 @@ def test_same_numbers(name: str, num_classes: int, weighted: bool) -> None:
     assert_same(name, arguments, weighted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_classes", [1, 4])
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
 def test_same_numbers_of_partial_auc(surrogate: str, num_classes: int) -> None:

@@ -213,6 +213,7 @@ def _gain(name: str, features: Tensor, targets: Tensor, given: Tensor) -> float:
     return float(values[1] - values[0])
 
 
+@pytest.mark.slow
 @over_losses
 def test_training_raises_the_macro_average_precision(name: str) -> None:
     """On rows that it has not seen. The control learns the targets of other rows, and it does not rise."""

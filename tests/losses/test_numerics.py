@@ -84,6 +84,7 @@ def ours(scores: Tensor, positive: Tensor, dtype: torch.dtype, **options: object
     return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("outlier", [-1e6, -1e7, -1e9, -1e30])
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
@@ -103,6 +104,7 @@ def test_pauc_with_an_outlier_in_its_band(
         assert error(ours(shifted, positive, torch.float64, beta=1.0, surrogate=surrogate)[1], exact) > 1e-3
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("method", ["direct", "binned"])
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])

@@ -518,7 +518,7 @@ def test_padding_at_most_doubles_the_rows_and_no_query_costs_an_operator() -> No
 @over_layouts
 def test_embeddings_equal_the_reference(layout: str, reduction: str, device: torch.device) -> None:
     """With ``"none"`` the queries weigh differently in the backward; with the others alike."""
-    for seed in range(2):
+    for seed in range(2 if device.type == "cpu" else 1):
         embeddings, labels = make_embeddings(layout, seed)
         twin = embeddings.clone().requires_grad_()
         embeddings = embeddings.to(device).requires_grad_()

@@ -211,6 +211,7 @@ def rows_of(case: str) -> tuple[Tensor, Tensor]:
     return changed[case], targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpolation", ["higher", "linear"])
 @pytest.mark.parametrize("case", ["plain", "offset", "ties", "equal", "range", "wide", "narrow"])
 @pytest.mark.parametrize("chunk", [None, 64])

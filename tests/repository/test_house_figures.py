@@ -177,6 +177,7 @@ def test_an_unknown_verb_is_named(files: list[house.File]) -> None:
         house.files_passed(files, "nowhere", "model")
 
 
+@pytest.mark.slow
 def test_the_script_prints_this_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["house.py"])
     house.main()

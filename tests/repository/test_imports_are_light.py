@@ -41,6 +41,7 @@ def test_using_the_package_does_not_import_the_compiler() -> None:
     assert done.stdout.split()[-2:] == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_a_function_that_is_not_compiled_runs_eagerly_in_a_compiled_one() -> None:
     import torch
 

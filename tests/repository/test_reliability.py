@@ -1,6 +1,7 @@
 """docs/reliability.md names tests that exist."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def named_tests(page):
     return names
 
 
+@functools.cache
 def functions(file):
     """The names of the functions of a test file. The base names are unique, so the page names no folder."""
     (path,) = TESTS.rglob(file)
