@@ -1,4 +1,4 @@
-"""Draw the diagrams of the documentation: the map, what travels between ranks, the life of one call, and the gains.
+"""Draw the diagrams of the documentation: the map, what travels between ranks, the life of one call, gains and curves.
 
 Usage: python docs/make_diagrams.py [--out FOLDER]
 
@@ -270,7 +270,69 @@ def draw_gains() -> str:
     return svg("gains", 500, y + 24, title, description, parts)
 
 
+def draw_accumulation(narrow: bool = False) -> str:
+    """Return the learning curves of two panels of the accumulation example, the same batches cut in three ways."""
+    file = Path(__file__).resolve().parents[1] / "benchmarks/results/accumulation.json"
+    panels = [panel for panel in json.loads(file.read_text("utf-8")) if panel["in_picture"]]
+    parts, sentences = [], []
+    for (left, top), panel in zip(((44, 0), (44, 280)) if narrow else ((44, 0), (424, 0)), panels):
+        first, second = list(panel["naive"])[:2]
+        ends = [name.partition(", ") for name in (first, second)]
+        exact = [f"{panel['method']},", f"all {len(panel['exact'])} ways"]
+        curves = [
+            (panel["naive"][first], "loss", "", [f"{ends[0][0]},", ends[0][2]]),
+            (panel["naive"][second], "loss", ' stroke-dasharray="7 4"', [f"{ends[1][0]},", ends[1][2]]),
+            (panel["whole"], "gain", "", exact),
+        ]
+        parts += draw_curves(left, top, panel["title"], panel["unit"], curves)
+        final = ", ".join(f"{' '.join(label)} {curve[-1]:.3f}" for curve, _, _, label in curves)
+        sentences.append(f"{panel['title']}, {panel['unit']} after the last step: {final}.")
+    title = "Learning curves of the same batches, cut into micro-batches (number x size) in several ways"
+    if narrow:
+        return svg("accumulation-narrow", 390, 565, title, " ".join(sentences), parts)
+    return svg("accumulation", 770, 285, title, " ".join(sentences), parts)
+
+
+def draw_narrow_accumulation() -> str:
+    """Return the learning curves for a phone, one panel above the other."""
+    return draw_accumulation(narrow=True)
+
+
+def draw_curves(
+    left: float, above: float, title: str, unit: str, curves: list[tuple[list[float], str, str, list[str]]]
+) -> list[str]:
+    """Return one panel: curves from step 0 on, with their style and the label at their end."""
+    top, width, height = above + 62, 196, 180
+    lowest, highest = (bound(value for curve, *_ in curves for value in curve) for bound in (min, max))
+    places, room = [], 36
+    for curve, *_ in curves:
+        places.append([top + height * (highest - value) / (highest - lowest) for value in curve])
+    parts = [text(left - 34, above + 22, title, "head"), text(left - 34, above + 42, unit, "small")]
+    for value, y in ((highest, top), (lowest, top + height)):
+        parts += [text(left - 6, y + 4, f"{value:.2f}", "small", "end")]
+        parts += [path("pad", f"M{left} {y} H{left + width}")]
+    steps = len(curves[0][0]) - 1
+    for step in (0, steps):
+        parts += [text(left + width * step / steps, top + height + 20, str(step), "small", "middle")]
+    parts += [text(left + width / 2, top + height + 20, "optimizer step", "small", "middle")]
+    for (_, kind, style, _), heights in zip(curves, places):
+        points = " ".join(f"{left + width * i / steps:.1f},{y:.1f}" for i, y in enumerate(heights))
+        parts += [f'<polyline class="{kind}" fill="none"{style} points="{points}"/>']
+    # Labels stand beside the ends of their curves, as far apart as they must.
+    order = sorted(range(len(curves)), key=lambda row: places[row][-1])
+    spots = [min(places[row][-1], top + height - room * (len(order) - 1 - i)) for i, row in enumerate(order)]
+    for i in range(1, len(spots)):
+        spots[i] = max(spots[i], spots[i - 1] + room)
+    for row, y in zip(order, spots):
+        _, kind, style, label = curves[row]
+        parts += [f'<path class="{kind}"{style} d="M{left + width + 8} {y:.1f} h16"/>']
+        parts += [text(left + width + 30, y + 4, label, "small", step=14)]
+    return parts
+
+
 DIAGRAMS = {
+    "accumulation.svg": draw_accumulation,
+    "accumulation-narrow.svg": draw_narrow_accumulation,
     "gains.svg": draw_gains,
     "map.svg": draw_map,
     "map-narrow.svg": draw_narrow_map,

@@ -7,6 +7,9 @@ Two optimizer steps are equal only if their gradients are. A language model aver
 rows. For both, the usual accumulation (the mean of the losses of the micro-batches) optimises a different loss for each
 way to cut the batch. `accumulate` and `pooled_backward` optimise the same loss, on any number of ranks. To use them in
 your own training, copy the lines of `language_step` and `ranking_step`.
+
+The language models are a toy on synthetic texts and, where transformers is installed, a small GPT-NeoX on paragraphs of
+Python's help pages. The program writes the curves; docs/make_diagrams.py draws those of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accumulation_models import make_language_model, make_rows, make_scorer
-from accumulation_report import Curve, Panel, plot, print_gaps
+from accumulation_report import Curve, Panel, print_gaps, save
 from accumulation_text import Tokenizer, collate, make_texts
+from accumulation_transformers import is_installed, make_neox, make_paragraphs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,25 +42,32 @@ from fullrank import (
 from fullrank.losses import smooth_ap
 
 LARGEST_GAP = 1e-12  # between curves that must coincide: float64 rounding, which training amplifies slightly
-LANGUAGE_SETTINGS = ((32, 1), (16, 2), (2, 16), (1, 32))  # micro-batches x sequences
-RANKING_SETTINGS = ((16, 32), (1, 512))  # micro-batches x rows
+LANGUAGE_SETTINGS = ((32, 1), (16, 2), (2, 16), (1, 32))  # micro-batches of all ranks x sequences
+NEOX_SETTINGS = ((16, 1), (4, 4), (1, 16))  # micro-batches of all ranks x paragraphs
+RANKING_SETTINGS = ((16, 32), (4, 128), (1, 512))  # micro-batches of all ranks x rows
 NUM_FEATURES = 8
 TEMPERATURE = 0.1
 
 Step = Callable[[nn.Module, list[Any]], None]
 
 
+def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits; a model of transformers returns them in an object."""
+    output = model(batch["tokens"])
+    return output if isinstance(output, Tensor) else output.logits
+
+
 def language_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
     """Accumulate exactly: every token of the window has the same weight."""
     for step, batch in accumulate(model, micro_batches, count_valid_tokens):
-        step.backward(causal_lm_loss(model(batch["tokens"]), batch["labels"], num_items=1))
+        step.backward(causal_lm_loss(logits_of(model, batch), batch["labels"], num_items=1))
 
 
 def mean_of_means_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
     """Accumulate in the usual way: every micro-batch and every rank has the same weight."""
     for index, batch in enumerate(micro_batches):
         with maybe_no_sync(model, index, len(micro_batches)):
-            loss = causal_lm_loss(model(batch["tokens"]), batch["labels"])
+            loss = causal_lm_loss(logits_of(model, batch), batch["labels"])
             (loss / len(micro_batches)).backward()
 
 
@@ -117,35 +128,65 @@ def train(
     return curve
 
 
-def compare_language(lengths: str, num_steps: int) -> Panel:
-    """Train the language model on undivided batches, and with every setting in both ways."""
+def compare_toy(lengths: str, num_steps: int) -> Panel:
+    """Train the toy on synthetic texts of some lengths."""
     size = LANGUAGE_SETTINGS[0][0] * LANGUAGE_SETTINGS[0][1]
     texts, test_texts = make_texts(lengths, num_steps * size, seed=0), make_texts(lengths, 64, seed=1)
     tokenizer = Tokenizer([*texts, *test_texts])
-    rows = [tokenizer.encode(text) for text in texts]
+    rows, test = ([tokenizer.encode(text) for text in part] for part in (texts, test_texts))
+    must_coincide = lengths == "equal" and size % world_size() == 0
+    settings = LANGUAGE_SETTINGS
+    title = f"language model, {lengths} lengths"
+    return compare_language(
+        title, rows, test, lambda: make_language_model(len(tokenizer.words)), settings, 1e-2, must_coincide
+    )
+
+
+def compare_neox(num_steps: int, length: int) -> Panel:
+    """Train GPT-NeoX on paragraphs of at most ``length`` tokens."""
+    size = NEOX_SETTINGS[0][0] * NEOX_SETTINGS[0][1]
+    paragraphs = make_paragraphs(length)
+    rows, test = (paragraphs[64:] * (1 + num_steps * size // len(paragraphs)))[: num_steps * size], paragraphs[:64]
+    panel = compare_language("GPT-NeoX, help pages of Python", rows, test, make_neox, NEOX_SETTINGS, 1e-2)
+    return panel._replace(in_picture=True)
+
+
+def compare_language(
+    title: str,
+    rows: list[Tensor],
+    test_rows: list[Tensor],
+    make_model: Callable[[], nn.Module],
+    settings: Sequence[tuple[int, int]],
+    lr: float,
+    naive_must_coincide: bool = False,
+) -> Panel:
+    """Train a language model on undivided batches, and with every setting in both ways."""
+    size = settings[0][0] * settings[0][1]
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    test = collate([tokenizer.encode(text) for text in test_texts])
+    tests = [collate(test_rows[start : start + 16]) for start in range(0, len(test_rows), 16)]
+    num_tests = sum(int((test["labels"][:, 1:] != -100).sum()) for test in tests)
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> float:
-        return float(causal_lm_loss(model(test["tokens"]), test["labels"]))
+        total = sum(causal_lm_loss(logits_of(model, test), test["labels"], num_items=1) for test in tests)
+        return float(total / num_tests)
 
     def run(step: Step, setting: tuple[int, int] | None = None) -> Curve:
         parts = ([collate(part) for part in ([batch] if setting is None else cut(batch, setting))] for batch in batches)
-        return train(make_language_model(len(tokenizer.words)), parts, step, evaluate, 1e-2, alone=setting is None)
+        return train(make_model(), parts, step, evaluate, lr, alone=setting is None)
 
     return Panel(
-        f"language model, {lengths} lengths",
+        title,
         "loss per token, test texts",
         run(mean_of_means_step),
-        {f"mean of means, {name_of(setting)}": run(mean_of_means_step, setting) for setting in LANGUAGE_SETTINGS},
-        {f"accumulate, {name_of(setting)}": run(language_step, setting) for setting in LANGUAGE_SETTINGS},
-        naive_must_coincide=lengths == "equal" and size % world_size() == 0,
+        {f"mean of means, {name_of(setting)}": run(mean_of_means_step, setting) for setting in settings},
+        {f"accumulate, {name_of(setting)}": run(language_step, setting) for setting in settings},
+        naive_must_coincide,
     )
 
 
 def compare_ranking(num_steps: int) -> Panel:
-    """Train with SmoothAP on undivided batches, and with both settings in both ways."""
+    """Train with SmoothAP on undivided batches, and with every setting in both ways."""
     size = RANKING_SETTINGS[0][0] * RANKING_SETTINGS[0][1]
     features, targets = make_rows(num_steps * size, NUM_FEATURES, seed=0)
     test_features, test_targets = make_rows(2000, NUM_FEATURES, seed=1)
@@ -167,6 +208,7 @@ def compare_ranking(num_steps: int) -> Panel:
         run("mean_step"),
         {f"mean of losses, {name_of(setting)}": run("mean_step", setting) for setting in RANKING_SETTINGS},
         {f"pooled_backward, {name_of(setting)}": run("ranking_step", setting) for setting in RANKING_SETTINGS},
+        in_picture=True,
     )
 
 
@@ -178,15 +220,21 @@ def name_of(setting: tuple[int, int]) -> str:
 def demonstrate(options: argparse.Namespace, is_first: bool) -> int:
     """Train, compare, report; return the exit status, 0 if the curves that must coincide do."""
     start = time.perf_counter()
-    panels = [compare_language(lengths, options.steps) for lengths in ("mixed", "extreme", "equal")]
+    panels = [compare_toy(lengths, options.steps) for lengths in ("extreme", "equal")]
+    if is_installed:
+        panels.append(compare_neox(2 * options.steps, options.length))
     panels.append(compare_ranking(3 * options.steps))  # each of these steps is cheaper
     if not is_first:
         return 0
     ranks = "1 process" if world_size() == 1 else f"{world_size()} processes"
-    print(f"{options.steps} optimizer steps (SmoothAP: {3 * options.steps}), {ranks}, float64\n")
+    steps = f"{options.steps} optimizer steps (GPT-NeoX: {2 * options.steps}, SmoothAP: {3 * options.steps})"
+    print(f"{steps}, {ranks}, float64")
+    if not is_installed:
+        print("Without GPT-NeoX, which needs transformers and the help pages of Python.")
+    print()
     is_kept = print_gaps(panels, LARGEST_GAP)
-    plot(panels, options.output, "The same batches, cut into micro-batches x size in several ways")
-    print(f"\nFigure: {options.output}\nTime: {time.perf_counter() - start:.0f} s")
+    save(panels, options.output)
+    print(f"\nCurves: {options.output}\nTime: {time.perf_counter() - start:.0f} s")
     return 0 if is_kept else 1
 
 
@@ -198,14 +246,17 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--steps", type=int, default=24, help="optimizer steps of the language model, a third of those of SmoothAP"
+        "--steps", type=int, default=24, help="optimizer steps of the toy, half of GPT-NeoX's and a third of SmoothAP's"
     )
-    parser.add_argument("--output", type=Path, default=Path("outputs/accumulation.png"), help="where the figure goes")
+    parser.add_argument("--length", type=int, default=512, help="the most tokens of a paragraph for GPT-NeoX, 4 to 512")
+    parser.add_argument("--output", type=Path, default=Path("outputs/accumulation.json"), help="where the curves go")
     options = parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) > LANGUAGE_SETTINGS[0][0]:
-        parser.error(f"--nproc-per-node of torchrun: expected at most {LANGUAGE_SETTINGS[0][0]}, one for each sequence")
+    if int(os.environ.get("WORLD_SIZE", "1")) > NEOX_SETTINGS[0][0]:
+        parser.error(f"--nproc-per-node of torchrun: expected at most {NEOX_SETTINGS[0][0]}, one for each paragraph")
     if options.steps < 1:
         parser.error(f"--steps: expected a number >= 1, got {options.steps}")
+    if not 4 <= options.length <= 512:
+        parser.error(f"--length: expected a number in [4, 512], got {options.length}")
     return options
 
 

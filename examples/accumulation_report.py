@@ -1,17 +1,11 @@
-"""The output of the accumulation example: the largest gap between the curves of each panel, and a picture."""
+"""The output of the accumulation example: the largest gap between the curves of each panel, and the curves."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Okabe and Ito, which color-blind readers can distinguish.
-COLORS = ("#D55E00", "#E69F00", "#009E73", "#CC79A7")
-EXACT_COLOR = "#0072B2"
+from typing import NamedTuple
 
 Curve = Sequence[tuple[int, float]]  # (optimizer step, loss on held-out rows)
 
@@ -25,6 +19,7 @@ class Panel(NamedTuple):
     naive: Mapping[str, Curve]
     exact: Mapping[str, Curve]
     naive_must_coincide: bool = False
+    in_picture: bool = False
 
     def gap(self, curve: Curve) -> float:
         """Return the largest relative distance of a curve from that of the undivided batches."""
@@ -53,31 +48,23 @@ def print_gaps(panels: Sequence[Panel], bound: float) -> bool:
     return is_kept
 
 
-def plot(panels: Sequence[Panel], path: Path, subject: str) -> None:
-    """Save the curves."""
-    import matplotlib as mpl
+def save(panels: Sequence[Panel], path: Path) -> None:
+    """Write the curves, one panel on a line, with the six digits that a picture needs."""
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    def rounded(curves: Mapping[str, Curve]) -> dict[str, list[float]]:
+        return {label: [float(f"{value:.6g}") for _, value in curve] for label, curve in curves.items()}
 
+    found = [
+        {
+            "title": panel.title,
+            "unit": panel.unit,
+            "method": next(iter(panel.exact)).partition(",")[0],
+            "in_picture": panel.in_picture,
+            "whole": rounded({"": panel.whole})[""],
+            "naive": rounded(panel.naive),
+            "exact": rounded(panel.exact),
+        }
+        for panel in panels
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    look = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "grid.color": "#e6e6e6"}
-    with mpl.rc_context(look):
-        figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.2), layout="constrained")
-        for axis, panel in zip(axes, panels):
-            _draw(axis, panel)
-        figure.suptitle(subject)
-        figure.savefig(path, dpi=80)
-        plt.close(figure)
-
-
-def _draw(axes: Axes, panel: Panel) -> None:
-    # Wide and pale first, then narrow and dark, so that curves that coincide all stay visible.
-    for place, (label, curve) in enumerate(panel.exact.items()):
-        width, strength = 9 - 2 * place, (place + 1) / len(panel.exact)
-        axes.plot(*zip(*curve), color=EXACT_COLOR, alpha=0.2 + 0.5 * strength, linewidth=width, label=label)
-    for color, (label, curve) in zip(COLORS, panel.naive.items()):
-        axes.plot(*zip(*curve), color=color, linewidth=1.5, linestyle="--", label=label)
-    axes.plot(*zip(*panel.whole), color="black", linewidth=0.8, label="one batch, one process")
-    axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
-    axes.legend(fontsize=8, frameon=False)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -29,19 +30,39 @@ def report() -> ModuleType:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    done = run_script(SCRIPT, "--steps", 2, "--output", "figures/curves.png", cwd=tmp_path, processes=2)
+    """One step of the toy, and paragraphs of a few tokens."""
+    done = run_script(
+        SCRIPT, "--steps", 1, "--length", 24, "--output", "figures/curves.json", cwd=tmp_path, processes=2
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = LINE.findall(done.stdout)
-    assert len(found) == 3 * 8 + 4
-    exact = [float(gap) for label, gap in found if label.startswith(("accumulate", "pooled_backward"))]
-    naive = [float(gap) for label, gap in found if label.startswith("mean of") and "1 x 512" not in label]
-    assert max(exact) <= 1e-12
-    # Mixed and extreme lengths, and SmoothAP; the control, equal lengths, stands between them.
-    assert min(naive[:8] + naive[12:]) > 1e-4
-    assert max(naive[8:12]) <= 1e-12
-    assert (tmp_path / "figures" / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    sections = re.split(r"\n\n  (?=\S)", done.stdout)[1:]
+    gaps = [{label: float(gap) for label, gap in LINE.findall(section)} for section in sections]
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    assert [len(found) for found in gaps] == [8, 8, *[6] * has_transformers, 6]
+    for number, found in enumerate(gaps):
+        exact = [gap for label, gap in found.items() if label.startswith(("accumulate", "pooled_backward"))]
+        naive = [gap for label, gap in found.items() if label.startswith("mean of") and "1 x 512" not in label]
+        assert max(exact) <= 1e-12
+        # The control with equal lengths is the second.
+        assert max(naive) <= 1e-12 if number == 1 else min(naive) > 1e-5
+    panels = json.loads((tmp_path / "figures" / "curves.json").read_text("utf-8"))
+    assert [len(panel["whole"]) for panel in panels] == [2, 2, *[3] * has_transformers, 4]
     assert done.stdout.isascii()
     assert "warning" not in done.stderr.lower()
+
+
+def test_the_page_quotes_the_curves() -> None:
+    """The table of the page and the picture are of one run."""
+    page = (EXAMPLES.parent / "docs" / "accumulation.md").read_text("utf-8")
+    panels = json.loads((EXAMPLES.parent / "benchmarks" / "results" / "accumulation.json").read_text("utf-8"))
+    assert [panel["title"] for panel in panels if panel["in_picture"]] == [panels[-2]["title"], panels[-1]["title"]]
+    for title, first, last in re.findall(r"^  (\S.*): loss from (\S+) to (\S+)$", page, re.MULTILINE):
+        (panel,) = (panel for panel in panels if panel["title"] == title)
+        assert [panel["whole"][0], panel["whole"][-1]] == pytest.approx([float(first), float(last)], abs=1e-3)
+        for label, curve in panel["naive"].items():
+            gap = max(abs(value / other - 1) for value, other in zip(curve, panel["whole"]))
+            (quoted,) = re.findall(rf"^  {re.escape(title)}.*?^    {label} +(\S+)$", page, re.MULTILINE | re.DOTALL)
+            assert float(quoted) == pytest.approx(gap, rel=0.06) or max(float(quoted), gap) < 1e-5
 
 
 @pytest.mark.parametrize(("value", "is_kept"), [(1.0, True), (1.0 + 1e-9, False), (float("nan"), False)])

@@ -403,7 +403,18 @@ def test_clipping_of_stages(pool_of_two: WorkerPool, block: str, tied: bool) -> 
 # Pictures
 
 
-@pytest.mark.parametrize("name", ["call.svg", "gains.svg", "map-narrow.svg", "map.svg", "travel.svg"])
+DIAGRAMS = [
+    "accumulation-narrow.svg",
+    "accumulation.svg",
+    "call.svg",
+    "gains.svg",
+    "map-narrow.svg",
+    "map.svg",
+    "travel.svg",
+]
+
+
+@pytest.mark.parametrize("name", DIAGRAMS)
 def test_a_diagram_is_that_of_its_code(name: str) -> None:
     diagrams = load(DOCS / "make_diagrams.py").DIAGRAMS
     assert (DOCS / "images" / name).read_text("utf-8") == diagrams[name]()
