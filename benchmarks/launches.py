@@ -68,7 +68,7 @@ OVER_RANKS = {
     "Recall, sharded": Step(
         lambda: losses.RecallAtQuantileLoss(1, temperature=0.1, queue_size=1024, pool="sharded"), 100_000
     ),
-    "retrieval": Step(losses.RetrievalSmoothAPLoss, 1_000, 64),  # 64 dimensions and 64 labels
+    "retrieval": Step(losses.RetrievalSmoothAPLoss, 300, 64),  # 64 dimensions and 64 labels
     "softmax focal": STEPS["softmax focal"],
 }
 

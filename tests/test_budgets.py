@@ -45,7 +45,7 @@ LIMITS = {
     "over ranks: SmoothAP, queue of 1,024": (3, 200),
     "over ranks: SmoothAP, sharded": (20, 300),
     "over ranks: Recall, sharded": (25, 420),
-    "over ranks: retrieval": (8, 250),
+    "over ranks: retrieval": (7, 200),
     "over ranks: softmax focal": (1, 60),
 }
 SLOW = ["SmoothAP of many rows", "SmoothAP of many rows and classes"]
