@@ -3,7 +3,7 @@
 ``python script.py`` spends four seconds on imports, and torchrun three times as much for two processes. Here the
 processes come from the server of ``workers.process_context``. They get their own arguments, environment, folder and
 output, and the variables that torchrun sets. :func:`run_under_agent` has the agent of torchrun start the processes, and
-start them again when one has died. The recipe of README.md and the preflight on two hosts run under torchrun itself.
+start them again when one has died. The recipe of README.md runs under torchrun itself.
 """
 
 from __future__ import annotations

@@ -379,8 +379,12 @@ def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
 
     Of three ranks the odd one is the first, the middle and the last: with a few calls for every kind, with the others
     from one kind to the next, unless they have fewer kinds than ranks.
+
+    The forms of a sharded pool have one check before them, so only one of them has every kind.
     """
     kinds = Counter(name for name, _ in cases)
+    forms = [case for case in cases if "_by_" in case[0] and case[0] not in ON_EACH_RANK and kinds[case[0]] > 5]
+    cases = [case for case in cases if case not in forms[1::2]]
     found = []
     for index, (name, kind) in enumerate(cases):
         odd_ranks = (0, 1, 2) if name in ON_EACH_RANK or kinds[name] < 3 else (index % 3,)

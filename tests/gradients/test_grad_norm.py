@@ -589,15 +589,16 @@ BAD = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_on_one_rank_raises_on_all(pool_of_four: WorkerPool, kind: str) -> None:
+    """The first and the last rank take turns."""
     name, fragment = BAD[kind]
-    for bad_rank in (0, 3):
-        outcomes = pool_of_four(bad_input, kind, bad_rank)
-        assert len({outcome[:2] for outcome in outcomes}) == 1, outcomes
-        assert outcomes[0][0] == name
-        assert f"clip_grad_norm_ failed on rank {bad_rank}: {fragment}" in outcomes[0][1]
-        for _, _, unchanged, distance in outcomes:
-            assert unchanged
-            assert distance <= 1e-14  # the next call works
+    bad_rank = (0, 3)[list(BAD).index(kind) % 2]
+    outcomes = pool_of_four(bad_input, kind, bad_rank)
+    assert len({outcome[:2] for outcome in outcomes}) == 1, outcomes
+    assert outcomes[0][0] == name
+    assert f"clip_grad_norm_ failed on rank {bad_rank}: {fragment}" in outcomes[0][1]
+    for _, _, unchanged, distance in outcomes:
+        assert unchanged
+        assert distance <= 1e-14  # the next call works
 
 
 DISAGREEMENTS = {

@@ -105,7 +105,7 @@ def test_functions_over_temperatures_and_row_counts(name: str, dynamic: bool | N
     torch._dynamo.reset()
     function = FUNCTIONS[name]
     compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=dynamic)
-    for count, temperature in CALLS:
+    for count, temperature in CALLS[:: 2 if " " in name else 1]:  # of variants of a function fewer
         given = (*rows(count), temperature)
         for ours, plain in zip(outcome(compiled, *given), outcome(function, *given)):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)

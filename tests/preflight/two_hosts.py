@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 
 def run_on_two_hosts(arguments: Sequence[str], cable: Cable, timeout: float) -> Outcome:
-    """Run ``torchrun ARGUMENTS`` with one process on each of two hosts."""
+    """Run ``python ARGUMENTS`` in one process on each of two hosts, with the variables that torchrun sets."""
     frames = {"passed": 0, "lost": 0}
     with _namespaces() as names, _joined(names, cable, frames):
         processes = [_start(name, rank, arguments) for rank, name in enumerate(names)]
@@ -79,12 +79,12 @@ def run_on_two_hosts(arguments: Sequence[str], cable: Cable, timeout: float) -> 
 
 
 def _start(name: str, rank: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    launch = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--local-addr", _ADDRESSES[rank]]
-    # The port is free: nothing else lives in these namespaces.
-    launch += ["--master-addr", _ADDRESSES[0], "--master-port", "29500"]
     command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-    command += [sys.executable, "-m", "torch.distributed.run", *launch, *arguments]
+    command += [sys.executable, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "tap"}
+    environment |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    # The port is free: nothing else lives in these namespaces.
+    environment |= {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": "29500"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--delay", type=float, default=0.005, help="seconds that each frame takes (default: 0.005)")
     parser.add_argument("--loss", type=float, default=0.005, help="share of the frames that is lost (default: 0.005)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the whole run (default: 300)")
-    parser.add_argument("arguments", nargs="+", help="what torchrun runs, after --")
+    parser.add_argument("arguments", nargs="+", help="what python runs, after --")
     options = parser.parse_args()
     reason = missing_right()
     if reason is not None:
