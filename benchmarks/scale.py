@@ -1,6 +1,6 @@
 """What a sharded pool costs, compared with a gathered one: time, memory, bytes and collectives of a rank.
 
-Usage: python benchmarks/scale.py [--quick] [--repeats 7] [--out FOLDER]
+Usage: python benchmarks/scale.py [--quick] [--windows] [--repeats 7] [--out FOLDER]
 
 Three parts. In the first, two and four gloo processes with one thread each take steps with ``pool="gathered"`` and with
 ``pool="sharded"``, in turn. A time is the least processor time of rank 0 over the repetitions, which excludes waiting.
@@ -249,41 +249,47 @@ class Window:
         return self._features * (1 + index % 7 / 10)
 
 
-def run_window(rank: int, rows: int, streamed: bool, repeats: int, results: Any) -> None:
-    """Measure the peak of a window, and the least processor time of some more."""
+def run_window(rank: int, rows: int, repeats: int, peak_of: str, results: Any) -> None:
+    """Measure the least processor time of both ways, in turn; or the peak of one, ``peak_of``, in its first window."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
     loss = fullrank.SmoothAPLoss(1, 0, 0.1)
 
-    def step(window: Window) -> float:
+    def step(way: str, window: Window) -> float:
         # Without stream the window would be listed, so it is one of numbers, and only the scores differ.
         given: dict[str, Any] = {"forward": lambda index: model(window[index])}
         start = time.process_time()
-        if streamed:
+        if way == "streamed":
             given |= {"loss": loss, "stream": True, "targets": lambda index: window.targets}
         else:
             given["loss"] = lambda scores, indices: loss(scores, window.targets.repeat(len(indices)))
         fullrank.pooled_backward(model, range(len(window)), **given)
         return time.process_time() - start
 
-    step(Window(2 * MICRO_BATCH))
-    window, peak = Window(rows), None
-    if CLEAR.exists():
+    ways = [peak_of] if peak_of else ["kept", "streamed"]
+    for way in ways:
+        step(way, Window(2 * MICRO_BATCH))  # the first one loads what is loaded once
+    window = Window(rows)
+    if peak_of:
         CLEAR.write_text("5")
         before = resident("VmRSS")
-        step(window)
-        peak = resident("VmHWM") - before
-    results.put((min(step(window) for _ in range(repeats)), peak))
+        step(peak_of, window)
+        results.put({f"{peak_of}_peak": resident("VmHWM") - before})
+        return
+    times = [[step(way, window) for way in ways] for _ in range(repeats)]
+    results.put({f"{way}_s": min(column) for way, column in zip(ways, zip(*times))})
 
 
 def measure_window(rows: int, repeats: int) -> dict[str, Any]:
     """Return the figures of a window with all scores and with ``stream=True``."""
     record: dict[str, Any] = {"rows": rows}
-    for name, streamed in (("kept", False), ("streamed", True)):
+    for peak_of in ("", "kept", "streamed"):
+        if peak_of and not CLEAR.exists():
+            continue
         results = mp.get_context("spawn").SimpleQueue()
-        mp.start_processes(run_window, args=(rows, streamed, repeats, results), nprocs=1, start_method="spawn")
-        record[f"{name}_s"], record[f"{name}_peak"] = results.get()
+        mp.start_processes(run_window, args=(rows, repeats, peak_of, results), nprocs=1, start_method="spawn")
+        record |= results.get()
     table = fullrank.SmoothAPLoss(1, 0, 0.1).open_stream(weighted=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
@@ -335,22 +341,24 @@ def main() -> None:
     """Measure, count, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, some seconds")
+    parser.add_argument("--windows", action="store_true", help="print the third part alone")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each pool (default: 7)")
     parser.add_argument("--out", type=Path, help=f"folder for scale.json and scale.svg (default: {RESULTS})")
     arguments = parser.parse_args()
     info = machine()
     print_machine(info)
+    windows = []
+    for rows in QUICK_STREAMED if arguments.quick else STREAMED:
+        windows.append(measure_window(rows, max(1, arguments.repeats // (1 + rows // 2_000_000))))
+        print_records("a window by pooled_backward: processor time, peak and table in bytes", windows[-1:])
+    if arguments.windows:
+        return
     measured = []
     for case in QUICK if arguments.quick else FULL:
         measured.append(measure(case, arguments.repeats))
         print_records("a step of rank 0: processor time, peak in bytes, bytes received, collectives", measured[-1:])
     modelled = [count_at(case, ranks) for case in (QUICK_MODELLED if arguments.quick else MODELLED) for ranks in RANKS]
     print_records("bytes received by a rank and collectives, one process in place of all", modelled)
-    windows = [
-        measure_window(rows, max(1, arguments.repeats // 3))
-        for rows in (QUICK_STREAMED if arguments.quick else STREAMED)
-    ]
-    print_records("a window by pooled_backward: processor time, peak and table in bytes", windows)
     out = arguments.out or (None if arguments.quick else RESULTS)
     if out is not None:
         write_json(

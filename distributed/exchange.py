@@ -59,7 +59,8 @@ class Exchange(NamedTuple):
         staged = padded.cpu() if is_staged(tensor, self.group) else padded
         own = staged.new_empty(staged[0].numel())
         named = f"the reduce-scatter of {what}"
-        reduce_scatter(own, staged.view(-1), self.group, call=self.call, what=named)
+        if own.numel():  # else the rows have no elements, on every rank
+            reduce_scatter(own, staged.view(-1), self.group, call=self.call, what=named)
         return own.view_as(staged[0])[: counts[rank]].to(tensor.device)
 
     def _reduce(self, tensor: Tensor, what: str, *, largest: bool) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import Words, anchor_of, expected, first_order_only
-from .collectives import reduce_scatter
+from .exchange import Exchange
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import (
     Agreement,
@@ -29,7 +29,7 @@ from .header import (
     check_device_of_group,
     refuse_in_backward,
 )
-from .payload import gather_payload, padded_places
+from .payload import gather_payload
 from .torch_private import not_compiled
 from .transforms import agree_untransformed, check_no_tangents
 
@@ -111,17 +111,9 @@ def own_gradient(gathered: Tensor, gradient: Tensor) -> Tensor:
 
 def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
-    world_size, rank, most = len(plan.rows), plan.group.rank(), max(plan.rows)
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    padded = wide.new_zeros(world_size, most, *grad.shape[1:])
-    padded[padded_places(plan.rows, grad.device)] = wide
-    staged = padded.cpu() if backend_by_device(plan.group).get(grad.device.type) == "gloo" else padded
-    own = staged.new_empty(max(most * grad[:0].new_empty(1, *grad.shape[1:]).numel(), 1))
-    flat = staged.reshape(-1) if staged.numel() else staged.new_zeros(world_size)
-    what = "the reduce-scatter of the gradients, in the backward,"
-    reduce_scatter(own, flat, plan.group, call=plan.call, what=what)
-    own = own[: staged[0].numel()].view_as(staged[0])[: plan.rows[rank]].to(grad.device)
-    return (own * (plan.scale / world_size)).to(grad.dtype)
+    own = Exchange(plan.call, plan.group).sum_own(wide, plan.rows, "the gradients, in the backward,")
+    return (own * (plan.scale / len(plan.rows))).to(grad.dtype)
 
 
 def check_rows(tensors: tuple[Tensor | None, ...]) -> int:

@@ -14,7 +14,7 @@ from ..distributed.header import Doubt
 from ..errors import Words, check_tensor, expected, warn
 from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import is_batched
-from ..queues.memory_queue import multi_hot_dtype
+from ..queues.memory_queue import QueueRows, multi_hot_dtype
 
 
 class Batch(NamedTuple):
@@ -54,6 +54,26 @@ class Batch(NamedTuple):
         """Return the rows of ``index``."""
         iid_mask, weight, indexes = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
         return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete)
+
+
+def with_queue(live: Batch, queued: QueueRows, multi_hot: bool) -> Batch:
+    """Return the live rows followed by the queued rows, in the dtype of the computation."""
+    device, wide = live.logits.device, compute_dtype(live.logits.dtype)
+    num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
+    # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
+    iid = torch.ones(num_live, dtype=torch.bool, device=device) if live.iid_mask is None else live.iid_mask
+    weight, queued_weight = live.sample_weight, queued.sample_weight
+    if weight is not None or queued_weight is not None:
+        weight = torch.ones(num_live, dtype=wide, device=device) if weight is None else weight
+        queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
+        weight = torch.cat([weight, queued_weight])
+    return Batch(
+        torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
+        torch.cat([live.targets, queued.targets.to(live.targets)]),
+        torch.cat([iid, queued.iid_mask.to(device)]),
+        weight,
+        complete=live.complete and not multi_hot,  # a row whose target is ignored never enters the queue
+    )
 
 
 class TargetRule(NamedTuple):

@@ -16,7 +16,7 @@ from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..queues.own_queue import OwnQueue
-from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values, weight_unit
+from .batch import Batch, TargetRule, check_batch, has_values, weight_unit, with_queue
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
@@ -321,20 +321,9 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         part: Pool
         live, part = agreed.value.kept
         needs_grad = torch.is_grad_enabled() and live.logits.requires_grad
-        low, high, positives, stored = agreed.totals.unbind(dim=1)
-        num_queued = self._own_queue.num_held if self._ranks_queue else 0
-        shared = Shared(
-            exchange,
-            gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad),
-            agreed.rows,
-            num_queued,
-            lambda: self._own_queue.places()[: None if self._ranks_queue else 0],
-            float(low.amin()),
-            float(high.amax()),
-            tuple(positives.tolist()),
-            tuple(map(int, stored.tolist())),
-            live.sample_weight is not None or (num_queued > 0 and self._own_queue.has_weights),
-        )
+        scale = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad)
+        queue = self._own_queue if self._ranks_queue and self._own_queue.num_held else None
+        shared = Shared.of(exchange, scale, agreed, queue, live.sample_weight is not None)
         per_class = None if needs_rows else self._per_class_of_part(part, shared)
         if per_class is None:
             rows = gather_after(
@@ -371,7 +360,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             return one_vs_rest(live, self._rule)
         batch, is_live = live, None
         if queued is not None:
-            batch = self._with_queue(live, queued)
+            batch = with_queue(live, queued, self.multi_hot)
             is_live = torch.arange(batch.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and batch.logits.shape[0] > limit:
@@ -388,25 +377,6 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             self._num_draws += self.training
             batch, is_live = batch.take(index), None if is_live is None else is_live[index]
         return one_vs_rest(batch, self._rule, is_live, self.queue_keep)
-
-    def _with_queue(self, live: Batch, queued: QueueRows) -> Batch:
-        """Return the live rows followed by the queued rows, in the dtype of the computation."""
-        device, wide = live.logits.device, compute_dtype(live.logits.dtype)
-        num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
-        # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
-        iid = torch.ones(num_live, dtype=torch.bool, device=device) if live.iid_mask is None else live.iid_mask
-        weight, queued_weight = live.sample_weight, queued.sample_weight
-        if weight is not None or queued_weight is not None:
-            weight = torch.ones(num_live, dtype=wide, device=device) if weight is None else weight
-            queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
-            weight = torch.cat([weight, queued_weight])
-        return Batch(
-            torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
-            torch.cat([live.targets, queued.targets.to(live.targets)]),
-            torch.cat([iid, queued.iid_mask.to(device)]),
-            weight,
-            complete=live.complete and not self.multi_hot,  # a row whose target is ignored never enters the queue
-        )
 
     def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass, found: Found | None = None) -> None:
         """Enqueue the live rows, and warn of a likely misuse."""

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ..distributed.exchange import Exchange
+from ..distributed.header import Agreement
 from ..errors import anchor_of, first_order_only
 from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
+from ..queues.own_queue import OwnQueue
 from .pool import PerClass, Pool
 
 
@@ -35,6 +37,31 @@ class Shared(NamedTuple):
     positives: tuple[float, ...]  # of all classes, of each rank; inf on a rank that needs the rows gathered
     stored: tuple[int, ...]  # rows that each rank enqueues
     weighted: bool  # rows of the pool have sample weights, on whichever rank; ``pool.weight`` of a rank may be None
+
+    @staticmethod
+    def of(exchange: Exchange, scale: int, agreed: Agreement[Any], queue: OwnQueue | None, is_weighted: bool) -> Shared:
+        """Return what the header says of the totals of :func:`totals_of`.
+
+        Args:
+            exchange: the ranks.
+            scale: k, the factor on the gradient of this rank's rows.
+            agreed: the header.
+            queue: the queue if its rows belong to the pool.
+            is_weighted: the live rows have weights.
+        """
+        low, high, positives, stored = agreed.totals.unbind(dim=1)
+        return Shared(
+            exchange,
+            scale,
+            agreed.rows,
+            0 if queue is None else queue.num_held,
+            (lambda: torch.empty(0, dtype=torch.int64)) if queue is None else queue.places,
+            float(low.amin()),
+            float(high.amax()),
+            tuple(positives.tolist()),
+            tuple(map(int, stored.tolist())),
+            is_weighted or (queue is not None and queue.has_weights),
+        )
 
     @property
     def num_live(self) -> int:
