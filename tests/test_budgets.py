@@ -126,7 +126,8 @@ def test_more_rows_launch_no_more(launches: ModuleType) -> None:
     assert (few.waits, few.launches) == (many.waits, many.launches)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_steps_over_ranks_cost_what_the_table_says(tmp_path: Path, launches: ModuleType, processes: int) -> None:
     """Whatever the number of ranks."""
     done = run_script(SCRIPT, cwd=tmp_path, processes=processes)

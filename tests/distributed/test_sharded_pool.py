@@ -237,7 +237,7 @@ def random_case(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 70), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=len)
 def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
     for first in seeds[::10]:
         assert_exact(pool_of_four, [random_case(seed) for seed in range(first, first + 10)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from gradient_cases import NUM_FEATURES, Scorer, flat_gradients, split
 from reference import Rows
+from scripts import run_script
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -812,13 +812,13 @@ def test_the_module_shows_its_settings_and_saves_its_temperature() -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_four_thousand_embeddings() -> None:
+def test_memory_of_four_thousand_embeddings(tmp_path: Path) -> None:
     """The peak of a process, Python and torch included, with 4,096 x 64 and 64 rows of a label."""
     if not Path("/proc/self/status").exists():
         pytest.skip("needs Linux's /proc")
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "retrieval.py"
-    command = [sys.executable, str(script), "--peak", "64"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    done = run_script(script, "--peak", 64, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     # A quarter of what is allowed. One array of all pairs and their rows would take 256 GiB, as the peer's would.
     assert 2**27 < int(done.stdout) < 2**30
 
