@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accumulate_cases import Experts, Model, error, flat, make_batch, sum_loss
 from accumulate_cases import whole as gradient_of_one_process
+from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -1011,7 +1012,8 @@ def the_same_gradient() -> None:
 
 @line(GRADCACHE, "`no_sync_except_last=True`, DDP")
 def one_reduction() -> None:
-    assert inspect.signature(fullrank.pooled_backward).parameters["sync"].default == "last"
+    """Two micro-batches, one bucket of DDP, one reduction."""
+    assert [reductions for *_, reductions in towers()] == [1, 1]
 
 
 @line(GRADCACHE, "`fp16=True, scaler=scaler`")
@@ -1053,8 +1055,8 @@ def learned_temperature() -> None:
         )
 
 
-def towers_on_a_rank(rank: int, code: str) -> tuple[float, float]:
-    """Return the error of the block's gradient, and the share of it by the gather that keeps its own rows alone."""
+def towers_on_a_rank(rank: int, code: str) -> tuple[float, float, int]:
+    """Return errors of the block's gradient and of half of it by the gather of own rows, and the reductions by DDP."""
     names: dict[str, Any] = {}
     exec(code.partition("\n\ntorch.manual_seed")[0], names)
     torch.manual_seed(0)
@@ -1078,16 +1080,23 @@ def towers_on_a_rank(rank: int, code: str) -> tuple[float, float]:
         one.load_state_dict(alone.state_dict())
     whole(alone(queries, passages)).backward()
     wrapped = DistributedDataParallel(model)
-    fullrank.pooled_backward(wrapped, parts, forward=lambda batch: wrapped(*batch), loss=names["contrastive"])
+    with CollectiveCounter() as counter:
+        fullrank.pooled_backward(wrapped, parts, forward=lambda batch: wrapped(*batch), loss=names["contrastive"])
+    reductions = counter.counts["allreduce_"] + counter.counts["allreduce_.default"]
     by_their_rule(other, parts, detached)
     found = flat(other)
     dist.all_reduce(found)  # DDP's sum and division
-    return error(flat(model), flat(alone)), error(found / 2, flat(alone) / 2)
+    return error(flat(model), flat(alone)), error(found / 2, flat(alone) / 2), reductions
+
+
+@functools.cache
+def towers() -> list[tuple[float, float, int]]:
+    return get_pool(2)(towers_on_a_rank, BLOCK.findall(PAGES[GRADCACHE])[0][0])
 
 
 @line(GRADCACHE, "`DistributedContrastiveLoss`")
 def half_of_the_gradient() -> None:
-    for ours, half in get_pool(2)(towers_on_a_rank, BLOCK.findall(PAGES[GRADCACHE])[0][0]):
+    for ours, half, _ in towers():
         assert max(ours, half) <= 1e-12
 
 
