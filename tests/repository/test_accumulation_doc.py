@@ -17,6 +17,8 @@ from meshes import init_device_mesh
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
 
+import fullrank
+
 pytestmark = pytest.mark.slow
 
 NUM_BATCHES = 6
@@ -186,7 +188,7 @@ LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
 
 def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
-    tested += ["A server, whose calls come one by one", "Packed sequences"]
+    tested += ["A server, whose calls come one by one", "Packed sequences", "A pool larger than memory"]
     assert [len(blocks(section)) for section in tested] == [1] * len(tested)
     assert TEXT.count("```python") == len(NAMES) + 2 + len(tested)
 
@@ -274,3 +276,20 @@ def test_the_server(pool_of_two: WorkerPool, kind: str) -> None:
 
 def test_pooled_losses(pool_of_two: WorkerPool) -> None:
     assert max(pool_of_two(pooled, NAMES + blocks("Pooled losses"))) <= LIMIT
+
+
+def test_a_pool_larger_than_memory() -> None:
+    """The loss and the gradient of one process with all rows in one batch."""
+    generator = torch.Generator().manual_seed(0)
+    targets_of = {n: torch.arange(n) % 3 == 0 for n in (20, 7, 33)}
+    rows = [(torch.randn(n, 4, dtype=torch.float64, generator=generator), targets) for n, targets in targets_of.items()]
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    public = {name: getattr(fullrank, name) for name in ("SmoothAPLoss", "pooled_backward")}
+    found = run_blocks(blocks("A pool larger than memory"), model=model, row_loader=rows, **public)
+    ours = [found["loss"], *(p.grad for p in model.parameters())]
+    features, targets = (torch.cat(parts) for parts in zip(*rows))
+    model.zero_grad()
+    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.1)(model(features), targets)
+    loss.backward()
+    for mine, expected in zip(ours, [loss.detach(), *(p.grad for p in model.parameters())]):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
