@@ -6,14 +6,16 @@ knows no ranks; ``DistributedSampler`` knows ranks and no classes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..distributed.group import Group, is_initialized, resolve_group
-from ..errors import Words, check_count, check_int, expected
+from ..errors import Words, check_count, check_int, expected, warn
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -62,6 +64,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         group: Group = None,
     ) -> None:
         classes = torch.as_tensor(targets).detach().cpu()
+        if classes.numel() == 0:
+            raise ValueError(
+                expected("targets", "at least one row", Words("none"), "Pass those of the whole data set.")
+            )
         if classes.ndim == 2 and classes.shape[1] == 1:
             classes = classes[:, 0]
         if classes.ndim != 1 or classes.is_floating_point() or classes.is_complex():
@@ -69,12 +75,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ValueError(expected("targets", "integers of shape (N,)", classes, fix))
         self.batch_size = check_count("batch_size", batch_size, 1)
         self.positives = dict(positives) if isinstance(positives, Mapping) else {1: positives}
-        for wanted in self.positives.values():
+        for of, wanted in self.positives.items():
+            check_int("class of positives", of)
             check_count("positives", wanted, 1)
         if num_batches is not None:
             check_count("num_batches", num_batches, 1)
         self.num_batches, self.seed, self.group = num_batches, check_int("seed", seed), group
         self.num_rows, self.epoch, self.batches_done = len(classes), 0, 0
+        self._digest: str | None = None  # of the targets, once a state is saved or loaded
         rest = batch_size - sum(self.positives.values())
         if rest < 0:
             raise ValueError(expected("positives", f"at most {batch_size} rows, the batch_size", positives))
@@ -109,12 +117,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the batches of this epoch that are left, the same number on every rank."""
-        return self._length(self._ranks()[1]) - self.batches_done
+        return max(0, self._length(self._ranks()[1]) - self.batches_done)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches of this rank, without those that were done before a restart."""
         rank, world_size = self._ranks()
         length = self._length(world_size)
+        if self.batches_done >= length:
+            warn(f"BalancedBatchSampler: epoch {self.epoch} has no batches left. Call set_epoch({self.epoch + 1}).")
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         parts = []
         for wanted, rows in self._strata:
@@ -128,32 +138,67 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0. A new epoch starts with its first batch; the current one stays where it is."""
-        if epoch != self.epoch:
-            self.epoch, self.batches_done = check_count("epoch", epoch, 0), 0
+        if check_count("epoch", epoch, 0) != self.epoch:
+            self.epoch, self.batches_done = epoch, 0
 
     def advance(self) -> None:
         """Count a batch as done; call it after each optimizer step if you save checkpoints within an epoch.
 
         The sampler does not count by itself, because a loader asks for batches before the model has trained on them.
+
+        Raises:
+            RuntimeError: when all batches of the epoch are done. :meth:`set_epoch` starts the next one.
         """
+        length = self._length(self._ranks()[1])
+        if self.batches_done >= length:
+            fix = f"Call set_epoch({self.epoch + 1}) before the batches of the next epoch."
+            found = Words(f"one more in epoch {self.epoch}")
+            raise RuntimeError(expected("advance", f"at most {length} batches in an epoch", found, fix))
         self.batches_done += 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the place in the training: the epoch, the batches of it that are done, and the number of ranks."""
-        return {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._ranks()[1]}
+    def _arguments(self) -> dict[str, Any]:
+        """Return what the order of an epoch depends on, besides its number and the ranks."""
+        if self._digest is None:
+            # The rows of each class, which are all that is used of the targets.
+            digest = hashlib.blake2b(str(self.num_rows).encode(), digest_size=8)
+            for _, rows in self._strata:
+                digest.update(str(len(rows)).encode())
+                digest.update(rows.numpy().tobytes())
+            self._digest = digest.hexdigest()
+        names = ("seed", "batch_size", "num_batches")
+        return {name: getattr(self, name) for name in names} | {
+            "positives": str(self.positives),
+            "targets": f"{self.num_rows} rows, digest {self._digest}",
+        }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the training: the epoch, the batches of it that are done, and the number of ranks.
+
+        The arguments of the sampler, and a digest of the targets, are in it for the comparison at loading.
+        """
+        place = {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._ranks()[1]}
+        return place | self._arguments()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: within an epoch of another number of ranks, whose batches were others.
+            ValueError: when the state is that of a sampler with other arguments or targets; within an epoch of another
+                number of ranks, whose batches were others; for more batches than an epoch has.
         """
         world_size = self._ranks()[1]
+        for name, own in self._arguments().items():
+            if state.get(name) != own:
+                fix = "Construct the sampler with the arguments of the one that was saved, or call set_epoch instead."
+                raise ValueError(expected(name, f"{state.get(name)}, as in the state", Words(own), fix))
         if state["batches_done"] > 0 and state["world_size"] != world_size:
             fix = f"Continue with the next epoch: set_epoch({state['epoch'] + 1})."
             what = f"{state['world_size']}, as in the epoch that the state is within"
             raise ValueError(expected("number of ranks", what, world_size, fix))
-        self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+        epoch, done = check_count("epoch", state["epoch"], 0), check_count("batches_done", state["batches_done"], 0)
+        if done > self._length(world_size):
+            raise ValueError(expected("batches_done", f"at most {self._length(world_size)}, those of an epoch", done))
+        self.epoch, self.batches_done = epoch, done
 
 
 def _repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.Generator) -> Tensor:

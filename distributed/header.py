@@ -156,6 +156,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
     """
     if ranks is None:
         offer = bring()
+        if offer.doubt is not None:
+            offer.doubt.check()
         totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
         return Agreement(offer.value, (offer.rows,), torch.tensor([totals], dtype=torch.float64, device="cpu"))
     number = next(_NUMBERS)

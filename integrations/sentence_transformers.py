@@ -25,8 +25,9 @@ class RetrievalAPLoss(nn.Module):
     two forms:
 
     - one column of texts and a column ``label`` of integers. Texts with the same label should find each other;
-    - several columns, such as ``anchor`` and ``positive``, without a label. The texts of one row should find each
-      other, and those of the other rows of all ranks are negatives.
+    - two columns or more, without a label: ``anchor``, ``positive``, and any number of columns of hard negatives, in
+      this order. Anchor and positive of a row should find each other. All other texts of all ranks are negatives for
+      both. A hard negative is ranked by the others and is no query, because nothing belongs to it.
 
     Under DDP and FSDP the gradient is that of one process with the batch of all ranks. The trainer averages the losses
     of the micro-batches of a window, each of which ranks its own texts alone: use ``gradient_accumulation_steps=1``.
@@ -37,7 +38,9 @@ class RetrievalAPLoss(nn.Module):
         **options: further arguments of :class:`~fullrank.RetrievalSmoothAPLoss`.
 
     Raises:
-        ValueError: for one column without labels, or labels whose number is not that of the texts.
+        ValueError: for one column without labels, labels whose number is not that of the texts, or several columns with
+            labels, such as pairs with a score.
+        TypeError: for labels that are not integers, such as scores.
 
     Example:
         >>> model = torch.nn.Identity()  # stands for a model; it returns what the tokenizer would give to it
@@ -57,23 +60,35 @@ class RetrievalAPLoss(nn.Module):
 
         Args:
             sentence_features: for each column of texts what the tokenizer made of them.
-            labels: (N,) integers with one column of texts; ignored with several.
+            labels: (N,) integers with one column of texts; None with several.
         """
-        embeddings = [self.model(features)["sentence_embedding"] for features in sentence_features]
-        if len(embeddings) > 1:
-            labels = self._labels_of_rows(embeddings[0])
+        columns = list(sentence_features)
+        if len(columns) > 1 and labels is not None:
+            fix = "Remove the label: this loss takes anchor, positive and hard negatives, but no scores of pairs."
+            raise ValueError(expected("labels", f"none with {len(columns)} columns of texts", labels, fix))
+        if labels is not None and (labels.is_floating_point() or labels.is_complex()):
+            fix = "A label is the class of a text; texts of one class should find each other. Scores are no classes."
+            raise TypeError(expected("labels", "integers", labels, fix))
+        embeddings = [self.model(features)["sentence_embedding"] for features in columns]
+        if labels is None and len(columns) > 1:
+            labels = self._labels_of_rows(embeddings)
         elif labels is None or labels.numel() != len(embeddings[0]):
             found = labels if labels is not None else Words("none")
             fix = "Give the data set a column `label` of integers, or a second column of texts."
             raise ValueError(expected("labels", f"{len(embeddings[0])}, one for each text", found, fix))
-        return self.ranking(torch.cat(embeddings), labels.reshape(-1).long().repeat(len(embeddings)))
+        return self.ranking(torch.cat(embeddings), labels.reshape(-1))
 
-    def _labels_of_rows(self, embeddings: Tensor) -> Tensor:
-        """Return a label for each row of this rank, which no other rank has."""
+    def _labels_of_rows(self, columns: list[Tensor]) -> Tensor:
+        """Return a label for each text of this rank, which no other rank has.
+
+        Anchor and positive share one; each hard negative has its own, so that it belongs to nothing.
+        """
+        count = len(columns[0])
+        own = torch.arange(count * (len(columns) - 1), device=columns[0].device)
         rank = 0
         if is_initialized() and self.ranking.gather_distributed is not False:
             rank = resolve_group(self.ranking.group).rank()
-        return rank * LABELS_OF_A_RANK + torch.arange(len(embeddings), device=embeddings.device)
+        return rank * LABELS_OF_A_RANK + torch.cat([own[:count], own])
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the arguments, for the model card."""

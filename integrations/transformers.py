@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulation import pooled_backward
-from ..errors import Words, expected
+from ..errors import Words, expected, warn
 from ..losses import RankingLoss, causal_lm_loss
 from .schedules import find_schedules
 
@@ -49,14 +50,22 @@ class LossState:
 
     Equal to saving ``loss.state_dict()`` in the folder of the checkpoint whenever the Trainer writes one, and to
     ``loss.load_state_dict`` on every rank before the first step of a resumed training. :class:`PooledLossMixin` has one
-    already.
+    already, which uses the folders that the Trainer uses.
+
+    The Trainer does not pass its folders to callbacks. Without the mixin, the folder of a checkpoint is
+    ``output_dir/checkpoint-STEP``. In a hyperparameter search it is ``output_dir/NAME/checkpoint-STEP`` if you pass
+    ``hp_name=``; otherwise the state is not saved, with a warning. The file stores the step and a key of the run, which
+    ``trainer_state.json`` stores too. A file that does not belong to the checkpoint is not loaded.
 
     Args:
         loss: a module with ``state_dict`` and ``load_state_dict``: a loss with a queue, or a schedule.
-        name: name of the file in the folder of a checkpoint.
+        name: name of the file in the folder of a checkpoint; another one for each loss of a Trainer.
+        resume_from: the folder that you pass to ``train(resume_from_checkpoint=...)``. None is for ``train()`` and for
+            the last checkpoint in ``output_dir``, as with ``train(resume_from_checkpoint=True)``.
 
     Raises:
         FileNotFoundError: when the training resumes from a checkpoint without the file. The text says what to do.
+        ValueError: when the file was saved at another step or by another run than the checkpoint.
 
     Distributed:
         Rank 0 writes, every rank reads. No collective, except that a sharded queue is gathered before it is saved.
@@ -68,37 +77,70 @@ class LossState:
         'fullrank_loss.pt'
     """
 
-    resume_from: str | None = None  # the folder that train() resumes from, if the mixin knows it
-
-    def __init__(self, loss: nn.Module, name: str = "fullrank_loss.pt") -> None:
-        self.loss, self.name = loss, name
+    def __init__(self, loss: nn.Module, name: str = "fullrank_loss.pt", resume_from: str | Path | None = None) -> None:
+        self.loss, self.name, self.resume_from = loss, name, resume_from
+        self.save_to: str | Path | None = None  # the checkpoint that the Trainer writes, if the mixin knows it
+        self._key = f"fullrank {name}"  # of the run, among the states of callbacks in trainer_state.json
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state next to the weights that the Trainer has just written."""
         for module in self.loss.modules():
             if isinstance(module, RankingLoss):
                 module.gather_queue()
-        if args.should_save:
-            path = self._checkpoint(args, state) / self.name
-            torch.save(self.loss.state_dict(), path.with_suffix(".unfinished"))
-            path.with_suffix(".unfinished").replace(path)
+        folder, self.save_to = self.save_to or self._checkpoint(args, state), None
+        if not args.should_save:
+            return
+        if folder is None:
+            warn(
+                "LossState: the state of the loss is not saved, because the folder of the trial is not known. Use "
+                "PooledLossMixin, or pass hp_name= to hyperparameter_search."
+            )
+            return
+        path = Path(folder) / self.name
+        saved = {"global_step": state.global_step, "run": self._run(state), "loss": self.loss.state_dict()}
+        torch.save(saved, path.with_suffix(".unfinished"))
+        path.with_suffix(".unfinished").replace(path)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Load the state, if the training does not start at step 0."""
-        if state.global_step == 0:
-            return
-        given = self.resume_from or args.resume_from_checkpoint
-        path = (Path(given) if isinstance(given, str) else self._checkpoint(args, state)) / self.name
-        if not path.exists():
-            fix = "Copy the file there, or remove the callback to continue with a new state of the loss."
+        """Load the state, if the training does not start at step 0, and name the run for the checkpoints to come."""
+        if state.global_step > 0 or self.resume_from is not None:
+            self._load(args, state)
+        # A new key: a run that resumes from a checkpoint of another one is a run of its own.
+        state.stateful_callbacks[self._key] = {"run": uuid.uuid4().hex}
+
+    def _load(self, args: Any, state: Any) -> None:
+        folder = self.resume_from or self._checkpoint(args, state)
+        path = None if folder is None else Path(folder) / self.name
+        new = "To continue with a new state of the loss, remove the callback."
+        if path is None or not path.exists():
+            fix = f"Pass the folder that the training resumes from, LossState(resume_from=...). {new}"
+            where = "the folder of the checkpoint" if path is None else path
             raise FileNotFoundError(
-                expected("LossState", f"the state of the loss in {path}", Words("no such file"), fix)
+                expected("LossState", f"the state of the loss in {where}", Words("no such file"), fix)
             )
-        self.loss.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        fix = f"Pass LossState(resume_from=...) the folder that train(resume_from_checkpoint=...) gets. {new}"
+        if saved.get("global_step") != state.global_step:
+            found = Words(f"that of step {saved.get('global_step')} in {path}")
+            raise ValueError(expected("LossState", f"the state of the loss at step {state.global_step}", found, fix))
+        if saved["run"] != self._run(state):
+            found = Words(f"that of another run in {path}")
+            raise ValueError(expected("LossState", "the state of the run that the training resumes", found, fix))
+        self.loss.load_state_dict(saved["loss"])
+
+    def _run(self, state: Any) -> str | None:
+        """Return the key of the run that wrote, or writes, the checkpoint of ``state``."""
+        return state.stateful_callbacks.get(self._key, {}).get("run")
 
     @staticmethod
-    def _checkpoint(args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _checkpoint(args: Any, state: Any) -> Path | None:
+        """Return the folder of a checkpoint in ``output_dir``; None in a trial without a name, which has its own."""
+        folder = Path(args.output_dir)
+        if state.trial_params is not None:
+            if state.trial_name is None:
+                return None
+            folder /= state.trial_name
+        return folder / f"checkpoint-{state.global_step}"
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Do nothing in the other events. There is no base class to inherit from without importing transformers."""
@@ -149,11 +191,24 @@ class PooledLossMixin:
             trainer.add_callback(self._pooled_state)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, and tell the state of the loss which checkpoint it resumes from."""
+        """Train as the Trainer does; the state of the loss comes from the same checkpoint."""
         if self._pooled_state is not None:
-            self._pooled_state.resume_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+            if resume_from_checkpoint is True:
+                from transformers.trainer_utils import get_last_checkpoint
+
+                last = get_last_checkpoint(self.args.output_dir)
+                resume_from_checkpoint = True if last is None else last  # the Trainer raises if there is none
+            folder = resume_from_checkpoint
+            self._pooled_state.resume_from = None if isinstance(folder, bool) else folder
         trainer: Any = super()
         return trainer.train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save the model as the Trainer does; a checkpoint gets the state of the loss in the same folder."""
+        if self._pooled_state is not None:
+            self._pooled_state.save_to = output_dir
+        trainer: Any = super()
+        trainer.save_model(output_dir, *args, **kwargs)
 
     def compute_loss(
         self,

@@ -104,10 +104,49 @@ def test_it_resumes_within_an_epoch() -> None:
 
 def test_another_number_of_ranks_within_an_epoch_is_refused() -> None:
     sampler = BalancedBatchSampler(make_targets(), 10, 2)
-    sampler.load_state_dict({"epoch": 2, "batches_done": 0, "world_size": 4})
+    state = sampler.state_dict() | {"epoch": 2, "world_size": 4}
+    sampler.load_state_dict(state)
     assert sampler.epoch == 2
     with pytest.raises(ValueError, match=r"expected 4, as in the epoch.*set_epoch\(3\)"):
-        sampler.load_state_dict({"epoch": 2, "batches_done": 1, "world_size": 4})
+        sampler.load_state_dict(state | {"batches_done": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("seed", {"seed": 1}),
+        ("batch_size", {"batch_size": 12}),
+        ("positives", {"positives": 3}),
+        ("num_batches", {"num_batches": 4}),
+        ("targets", {"targets": make_targets(104)}),
+        ("targets", {"targets": make_targets().roll(1)}),
+    ],
+)
+def test_a_state_of_another_sampler_is_refused(name: str, options: dict[str, Any]) -> None:
+    arguments = {"targets": make_targets(), "batch_size": 10, "positives": 2}
+    state = BalancedBatchSampler(**arguments).state_dict()
+    BalancedBatchSampler(**{**arguments, "targets": make_targets().bool()}).load_state_dict(state)  # the same rows
+    with pytest.raises(ValueError, match=f"{name}: expected .*, as in the state"):
+        BalancedBatchSampler(**{**arguments, **options}).load_state_dict(state)
+
+
+def test_more_batches_than_an_epoch_has() -> None:
+    sampler = BalancedBatchSampler(make_targets(), 10, 2)
+    state = sampler.state_dict()
+    for done in (-1, 11):
+        with pytest.raises(ValueError, match="batches_done: expected"):
+            sampler.load_state_dict(state | {"batches_done": done})
+    for _ in range(10):
+        sampler.advance()
+    with pytest.raises(RuntimeError, match=r"at most 10 batches in an epoch.*set_epoch\(1\)"):
+        sampler.advance()
+    sampler.num_batches = 4  # or more ranks: fewer batches than are done
+    with pytest.warns(UserWarning, match=r"epoch 0 has no batches left. Call set_epoch\(1\)"):
+        assert list(sampler) == []
+    assert len(sampler) == 0
+    sampler.set_epoch(1)
+    sampler.advance()
+    assert len(list(sampler)) == 3
 
 
 @pytest.mark.parametrize(
@@ -121,6 +160,9 @@ def test_another_number_of_ranks_within_an_epoch_is_refused() -> None:
         (([0.0, 1.0], 4, 1), ValueError, "integers of shape"),
         ((torch.zeros(3, 2, dtype=torch.int64), 4, 1), ValueError, "integers of shape"),
         (([0, 1], 4, 1.0), TypeError, "positives: expected an int"),
+        (([0, 1], 4, {"1": 1}), TypeError, "class of positives: expected an int, got '1'"),
+        (([0, 1], 4, {1.5: 1}), TypeError, "class of positives: expected an int, got 1.5"),
+        (([], 4, 1), ValueError, "targets: expected at least one row, got none"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:

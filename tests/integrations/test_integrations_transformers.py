@@ -279,6 +279,61 @@ def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], lis
     return errors, history, expected, best, resumed, text
 
 
+def places(rank: int, folder: str) -> tuple[list[str], list[float], str]:
+    """Train for one step in several folders, and resume.
+
+    Returns the folders with a state, the temperatures that were loaded, and the error of a callback alone that does not
+    know the folder.
+    """
+    from transformers import Trainer
+
+    class SearchTrainer(PooledLossMixin, Trainer):  # type: ignore[misc]
+        inside = ""
+
+        def _get_output_dir(self, trial: Any) -> str:  # what the Trainer does in a hyperparameter search
+            return str(Path(self.args.output_dir) / self.inside)
+
+    def job(run: str, temperature: float, alone: bool = False, **options: Any) -> Any:
+        inside, given = options.pop("inside", ""), options.pop("given", None)
+        once = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 9}
+        arguments = make_arguments(f"{folder}/{run}", **{**once, **options})
+        loss_fn = fullrank.SmoothAPLoss(1, queue_size=8, temperature=temperature)
+        common = {"model": make_model("bert"), "args": arguments, "train_dataset": pooled_rows()[:8]}
+        if not alone:
+            trainer = SearchTrainer(pooled_loss=loss_fn, **common)
+            trainer.inside = inside
+            return trainer, loss_fn
+
+        def func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+            return loss_fn(outputs.logits, labels)
+
+        callback = LossState(loss_fn, resume_from=given)
+        return Trainer(compute_loss_func=func, callbacks=[callback], **common), loss_fn
+
+    job("a", 0.7)[0].train()
+    job("b", 0.2)[0].train()
+    job("search", 0.3, inside="run-0")[0].train()
+    dist.barrier()
+    found = sorted(str(path.parent.relative_to(folder)) for path in Path(folder).glob("**/fullrank_loss.pt"))
+    first, more = f"{folder}/a/checkpoint-1", {"max_steps": 2, "save_strategy": "no"}
+    temperatures = []
+    for run, alone, resume, options in (
+        ("b", False, True, {"resume_from_checkpoint": first}),  # an argument that the Trainer does not use
+        ("b", False, first, {}),
+        ("b", True, True, {}),
+        ("b", True, first, {"given": first}),
+    ):
+        trainer, loss_fn = job(run, 0.1, alone, **more, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        temperatures.append(loss_fn.temperature)
+    text = ""
+    try:
+        job("b", 0.1, True, **more)[0].train(resume_from_checkpoint=first)
+    except ValueError as error:
+        text = str(error)
+    return found, temperatures, text
+
+
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
     pytest.skip("needs the extra `integrations`", allow_module_level=True)
 if int(version("transformers").partition(".")[0]) < 5:
@@ -404,6 +459,47 @@ def test_evaluation_is_the_loss_of_one_process(workers: WorkerPool, tmp_path: Pa
     for found, expected, queued in workers(evaluated, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-6)
         assert queued == 0
+
+
+def test_the_state_is_that_of_the_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    for found, temperatures, text in workers(places, str(tmp_path)):
+        assert found == ["a/checkpoint-1", "b/checkpoint-1", "search/run-0/checkpoint-1"]
+        assert temperatures == [0.2, 0.7, 0.2, 0.7]
+        assert "got that of another run in" in text
+
+
+def make_state(step: int) -> Any:
+    """Return what the callback reads of the state of the Trainer."""
+    return SimpleNamespace(global_step=step, trial_params=None, trial_name=None, stateful_callbacks={})
+
+
+def test_the_callback_in_a_hyperparameter_search(tmp_path: Path) -> None:
+    args, state = SimpleNamespace(output_dir=str(tmp_path), should_save=True), make_state(0)
+    callback = LossState(fullrank.SmoothAPLoss(1))
+    callback.on_train_begin(args, state, None)
+    state.global_step, state.trial_params = 5, {"learning_rate": 1.0}
+    with pytest.warns(UserWarning, match="pass hp_name= to hyperparameter_search"):
+        callback.on_save(args, state, None)
+    state.trial_name = "large"
+    (tmp_path / "large" / "checkpoint-5").mkdir(parents=True)
+    callback.on_save(args, state, None)
+    assert [path.name for path in tmp_path.glob("large/checkpoint-5/*")] == ["fullrank_loss.pt"]
+
+
+def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
+    args, state = SimpleNamespace(output_dir=str(tmp_path), should_save=True), make_state(0)
+    callback = LossState(fullrank.SmoothAPLoss(1), resume_from=tmp_path / "checkpoint-5")
+    with pytest.raises(FileNotFoundError, match=r"got no such file\. Pass the folder"):
+        callback.on_train_begin(args, state, None)
+    callback.resume_from = None
+    callback.on_train_begin(args, state, None)
+    state.global_step = 5
+    (tmp_path / "checkpoint-5").mkdir()
+    callback.on_save(args, state, None)
+    callback.on_train_begin(args, state, None)
+    callback.resume_from, state.global_step = tmp_path / "checkpoint-5", 0
+    with pytest.raises(ValueError, match="expected the state of the loss at step 0, got that of step 5"):
+        callback.on_train_begin(args, state, None)
 
 
 def test_the_callback_does_nothing_in_other_events() -> None:

@@ -110,17 +110,16 @@ class Encoder(nn.Module):
         return {"sentence_embedding": self.layer(features["x"])}
 
 
-def paired(rank: int) -> float:
-    """Return the error of the gradient of pairs without labels, 5 on rank 0 and 7 on rank 1."""
+def paired(rank: int, labels: list[Tensor]) -> float:
+    """Return the error of the gradient of columns without labels, 5 rows on rank 0 and 7 on rank 1."""
     generator = torch.Generator().manual_seed(1)
-    anchors, positives = (torch.randn(12, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    columns = torch.randn(len(labels), 12, 4, generator=generator, dtype=torch.float64)
     own = slice(0, 5) if rank == 0 else slice(5, 12)
     encoder, reference = Encoder(), Encoder()
     model = DistributedDataParallel(encoder)
-    RetrievalAPLoss(model, 0.1)([{"x": anchors[own]}, {"x": positives[own]}]).backward()
-    embeddings = reference({"x": torch.cat([anchors, positives])})["sentence_embedding"]
-    labels = torch.arange(12).repeat(2)
-    RetrievalSmoothAPLoss(0.1, gather_distributed=False)(embeddings, labels).backward()
+    RetrievalAPLoss(model, 0.1)([{"x": column[own]} for column in columns]).backward()
+    embeddings = reference({"x": columns.flatten(0, 1)})["sentence_embedding"]
+    RetrievalSmoothAPLoss(0.1, gather_distributed=False)(embeddings, torch.cat(labels)).backward()
     return error(encoder.layer.weight.grad, reference.layer.weight.grad)
 
 
@@ -148,8 +147,25 @@ def test_control_texts_of_one_rank(workers: WorkerPool, tmp_path: Any) -> None:
         assert parameters > 0.01
 
 
-def test_pairs_without_labels_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
-    assert max(pool_of_two(paired)) <= 1e-12
+def test_rows_without_labels_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
+    pairs = [torch.arange(12)] * 2
+    assert max(pool_of_two(paired, pairs)) <= 1e-12
+    negatives = [torch.arange(12) + 12, torch.arange(12) + 24]  # of each text alone
+    assert max(pool_of_two(paired, pairs + negatives)) <= 1e-12
+    assert min(pool_of_two(paired, [torch.arange(12)] * 3)) > 0.01  # the control: they are no positives
+
+
+@pytest.mark.parametrize("kind", ["scores", "integers"])
+def test_several_columns_take_no_label(kind: str) -> None:
+    columns = [{"x": torch.zeros(2, 4, dtype=torch.float64)}] * 2
+    labels = torch.tensor([0.3, 0.9]) if kind == "scores" else torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"labels: expected none with 2 columns of texts.*no scores of pairs"):
+        RetrievalAPLoss(Encoder())(columns, labels)
+
+
+def test_scores_are_no_labels() -> None:
+    with pytest.raises(TypeError, match="labels: expected integers, got a float32 tensor"):
+        RetrievalAPLoss(Encoder())([{"x": torch.zeros(3, 4, dtype=torch.float64)}], torch.tensor([0.2, 0.9, 1.0]))
 
 
 @pytest.mark.parametrize("labels", [None, torch.tensor([0, 1, 1])])
