@@ -209,6 +209,8 @@ def _open_stream(loss: Any, targets: Any, sample_weight: Any) -> LossTable:
 class _Scored:
     """The scores of the window as one leaf; and the second pass over the same micro-batches."""
 
+    num_changed = 0.0  # targets and weights are not read by micro-batch
+
     def __init__(self, micro_batches: Collection[Any], scores: list[Tensor], states: list[RngState]) -> None:
         self._micro_batches, self._states = micro_batches, states
         self.leaf = torch.cat(scores).requires_grad_()  # [rows of this rank, ...]
@@ -248,6 +250,9 @@ class _Scored:
         """Return the gradient of the scores of a micro-batch."""
         return self._slopes[index]
 
+    def check(self) -> None:
+        """Do nothing: no mistake waits to be raised."""
+
 
 def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
     """Step 1: return the scores of all micro-batches, made without a graph."""
@@ -258,7 +263,8 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
         with _first_pass(window):
             for batch in window.micro_batches:
                 states.append(save_rng(devices))
-                part = forward(batch)
+                with torch.no_grad():
+                    part = forward(batch)
                 # A copy: the next forward may write its output into the same memory.
                 scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
         return scores
@@ -277,9 +283,9 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
 
 @contextmanager
 def _first_pass(window: Window) -> Iterator[None]:
-    """Let forwards build no graph, and leave the buffers of the model as they are."""
+    """Leave the buffers of the model as they are after forwards without a graph."""
     try:
-        with torch.no_grad(), buffers_kept(window.model):
+        with buffers_kept(window.model):
             yield
     finally:
         # Older versions of torch keep the weights that autocast has cast in this pass, without a graph, and the
@@ -296,7 +302,9 @@ def _stream(
     def add_all() -> StreamedScores:
         with _first_pass(window):
             for batch in scored.first_pass():
-                scored.add(forward(batch), batch)
+                with torch.no_grad():  # not around the reading: a loader may compute with gradients
+                    scores = forward(batch)
+                scored.add(scores, batch)
         return scored
 
     def bring() -> Offer[Tensor]:
@@ -381,10 +389,11 @@ def _replay(
 
     def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
         facts = {"forwards of DDP": window.wrappers.same_forwards}
+        scored.check()
         if not check_replay:
             return Offer(last, facts)
         top = scored.top
-        return Offer(last, facts, totals=(off, top * tolerance(scored.dtype), top))
+        return Offer(last, facts, totals=(off, top * tolerance(scored.dtype), top, scored.num_changed))
 
     state = save_rng(devices)
     try:
@@ -402,8 +411,8 @@ def _replay(
 
 
 _CAUSES = (
-    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator), data that "
-    "changes between the passes, module state that is not a buffer."
+    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator), data or "
+    "targets that change between the passes, module state that is not a buffer."
 )
 
 
@@ -427,17 +436,24 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _check_differences(totals: Tensor, ranks: Sequence[int]) -> None:
-    """Raise RuntimeError when a replay was off; columns of ``totals``: difference, allowed difference, largest score.
+    """Raise RuntimeError when a replay was off. All ranks know ``totals``, so all of them raise.
 
-    All ranks know these numbers, so all of them raise.
+    Args:
+        totals: (W, 4): difference, allowed difference, largest score, micro-batches with other targets or weights.
+        ranks: the global ranks.
     """
-    wrong = [(rank, *row) for rank, row in zip(ranks, totals.tolist()) if not row[0] <= row[1]]
-    if wrong:
+    rows = list(zip(ranks, totals.tolist()))
+    what, found = "the same scores in both passes over the window", ""
+    if wrong := [(rank, *row) for rank, row in rows if not row[0] <= row[1]]:
         parts = [f"{off:.3g} on rank {rank}, where scores reach {top:.3g}" for rank, off, _, top, _ in wrong]
-        found = Words(f"a difference of {', and of '.join(parts)}")
+        found = f"a difference of {', and of '.join(parts)}"
+    elif changed := [rank for rank, row in rows if row[3]]:
+        what = "the same targets and sample weights in both passes over the window"
+        found = f"others on rank {', '.join(map(str, changed))}"
+    if found:
         fix = f"{_CAUSES} The gradients were discarded; check_replay=False accepts the difference."
         kind = RuntimeError if len(ranks) == 1 else RankRuntimeError
-        raise kind(expected(CALL, "the same scores in both passes over the window", found, fix))
+        raise kind(expected(CALL, what, Words(found), fix))
 
 
 def _agree_after(

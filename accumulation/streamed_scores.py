@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Words, expected
-from .replay_state import RngState, largest_difference, largest_score, restore_rng, save_rng
+from .replay_state import RngState, checksum_of, largest_difference, largest_score, restore_rng, save_rng
 
 NUM_SAMPLED = 16  # scores of each micro-batch that are kept for the comparison with those of the second pass
 
@@ -61,10 +61,12 @@ class StreamedScores:
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         # One tensor: small ones that live on, each behind the buffers of a forward, would keep their memory in pieces.
         self._digests = torch.empty(0)  # [micro-batches, NUM_SAMPLED + 1]
+        self._checksums = torch.empty(0, dtype=torch.int64)  # [micro-batches] of targets and weights
         self._mistake: Exception | None = None
+        self.num_changed: Tensor | float = 0.0  # micro-batches with other targets or weights in the second pass
         self.top = torch.zeros(())
         self._began = save_rng(devices)
-        self._forwarded: RngState | None = None  # the state after the last forward of the second pass
+        self._forwarded: RngState | None = None  # the state before the last backward of the second pass
 
     def first_pass(self) -> Iterator[Any]:
         """Yield each micro-batch; it goes to :meth:`add` with its scores."""
@@ -85,12 +87,12 @@ class StreamedScores:
         if self._forms and form != (self._forms[0][0][1:], self._forms[0][1]):
             found = Words(" and ".join(f"{kind} (rows, ...{tuple(shape)})" for shape, kind in (self._forms[0], form)))
             raise ValueError(expected("forward", "scores of one kind from all micro-batches", found))
-        scores = scores.detach()
-        self._table.add(scores, *self._rows_of(batch))
-        digest = digest_of(scores)
+        scores, rows = scores.detach(), self._rows_of(batch)
+        self._table.add(scores, *rows)
+        digest, checksum, number = digest_of(scores), checksum_of(rows), len(self._micro_batches)
         if not self._forms:
-            self._digests = digest.new_empty(len(self._micro_batches), digest.numel())
-        self._digests[len(self._forms)] = digest
+            self._digests, self._checksums = digest.new_empty(number, digest.numel()), checksum.new_empty(number)
+        self._digests[len(self._forms)], self._checksums[len(self._forms)] = digest, checksum
         self._forms.append((scores.shape, scores.dtype))
         self.top = torch.maximum(self.top.to(scores.device), largest_score(scores))
 
@@ -132,10 +134,26 @@ class StreamedScores:
         return largest_difference(self._digests[index], digest_of(scores))
 
     def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
-        """Return the gradient of the scores of a micro-batch."""
-        self._forwarded = save_rng(self._devices)
+        """Return the gradient of the scores of a micro-batch.
+
+        A mistake in its targets or weights is kept for :meth:`check`. The gradient is then 0: the backward that follows
+        may communicate, so this rank must still take part in it.
+        """
+        gradient = torch.zeros_like(scores)
+        if self._mistake is None:
+            try:
+                gradient = self._gradient(index, batch, scores)
+            except Exception as error:
+                self._mistake = error
+        self._forwarded = save_rng(self._devices)  # targets and weights may be drawn too
+        return gradient
+
+    def _gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
         assert self._loss is not None
-        return self._loss.gradient(scores, *self._rows_of(batch))
+        rows = self._rows_of(batch)
+        gradient = self._loss.gradient(scores, *rows)
+        self.num_changed = self.num_changed + (checksum_of(rows) != self._checksums[index]).double()
+        return gradient
 
 
 def _read(micro_batches: Collection[Any]) -> Iterator[Any]:

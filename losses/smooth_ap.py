@@ -331,6 +331,9 @@ class SmoothAPLoss(RankingLoss):
             if getattr(self, name) != needed:
                 fix = "Its rows would have to be kept: construct the loss without, or leave out stream."
                 raise ValueError(expected(f"{name} with stream=True", repr(needed), getattr(self, name), fix))
+        if self.reduction == "none" and self.num_classes > 1:
+            fix = "The gradient of one number is carried to the parameters."
+            raise ValueError(expected("reduction with stream=True", "'mean' or 'sum'", self.reduction, fix))
         if self.temperature is None:
             fix = "The automatic one needs the spread of all scores before the first of them can be added up."
             raise TypeError(expected("temperature with stream=True", "a number", None, fix))

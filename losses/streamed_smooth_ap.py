@@ -44,6 +44,8 @@ from .pool import PerClass, one_vs_rest, reduce_values
 from .sharded_smooth_ap import read_tables, shares_of
 
 MOST_BINS = MOST_EMPTY  # coarse bins of a table: scores over a wider range are refused
+MOST_BYTES = 2**28  # of the table of all classes; with the polynomials and copies the peak is some six times that
+LEAST_UNIT = 2.0**-1000
 
 
 class Stream(NamedTuple):
@@ -84,6 +86,15 @@ class Stream(NamedTuple):
             yield Pool(scores, positive, member, class_of, row_of, mass, self.temperature), undefined.any(dim=1)
 
 
+def unit_of(weight: Tensor) -> float:
+    """Return the power of two by which the largest of the weights (P,) is near 2**500, or the least one.
+
+    No sum of weights overflows then, and much smaller ones keep their digits. Dividing by it is exact.
+    """
+    most = float(weight.amax()) if weight.numel() else 0.0
+    return max(LEAST_UNIT, 2.0 ** (math.frexp(most)[1] - 500)) if most > 0 else LEAST_UNIT
+
+
 class StreamedTable:
     """The first pass: :meth:`add` the parts of this rank, then :meth:`finish` on every rank."""
 
@@ -93,6 +104,7 @@ class StreamedTable:
         self._empty = torch.empty(0)  # on the device of the scores, and in the dtype of the computation
         self._undefined = torch.zeros(stream.rule.num_classes, dtype=torch.float64)  # [C] > 0 where a class has a NaN
         self._first = 0  # coarse bin at which the table begins
+        self._unit = LEAST_UNIT if stream.weighted else 1.0  # what weights are divided by
         # [T, p, C, B F] float64: members, positives, and with weights those of the positives; None without a row
         self._table: Tensor | None = None
 
@@ -120,6 +132,9 @@ class StreamedTable:
         self._cover(bins)
         assert self._table is not None
         bins = bins._replace(first=bins.first.to(scores.device).expand(scores.shape[0]))
+        if self._stream.weighted:
+            self._set_unit(unit_of(rows.share))
+            rows = rows._replace(share=rows.share / self._unit)
         located = locate_rows(rows, bins)
         counted, weighted = sum_positives(rows, bins, order, locate_positives(rows, bins, located))
         start = (int(bins.first[0]) - self._first) * order.fine
@@ -130,26 +145,24 @@ class StreamedTable:
         """Return the loss over the parts of all ranks; a collective.
 
         Raises:
-            ValueError: on every rank, when scores are infinite or too far apart for a table, or
-                ``gradient_reduction`` does not fit the model.
+            ValueError: on every rank, when scores are infinite or too far apart for a table, the table of all classes
+                would be too large, or ``gradient_reduction`` does not fit the model.
         """
-        stream, low, high, scale = self._stream, self._low, self._high, 1
+        stream, low, high, unit, scale = self._stream, self._low, self._high, self._unit, 1
         if stream.group is not None:
             scale = gradient_scale(stream.gradient_reduction, stream.group)
 
             def bring() -> Offer[None]:
                 facts = {"dtype": self._empty.dtype, "order": self._order, "weighted": stream.weighted}
-                return Offer(None, {**stream.facts, **facts}, totals=(self._low, self._high))
+                return Offer(None, {**stream.facts, **facts}, totals=(self._low, self._high, self._unit))
 
-            ends = agree_on(stream.call, stream.group, bring).totals
-            low, high = float(ends[:, 0].amin()), float(ends[:, 1].amax())
+            held = agree_on(stream.call, stream.group, bring).totals
+            low, high, unit = float(held[:, 0].amin()), float(held[:, 1].amax()), float(held[:, 2].amax())
         bins = self._bins(low, high)
         if bins is None:
-            found = Words(f"scores from {low:g} to {high:g} at temperature {stream.temperature:g}")
-            fix = "Bound the scores or raise the temperature; without stream any scores will do."
-            what = f"finite scores in a range of {2 * MOST_BINS:,} temperatures"
-            raise ValueError(expected(f"{stream.call} with stream=True", what, found, fix))
+            raise self._too_large(low, high)
         self._cover(bins)
+        self._set_unit(unit)
         table, undefined = self._table, self._undefined
         self._table = None
         assert table is not None
@@ -158,7 +171,23 @@ class StreamedTable:
             sums = exchange.sum(torch.cat([table.view(-1), undefined]), "the moments")
             table, undefined = sums[: table.numel()].view(table.shape), sums[table.numel() :]
         bins = bins._replace(first=bins.first.to(table.device).expand(stream.rule.num_classes))
-        return StreamedLoss(stream, scale, self._empty.dtype, bins, *exact(self._read)(table, bins), undefined > 0)
+        loss, factor, polynomials = exact(self._read)(table, bins)
+        return StreamedLoss(stream, scale, self._empty.dtype, bins, loss, factor, polynomials, undefined > 0, unit)
+
+    def _too_large(self, low: float, high: float) -> ValueError:
+        """Return the error for scores from ``low`` to ``high``; equal on all ranks."""
+        stream, num_classes = self._stream, self._stream.rule.num_classes
+        found = f"scores from {low:g} to {high:g} at temperature {stream.temperature:g}"
+        bins = self._bins(low, high, MOST_BINS)
+        if bins is None:
+            what = f"finite scores in a range of {2 * MOST_BINS:,} temperatures"
+            fix = "Bound the scores or raise the temperature; without stream any scores will do."
+        else:
+            size = math.ceil(bins.window * self._bytes_per_bin / 2**20)
+            what = f"a table of at most {MOST_BYTES >> 20} MiB"
+            found = f"one of {size:,} MiB, with {num_classes} classes and {found}"
+            fix = "Raise the temperature, bound the scores or use fewer classes; without stream there is no table."
+        return ValueError(expected(f"{stream.call} with stream=True", what, Words(found), fix))
 
     def _read(self, sums: Tensor, bins: Bins) -> tuple[PerClass, Tensor, Tensor]:
         """Return the loss of each class, what weights are multiplied by (C,), and (p, 3, C, B F + 1) polynomials."""
@@ -179,20 +208,44 @@ class StreamedTable:
     def _order(self) -> Order:
         return order_for(self._empty, 0)  # that of few rows: the number of all is not known in the first pass
 
-    def _bins(self, low: float, high: float) -> Bins | None:
-        """Return bins from ``low`` to ``high``, (1,) and on the host, one bin without scores; None if too many."""
+    @property
+    def _bytes_per_bin(self) -> int:
+        """The memory of a coarse bin of all classes in the table."""
+        return 8 * self._num_tables * self._order.p * self._stream.rule.num_classes * self._order.fine
+
+    @property
+    def _num_tables(self) -> int:
+        return 3 if self._stream.weighted else 2
+
+    def _bins(self, low: float, high: float, most: int | None = None) -> Bins | None:
+        """Return bins from ``low`` to ``high``, (1,) and on the host, one bin without scores; None if too many.
+
+        What all ranks know decides that, so with the range over all ranks they take the same branch.
+
+        Args:
+            low, high: the range of the scores; without a score ``low > high``.
+            most: how many bins there may be; None for as many as the table may hold.
+        """
         low, high = (low, high) if low <= high else (0.0, 0.0)
         if not math.isfinite(low) or not math.isfinite(high):
             return None
         ends = torch.tensor([[low], [high]], dtype=self._empty.dtype, device="cpu")
         bins = cover(ends[0], ends[1], self._stream.temperature, self._order.fine)
-        return bins if bins.window <= MOST_BINS else None
+        most = min(MOST_BINS, MOST_BYTES // self._bytes_per_bin) if most is None else most
+        return bins if bins.window <= most else None
+
+    def _set_unit(self, unit: float) -> None:
+        """Divide weights by ``unit`` from now on, and those in the table too, if it is larger than before."""
+        if unit > self._unit:
+            if self._table is not None:
+                self._table[2:] *= self._unit / unit
+            self._unit = unit
 
     def _cover(self, bins: Bins) -> None:
         """Let the table hold ``bins``: pad it with empty ones."""
-        order, first, num_tables = self._order, int(bins.first[0]), 3 if self._stream.weighted else 2
+        order, first = self._order, int(bins.first[0])
         if self._table is None:
-            shape = num_tables, order.p, self._stream.rule.num_classes, bins.num_fine
+            shape = self._num_tables, order.p, self._stream.rule.num_classes, bins.num_fine
             self._first, self._table = first, self._empty.new_zeros(shape, dtype=torch.float64)
         held = self._table.shape[-1] // order.fine
         left, right = max(0, self._first - first), max(0, first + bins.window - self._first - held)
@@ -219,9 +272,10 @@ class StreamedLoss:
         factor: Tensor,
         polynomials: Tensor,
         undefined: Tensor,
+        unit: float,
     ) -> None:
         self._stream, self._scale, self._bins, self._factor = stream, scale, bins, factor
-        self._polynomials, self._undefined = polynomials, undefined
+        self._polynomials, self._undefined, self._unit = polynomials, undefined, unit
         self._per_class = per_class.values.masked_fill(undefined, math.nan).requires_grad_()
         self.value = reduce_values(PerClass(self._per_class, per_class.valid), stream.reduction, dtype)
 
@@ -242,7 +296,7 @@ class StreamedLoss:
         index.clamp_(0, self._bins.num_fine - 1)  # the score of a replay may be beyond the ends by its rounding
         if rows.member is not None:
             index.masked_fill_(~rows.member, self._bins.num_fine)
-        rows = rows._replace(share=rows.share * self._factor[rows.class_of])
+        rows = rows._replace(share=rows.share / self._unit * self._factor[rows.class_of])
         located, gradient = RowPlaces(index, u), torch.empty_like(scores)
         positives = locate_positives(rows, self._bins, located)
         read_gradient(self._polynomials, rows, self._bins, located, positives, gradient)

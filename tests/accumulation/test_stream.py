@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workers import WorkerPool, error_of
 
 import fullrank
+from fullrank.accumulation.replay_state import checksum_of
 from fullrank.distributed.exchange import Exchange
 
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
@@ -215,6 +216,68 @@ def test_a_data_loader_is_read_twice_in_the_same_order() -> None:
     assert relative(gradients(model), gradients(twin)) <= 1e-12
 
 
+def test_targets_may_be_drawn() -> None:
+    """Their draws are repeated in the second pass, each before the forward of the next micro-batch."""
+    batches = cut(make_step(PLAIN, 0), 3)
+
+    def noisy(batch: Step) -> Tensor:
+        return torch.where(torch.rand(batch.targets.shape) < 0.2, (batch.targets == 0).long(), batch.targets)
+
+    model, twin = (make_model(PLAIN, nn.Dropout(0.2)) for _ in range(2))
+    torch.manual_seed(4)
+    value = streamed(model, batches, make_loss(PLAIN), targets=noisy)
+    torch.manual_seed(4)
+    pairs = [(twin(batch.features), noisy(batch)) for batch in batches]
+    expected = make_loss(PLAIN)(*(torch.cat(parts) for parts in zip(*pairs)))
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    assert relative(gradients(model), gradients(twin)) <= 1e-12
+
+
+def test_micro_batches_are_read_with_gradients_enabled() -> None:
+    class Reading(Lazy):
+        def __iter__(self) -> Iterator[Step]:
+            for batch in super().__iter__():
+                modes.append(torch.is_grad_enabled())
+                yield batch
+
+    def forward(batch: Step) -> Tensor:
+        forwards.append(torch.is_grad_enabled())
+        return model(batch.features)
+
+    modes: list[bool] = []
+    forwards: list[bool] = []
+    model = make_model(PLAIN._replace(dtype="float32"))
+    streamed(model, Reading(2, 20), make_loss(PLAIN), forward=forward)
+    assert modes == [True] * 4
+    assert forwards == [False, False, True, True]
+
+
+@pytest.mark.parametrize("scales", [(1e308, 1e308), (1e-320, 1e-320), (1e-290, 1e300), (1e300, 1e-290)], ids=str)
+def test_weights_near_the_ends_of_float64(scales: tuple[float, float]) -> None:
+    case, held = PLAIN._replace(weighted=True, num_classes=3), []
+    batches = [
+        batch._replace(weight=(batch.weight > 0).double() * scale)
+        for batch, scale in zip(cut(make_step(case, 0), 2), scales)
+    ]
+    for run in (joined, streamed):
+        model = make_model(case)
+        held.append((run(model, batches, make_loss(case), case), gradients(model)))
+    torch.testing.assert_close(held[1][0], held[0][0], rtol=1e-12, atol=0)
+    assert relative(held[1][1], held[0][1]) <= 1e-12
+
+
+def test_a_power_of_two_in_all_weights_changes_no_bit() -> None:
+    case, held = PLAIN._replace(weighted=True, num_classes=3), []
+    for scale in (1.0, 2.0**-70, 2.0**900):
+        model = make_model(case)
+        batches = [batch._replace(weight=batch.weight * scale) for batch in cut(make_step(case, 0), 3)]
+        held.append((streamed(model, batches, make_loss(case), case), gradients(model)))
+    for value, gradient in held[1:]:
+        assert torch.equal(value, held[0][0])
+        assert torch.equal(gradient, held[0][1])
+
+
 def test_one_column_or_none() -> None:
     step, held = make_step(PLAIN, 0), []
     for run in (lambda model, batch: model(batch.features), lambda model, batch: model(batch.features)[:, 0]):
@@ -342,6 +405,10 @@ def kept_scores(model: nn.Module, window: Lazy, loss: Any, forward: Callable[[St
         ({"loss": fullrank.SmoothAPLoss(1, 9, 0.1)}, "queue_size with stream=True: expected 0, got 9"),
         ({"loss": fullrank.SmoothAPLoss(1, 0, 0.1, max_pool_size=5)}, "max_pool_size with stream=True: expected None"),
         ({"loss": fullrank.SmoothAPLoss(1, 0)}, "temperature with stream=True: expected a number, got None"),
+        (
+            {"loss": fullrank.SmoothAPLoss(3, 0, 0.1, reduction="none")},
+            "reduction with stream=True: expected 'mean' or 'sum', got 'none'",
+        ),
         ({"targets": None}, "targets: expected a function of a micro-batch with stream=True"),
         ({"sample_weight": torch.ones(3)}, "sample_weight: expected a function of a micro-batch or None"),
         (
@@ -397,6 +464,87 @@ def test_a_replay_with_other_scores_raises(rows: slice) -> None:
     streamed(model, cut(make_step(PLAIN, 0), 2), make_loss(PLAIN), check_replay=False)
 
 
+@pytest.mark.parametrize("kind", ["targets", "sample_weight"])
+def test_targets_or_weights_that_change_raise(kind: str) -> None:
+    """In one row of the last micro-batch, whose number of positives stays."""
+    case = PLAIN._replace(weighted=kind == "sample_weight")
+    model, batches = make_model(case), cut(make_step(case, 0), 2)
+
+    def read(batch: Step) -> Tensor:
+        return batch.targets if kind == "targets" else batch.weight
+
+    def swapped(batch: Step) -> Tensor:
+        values = read(batch).clone()
+        first, second = int(values.argmax()), int(values.argmin())
+        values[[first, second]] = values[[second, first]]
+        return values
+
+    text = r"the same targets and sample weights in both passes over the window, got others on rank 0\..*targets that"
+    with pytest.raises(RuntimeError, match=text):
+        streamed(model, batches, make_loss(case), case, **{kind: At(read, swapped, 4)})
+    assert not gradients(model).any()
+    streamed(model, batches, make_loss(case), case, check_replay=False, **{kind: At(read, swapped, 4)})
+    streamed(model, batches, make_loss(case), case)
+
+
+def test_the_checksum_sees_values_places_and_arguments() -> None:
+    rows = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0], [0, 1, 0, 1], [1, 0, 0, 2], [0, 0, 1, 1], []]
+    given = [(torch.tensor(row, dtype=dtype), None) for row in rows for dtype in (torch.int64, torch.float64)]
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    sums = {int(checksum_of(pair)) for pair in [*given, (first, second), (second, first), (first, None)]}
+    assert len(sums) == len(given) + 2  # both without a row are 0
+
+
+# The table of many classes
+
+
+def test_a_table_that_is_too_large_is_not_made() -> None:
+    scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    table = fullrank.SmoothAPLoss(300, 0, 0.05).open_stream(False)
+    with LargestTensor() as seen:
+        table.add(scores / 8, torch.arange(8))
+        size = table.num_bytes
+        table.add(20 * scores, torch.arange(8))
+        with pytest.raises(ValueError, match=r"a table of at most 256 MiB, got one of \S+ MiB, with 300 classes and"):
+            table.finish()
+    assert 0 < size < 2**26
+    assert seen.largest < 2**24  # elements, of 8 bytes
+
+
+class OverRanks(NamedTuple):
+    """What two ranks find in tables that fit alone."""
+
+    error: tuple[str, str]  # of ranges that do not fit together
+    size: int
+    value: float  # with weights of other magnitudes on each rank
+    expected: float
+
+
+def over_ranks(rank: int) -> OverRanks:
+    generator = torch.Generator().manual_seed(rank)
+    wide = fullrank.SmoothAPLoss(300, 0, 0.05).open_stream(False)
+    wide.add(torch.randn(8, 300, generator=generator, dtype=torch.float64) + 50 * rank, torch.arange(8))
+    size = wide.num_bytes
+    error = error_of(wide.finish)
+    loss, step = fullrank.SmoothAPLoss(1, 0, 0.3), make_step(PLAIN, 0)
+    scores, targets = step.features[:, :1].double(), step.targets
+    weight = torch.full((len(targets),), 1e300, dtype=torch.float64)
+    weight[:20] = 1e290
+    table, own = loss.open_stream(True), slice(20) if rank == 0 else slice(20, None)
+    table.add(scores[own], targets[own], weight[own])
+    expected = fullrank.losses.smooth_ap(scores, targets, 0.3, sample_weight=weight)
+    return OverRanks(error, size, float(table.finish().value), float(expected))
+
+
+def test_tables_of_several_ranks(pool_of_two: WorkerPool) -> None:
+    first, second = pool_of_two(over_ranks)
+    assert first.error == second.error
+    assert "expected a table of at most 256 MiB, got one of" in first.error[1]
+    for found in (first, second):
+        assert found.size > 0
+        assert found.value == pytest.approx(found.expected, rel=1e-12)
+
+
 # Mistakes of one rank
 
 
@@ -430,6 +578,8 @@ def mistakes(rank: int, wrapper: str, kinds: list[str]) -> dict[str, tuple[str, 
             "forward": {"forward": At(score, _raise, 2)},
             "replay": {"forward": At(score, _raise, 5)},
             "targets": {"targets": At(read, _raise, 3)},
+            "targets of the replay": {"targets": At(read, _raise, 5)},
+            "changed": {"targets": At(read, lambda batch: (batch.targets == 0).long(), 6)},
             "target": {"targets": At(read, lambda batch: batch.targets + 7.5, 1)},
             "form": {"forward": At(score, lambda batch, score=score: score(batch).float(), 3)},
             "wide": {"forward": At(score, lambda batch, score=score: score(batch) * 1e6, 3)},
@@ -453,6 +603,8 @@ RAISED = {
     "forward": "a mistake",
     "replay": "a mistake",
     "targets": "a mistake",
+    "targets of the replay": "a mistake",
+    "changed": "the same targets and sample weights in both passes over the window, got others on rank 1",
     "target": "targets: expected 0, 1 or ignore_index=-100, got 8.5",
     "form": "scores of one kind from all micro-batches",
     "wide": "SmoothAPLoss with stream=True: expected finite scores in a range of 8,192 temperatures, got scores from",
@@ -473,5 +625,6 @@ def test_a_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, wrapper
         error, text, change, following = first[kind]
         assert error, kind
         assert RAISED[kind] in text, kind
-        assert change == (1.0 if kind in ("replay", "other") else 0.0), kind
+        discards = kind in ("replay", "targets of the replay", "other", "changed")
+        assert change == (1.0 if discards else 0.0), kind
         assert following <= 1e-12, kind
