@@ -17,7 +17,8 @@ What happens in a window, on every rank and whatever the data::
                       the last backward, in which the wrapper reduces
 
 Each header raises the mistake of one rank on all of them. Where forwards communicate (FSDP2, SyncBatchNorm), a mistake
-in one is raised at once, without a header: the other ranks wait inside the model, and would not meet it.
+in one, or in reading micro-batches, is raised at once, without a header: the other ranks wait inside the model, and
+would not meet it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def pooled_backward(
 
     With ``stream=True`` not even the scores are kept. ``loss`` is a :class:`~fullrank.SmoothAPLoss` without a queue,
     and ``targets`` gives the targets of a micro-batch. The first pass adds the scores of each micro-batch to a table,
-    whose size depends on their range in units of the temperature. The second pass reads their gradient from it.
+    whose size is proportional to the number of classes times the range of the scores in units of the temperature. The
+    second pass reads their gradient from it.
 
     Args:
         model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain; it holds every module that ``forward`` runs.
@@ -102,7 +104,7 @@ def pooled_backward(
             over the shards after each and over the replicas after the last.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.
         check_replay: compare the scores of both passes, and raise on every rank when they differ. With ``stream=True``
-            16 scores of each micro-batch and their mean are compared.
+            16 scores of each micro-batch and their mean are compared, and a checksum of its targets and weights.
         stream: keep sums in place of the scores.
         targets: with ``stream=True``, ``targets(batch) -> targets`` of a micro-batch, as the loss takes them.
         sample_weight: with ``stream=True``, ``sample_weight(batch) -> weights``; None for equal weights.
@@ -120,8 +122,10 @@ def pooled_backward(
             ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a job of
             several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
             backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``); with ``stream=True`` scores that are
-            infinite or spread over more than some 8,192 temperatures, on every rank and after the first pass.
-        RuntimeError: when a replay gives other scores; without gradients enabled; inside a backward.
+            infinite or spread over more than some 8,192 temperatures, or a table of more than 256 MiB, on every rank
+            and after the first pass.
+        RuntimeError: when a replay gives other scores, targets or weights; without gradients enabled; inside a
+            backward.
 
     Numerics:
         A replay may differ by the square root of the scores' machine epsilon, relative to the largest score: rounding
@@ -130,8 +134,9 @@ def pooled_backward(
     Distributed:
         Four collectives of 64 bytes besides those of ``loss``, DDP's broadcast of buffers and one reduction of the
         gradients. Errors are raised on every rank: before the second pass with the gradients untouched, in it with
-        the gradients of the model discarded. Only an error in a forward that itself communicates is raised where it
-        occurs: the other ranks wait for that forward, and no message reaches them there.
+        the gradients of the model discarded. Only an error in a forward that itself communicates, or in reading the
+        micro-batches of such a model, is raised where it occurs: the other ranks wait for that forward, and no message
+        reaches them there. So each rank must read as many micro-batches as its length says.
 
     Example:
         >>> import torch

@@ -44,7 +44,7 @@ from .pool import PerClass, one_vs_rest, reduce_values
 from .sharded_smooth_ap import read_tables, shares_of
 
 MOST_BINS = MOST_EMPTY  # coarse bins of a table: scores over a wider range are refused
-MOST_BYTES = 2**28  # of the table of all classes; with the polynomials and copies the peak is some six times that
+MOST_BYTES = 2**28  # of the table of all classes; the peak is several times that, with polynomials and copies
 LEAST_UNIT = 2.0**-1000
 
 
