@@ -166,8 +166,9 @@ def _read(micro_batches: Collection[Any]) -> Iterator[Any]:
         yield batch
     if count != len(micro_batches):
         found = Words("more" if count > len(micro_batches) else str(count))
-        what = f"{len(micro_batches)} micro-batches, as many as its length says"
-        raise ValueError(expected("micro_batches", what, found))
+        what = f"{len(micro_batches)} micro-batches, as many as its length says, in each of two passes"
+        fix = "It must be possible to read it twice, as a list or a DataLoader." if count == 0 else ""
+        raise ValueError(expected("micro_batches", what, found, fix))
 
 
 def check_scores(scores: Any) -> None:

@@ -139,6 +139,8 @@ def check_batch(
         logits = logits[:, None]  # a view: the gradient has the shape of the input
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
         fix = "Flatten leading dimensions; for binary scores (N,) use num_classes=1."
+        if rule.num_classes == 1 and logits.ndim == 2:
+            fix = "Use num_classes=C for C classes; of two columns for one label pass logits[:, 1:] - logits[:, :1]."
         shape = f"(N, {rule.num_classes})" + (" or (N,)" if rule.num_classes == 1 else "")
         raise ValueError(expected("logits", f"shape {shape}", logits, fix))
     if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):

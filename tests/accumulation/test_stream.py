@@ -436,7 +436,10 @@ class Lying(Lazy):
 
 def test_micro_batches_that_are_fewer_than_their_length() -> None:
     model = make_model(PLAIN._replace(dtype="float32"))
-    with pytest.raises(ValueError, match="micro_batches: expected 4 micro-batches, as many as its length says, got 3"):
+    with pytest.raises(
+        ValueError,
+        match="micro_batches: expected 4 micro-batches, as many as its length says, in each of two passes, got 3",
+    ):
         streamed(model, Lying(3, 10), make_loss(PLAIN))
     with pytest.raises(TypeError, match="micro_batches: expected a list of micro-batches, with a length"):
         streamed(model, iter(Lazy(3, 10)), make_loss(PLAIN))

@@ -284,12 +284,13 @@ def test_a_pool_larger_than_memory() -> None:
     targets_of = {n: torch.arange(n) % 3 == 0 for n in (20, 7, 33)}
     rows = [(torch.randn(n, 4, dtype=torch.float64, generator=generator), targets) for n, targets in targets_of.items()]
     model = nn.Linear(4, 1, dtype=torch.float64)
-    public = {name: getattr(fullrank, name) for name in ("SmoothAPLoss", "pooled_backward")}
+    public = {name: getattr(fullrank, name) for name in ("SmoothAPLoss", "accumulate", "pooled_backward")}
     found = run_blocks(blocks("A pool larger than memory"), model=model, row_loader=rows, **public)
     ours = [found["loss"], *(p.grad for p in model.parameters())]
     features, targets = (torch.cat(parts) for parts in zip(*rows))
     model.zero_grad()
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.1)(model(features), targets)
-    loss.backward()
+    logits, ones = model(features), targets[:, None].to(features.dtype)
+    (loss + nn.functional.binary_cross_entropy_with_logits(logits, ones)).backward()
     for mine, expected in zip(ours, [loss.detach(), *(p.grad for p in model.parameters())]):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
