@@ -30,7 +30,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     too high, and a quantile of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
 
     Args:
-        targets: (N,) or (N, 1), class indices, 0 and 1, or bools: those of the whole data set, the same on every rank.
+        targets: (N,) or (N, 1), class indices, 0 and 1, or bools; floats must be whole numbers. Those of the whole data
+            set, the same on every rank.
         batch_size: rows of a batch, on each rank.
         positives: rows of class 1 in each batch, on each rank; or a mapping from classes to rows. Rows of the other
             classes fill the batch.
@@ -70,6 +71,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         if classes.ndim == 2 and classes.shape[1] == 1:
             classes = classes[:, 0]
+        if classes.is_floating_point() and bool((classes.isfinite() & (classes == classes.round())).all()):
+            classes = classes.long()
         if classes.ndim != 1 or classes.is_floating_point() or classes.is_complex():
             fix = "Use one class index per row, such as targets.long(). With several labels per row, pass one of them."
             raise ValueError(expected("targets", "integers of shape (N,)", classes, fix))
@@ -82,6 +85,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             check_count("num_batches", num_batches, 1)
         self.num_batches, self.seed, self.group = num_batches, check_int("seed", seed), group
         self.num_rows, self.epoch, self.batches_done = len(classes), 0, 0
+        self._is_complete = self._has_warned = False  # all batches of this epoch were drawn; the warning was given
         self._digest: str | None = None  # of the targets, once a state is saved or loaded
         rest = batch_size - sum(self.positives.values())
         if rest < 0:
@@ -125,6 +129,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         length = self._length(world_size)
         if self.batches_done >= length:
             warn(f"BalancedBatchSampler: epoch {self.epoch} has no batches left. Call set_epoch({self.epoch + 1}).")
+        if self._is_complete and self.batches_done == 0 and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"BalancedBatchSampler: epoch {self.epoch} starts again, with the same batches and without "
+                "the same rows. Call set_epoch(epoch) before each epoch."
+            )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         parts = []
         for wanted, rows in self._strata:
@@ -135,11 +145,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         batches = torch.cat(parts, dim=1).gather(1, order)
         for batch in batches[self.batches_done :]:
             yield batch.tolist()
+        self._is_complete = True
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0. A new epoch starts with its first batch; the current one stays where it is."""
         if check_count("epoch", epoch, 0) != self.epoch:
             self.epoch, self.batches_done = epoch, 0
+        self._is_complete = False
 
     def advance(self) -> None:
         """Count a batch as done; call it after each optimizer step if you save checkpoints within an epoch.
@@ -198,7 +210,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch, done = check_count("epoch", state["epoch"], 0), check_count("batches_done", state["batches_done"], 0)
         if done > self._length(world_size):
             raise ValueError(expected("batches_done", f"at most {self._length(world_size)}, those of an epoch", done))
-        self.epoch, self.batches_done = epoch, done
+        self.epoch, self.batches_done, self._is_complete = epoch, done, False
 
 
 def _repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulation import pooled_backward
+from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import RankingLoss, causal_lm_loss
 from .schedules import find_schedules
@@ -171,6 +172,8 @@ class PooledLossMixin:
         *args, **kwargs: arguments of the Trainer. ``compute_loss_func`` is not used.
 
     Raises:
+        ValueError: when the process group has several ranks and the Trainer counts one, as under torchrun on CPUs
+            without ``use_cpu=True``. The loss would gather over all ranks, and nothing would average the gradients.
         RuntimeError: for a window of several micro-batches under DeepSpeed or Megatron, which have their own backward.
     """
 
@@ -182,6 +185,10 @@ class PooledLossMixin:
 
     def __init__(self, *args: Any, pooled_loss: Callable[[Tensor, Tensor], Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if is_initialized() and self.args.world_size == 1 < resolve_group(None).size():
+            what = f"{resolve_group(None).size()}, the ranks of the process group"
+            fix = "Under torchrun on CPUs pass TrainingArguments(use_cpu=True); otherwise no gradient is averaged."
+            raise ValueError(expected("world_size of the TrainingArguments", what, self.args.world_size, fix))
         self.pooled_loss = pooled_loss
         self._pooled_window: list[Mapping[str, Any]] = []
         self._pooled_epoch = -1

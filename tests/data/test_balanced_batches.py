@@ -102,6 +102,27 @@ def test_it_resumes_within_an_epoch() -> None:
     assert again.sampler is again  # what Lightning and Accelerate look for
 
 
+def test_an_epoch_that_starts_again_gives_a_warning_once() -> None:
+    sampler = BalancedBatchSampler(make_targets(), 10, 2)
+    next(iter(sampler))  # a look at the first batch is no epoch
+    first = list(sampler)
+    with pytest.warns(UserWarning, match=r"epoch 0 starts again, with the same batches.*Call set_epoch\(epoch\)"):
+        assert list(sampler) == first
+    list(sampler)  # an unexpected warning is an error here
+    quiet = BalancedBatchSampler(make_targets(), 10, 2)
+    for epoch in (0, 1, 1):  # the same number again, as in a second training, is what was asked for
+        quiet.set_epoch(epoch)
+        list(quiet)
+    quiet.load_state_dict(quiet.state_dict())
+    list(quiet)
+
+
+def test_whole_numbers_as_floats() -> None:
+    found, expected = (BalancedBatchSampler(targets, 10, 2) for targets in (make_targets().double(), make_targets()))
+    assert list(found) == list(expected)
+    assert found.state_dict() == expected.state_dict()
+
+
 def test_another_number_of_ranks_within_an_epoch_is_refused() -> None:
     sampler = BalancedBatchSampler(make_targets(), 10, 2)
     state = sampler.state_dict() | {"epoch": 2, "world_size": 4}
@@ -157,7 +178,8 @@ def test_more_batches_than_an_epoch_has() -> None:
         (([0, 1], 0, 1), ValueError, "batch_size: expected an int >= 1"),
         (([0, 0], 4, 1), ValueError, "rows of class 1"),
         (([1, 1], 4, 1), ValueError, "rows of other classes, 3 in a batch"),
-        (([0.0, 1.0], 4, 1), ValueError, "integers of shape"),
+        (([0.5, 1.0], 4, 1), ValueError, "integers of shape"),
+        (([float("nan"), 1.0], 4, 1), ValueError, "integers of shape"),
         ((torch.zeros(3, 2, dtype=torch.int64), 4, 1), ValueError, "integers of shape"),
         (([0, 1], 4, 1.0), TypeError, "positives: expected an int"),
         (([0, 1], 4, {"1": 1}), TypeError, "class of positives: expected an int, got '1'"),

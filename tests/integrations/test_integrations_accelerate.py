@@ -130,6 +130,30 @@ def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float
     return error, history, float(by_sklearn), *resumed
 
 
+def best_after_restart(rank: int, definitions: str, script: str, folder: str) -> list[bool]:
+    """Return whether the last epoch is the best checkpoint, after a job and after two restarts of it.
+
+    The metrics are given. The first restart continues from an epoch that is worse than the best one.
+    """
+    from accelerate.state import AcceleratorState
+
+    rows = [{"features": features, "targets": target} for features, target in zip(*make_rows(16))]
+    found = []
+    for first, metrics in ((0, [0.1, 0.9, 0.5]), (2, [0.5, 0.6]), (3, [0.6, 0.95])):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        values, model = iter(metrics), make_encoder()
+        names = run_block(definitions, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+        names["train_loader"] = names["val_loader"] = DataLoader(rows, SIZE)
+        names["evaluate"] = lambda *args, values=values: next(values)
+        epochs = first + len(metrics) - 1
+        run_block(script.replace("outputs", folder).replace("epochs=2", f"epochs={epochs}, first={first}"), names)
+        torch.distributed.barrier()  # the files are there
+        best, last = (Path(folder, name, "model.safetensors").read_bytes() for name in ("best", "last"))
+        found.append(best == last)
+        torch.distributed.barrier()
+    return found
+
+
 def gathered_rows(seen: list[Tensor]) -> list[list[list[list[float]]]]:
     """Return the rows of each step of every rank."""
     return gathered([part.tolist() for part in seen])
@@ -200,6 +224,10 @@ def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp
         assert resumed
         assert not without_loss  # control: the queue of the first epoch is missing
     assert {path.name for path in (tmp_path / "through").iterdir()} == {"best", "last"}
+
+
+def test_a_restart_keeps_the_best_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers(best_after_restart, DEFINITIONS, SCRIPT, str(tmp_path)) == [[False, False, True]] * 2
 
 
 def test_control_the_repeated_rows_count(workers: WorkerPool, tmp_path: Path) -> None:

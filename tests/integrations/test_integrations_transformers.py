@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -215,6 +216,27 @@ def evaluated(rank: int, folder: str) -> tuple[float, float, int]:
     return found, float(expected), len(loss_fn.queue)
 
 
+def alone(rank: int, folder: str, use_cpu: bool) -> str:
+    """Return the error of a Trainer that runs under torchrun on CPUs, with ``use_cpu`` or without."""
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    class RankingTrainer(PooledLossMixin, Trainer):  # type: ignore[misc]
+        pass
+
+    before = os.environ.pop("ACCELERATE_USE_CPU")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        arguments = TrainingArguments(folder, use_cpu=use_cpu, report_to=[])
+        RankingTrainer(model=make_model("bert"), args=arguments, pooled_loss=fullrank.SmoothAPLoss(1))
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.environ["ACCELERATE_USE_CPU"] = before
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return ""
+
+
 def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], list[float], str, list[bool], str]:
     """Train, validate and resume with the script of the page.
 
@@ -230,7 +252,13 @@ def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], lis
         loss_fn = names["CrossEntropyPlusAP"]
         options = {"eval_on_start": True, "save_only_model": False}
         found = {**names, "model": make_model("bert"), "train_rows": rows, "val_rows": rows}
-        found["TrainingArguments"] = lambda *args, **kwargs: make_arguments(f"{folder}/{place}", **options, **kwargs)
+
+        def of_the_page(
+            folder_of_page: str, per_device_train_batch_size: int, learning_rate: float, **rest: Any
+        ) -> Any:
+            return make_arguments(f"{folder}/{place}", **options, **rest)  # small batches, so that windows are uneven
+
+        found["TrainingArguments"] = of_the_page
         if forgets:
             found["CrossEntropyPlusAP"] = type("Forgetful", (loss_fn,), {"load_state_dict": lambda *args: None})
         return run_block(script, found)["trainer"]
@@ -459,6 +487,13 @@ def test_evaluation_is_the_loss_of_one_process(workers: WorkerPool, tmp_path: Pa
     for found, expected, queued in workers(evaluated, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-6)
         assert queued == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the Trainer counts the ranks without use_cpu")
+def test_a_trainer_that_counts_one_rank_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    for text in workers(alone, str(tmp_path), False):
+        assert "expected 2, the ranks of the process group, got 1. Under torchrun on CPUs pass" in text
+    assert workers(alone, str(tmp_path), True) == [""] * 2
 
 
 def test_the_state_is_that_of_the_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import fullrank
 
 pytestmark = pytest.mark.slow
 
-DEFINITIONS, MAIN = recipe("ddp")
+DEFINITIONS, BALANCED, MAIN, BEST = recipe("ddp")
 LIMIT = 1e-6  # of what the training has changed; in float64, since Adam blows up the rounding of small gradients
 SIZE = 16
 
@@ -93,11 +94,25 @@ def resumed(rank: int, definitions: str, folder: str, keeps_loss: bool) -> tuple
     return torch.equal(through, again), history == continued
 
 
-def whole(rank: int, script: str) -> tuple[str, list[float]]:
-    """Return what the script prints, and the metric of the last training."""
+def whole(rank: int, script: str) -> tuple[str, list[float], float]:
+    """Return what the script prints, the metrics of the last training, and that of its best model by scikit-learn."""
     names: dict[str, Any] = {}
     out = output_of(script, names)
-    return out, names["history"]
+    features, targets = names["make_rows"](8000, seed=1).tensors
+    with torch.no_grad():
+        best = average_precision_score(targets.numpy(), names["network"](features).numpy())
+    return out, names["history"], float(best)
+
+
+def of_vectors(rank: int, definitions: str, folder: str) -> tuple[set[int], list[float]]:
+    """Return the positives of each batch, and the metrics, with balanced batches and float targets (N,)."""
+    sets = [
+        TensorDataset(features, targets[:, 0].double()) for features, targets in (make_rows(96, 0), make_rows(75, 1))
+    ]
+    names = run_block(definitions, {"all_targets": sets[0].tensors[1]})
+    loss_fn, counts = queued(names), set()
+    loss_fn.register_forward_pre_hook(lambda module, args: counts.add(int(args[1].sum())))
+    return counts, names["fit"](make_network(), loss_fn, *sets, Path(folder), epochs=2, batch_size=SIZE)
 
 
 def test_it_trains_and_validates_as_one_process(pool_of_two: WorkerPool, tmp_path: Path) -> None:
@@ -124,7 +139,19 @@ def test_control_a_resume_without_the_loss(pool_of_two: WorkerPool, tmp_path: Pa
 
 
 def test_the_script_prints_what_the_page_says(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    (out, history), (quiet, _) = pool_of_two(whole, within_group(DEFINITIONS + MAIN, str(tmp_path)))
+    script = within_group(DEFINITIONS + MAIN + BEST, str(tmp_path))
+    (out, history, best), (quiet, *_) = pool_of_two(whole, script)
     assert_printed(out, "ddp")
     assert quiet == ""
     assert history[0] < history[1]
+    assert best == pytest.approx(max(history), rel=LIMIT)
+
+
+def test_the_two_lines_for_balanced_batches(pool_of_two: WorkerPool, tmp_path: Path) -> None:
+    imported, *lines = BALANCED.replace("positives=8", "positives=5").strip().splitlines()
+    swapped = re.sub(
+        r"    sampler = .*\n    loader = .*\n", "".join(f"    {line}\n" for line in lines if line), DEFINITIONS
+    )
+    for counts, history in pool_of_two(of_vectors, f"{imported}\n{swapped}", str(tmp_path)):
+        assert counts == {5}
+        assert history[0] < history[1]
