@@ -59,9 +59,10 @@ def sharded(rank: int, recipe: str) -> tuple[float, float, float]:
 
 
 def fitted(rank: int, wrap: str, fit: str, folder: str) -> tuple[float, list[float], float, list[bool]]:
-    """Return the error of the parameters after two epochs, the metrics, the last one by scikit-learn, and two flags.
+    """Return the error of the parameters after two epochs, the metrics, the last one by scikit-learn, and three flags.
 
-    The flags: whether a job that resumes ends with the same bits, with the state of the loss and without.
+    The flags: whether a job that resumes ends with the same bits, with the state of the loss and without; and whether a
+    resumed job that is worse keeps the best.
     """
     from meshes import init_device_mesh
 
@@ -75,13 +76,17 @@ def fitted(rank: int, wrap: str, fit: str, folder: str) -> tuple[float, list[flo
         halves = [rows[:10] if side == 0 else rows[10:] for rows in order]
         return [(features[rows], targets[rows]) for rows in halves]
 
-    def job(place: str, epochs: int, first: int = 0, forgets: bool = False) -> tuple[nn.Module, list[float]]:
+    def job(
+        place: str, epochs: int, first: int = 0, forgets: bool = False, metrics: list[float] | None = None
+    ) -> tuple[nn.Module, list[float]]:
         model = make_model()
         given = {"features": features[:20], "targets": targets[:20]}
         setup = wrap.partition("loss = loss_fn(")[0]
         names = run_block(setup, {"model": model, "mesh": mesh, **given})
         run_block(fit, names)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if metrics is not None:
+            names["evaluate"] = lambda *_: metrics.pop(0)
         if forgets:
             names["loss_fn"].load_state_dict = lambda state, *args: None
         val = [(features[side::2], targets[side::2])]
@@ -106,6 +111,12 @@ def fitted(rank: int, wrap: str, fit: str, folder: str) -> tuple[float, list[flo
         dist.barrier()
         again, _ = job("killed", 2, first=1, forgets=forgets)
         same.append(torch.equal(full(model), full(again)))
+    written = []  # when the best was written: not by the resumed job, which is worse
+    for first, metrics in ((0, [0.1, 0.9, 0.3]), (2, [0.3, 0.5])):
+        job("worse", first + len(metrics) - 1, first=first, metrics=metrics)
+        dist.barrier()
+        written.append((Path(folder) / "worse" / "best" / ".metadata").stat().st_mtime_ns)
+    same.append(written[0] == written[1])
     return found, history, float(expected), same
 
 
@@ -181,7 +192,7 @@ def test_it_validates_saves_and_resumes_as_one_process(pool_of_four: WorkerPool,
         assert parameters <= 1e-6
         assert history[0] < history[1]  # the first epoch improves the metric
         assert history[-1] == pytest.approx(expected, rel=1e-6)
-        assert same == [True, False]  # the second is the control
+        assert same == [True, False, True]  # the second is the control
     assert {path.name for path in (tmp_path / "through").iterdir()} <= {"best", "last"}
 
 
