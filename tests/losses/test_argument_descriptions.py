@@ -24,7 +24,6 @@ OF_TOKENS = "its rows are tokens"
 OF_ELEMENTS = "its rows are elements, and each has a loss of its own"
 EXCEPTIONS = {
     ("LossWarmupWrapper", "gather_distributed"): "sets the attribute of two losses, which have settings of their own",
-    ("RankingLoss", "temperature"): "the subclass gives it its unit",
     ("PAUCAtBudgetLoss", "temperature"): "a multiple of the scale of the scores instead of a width in their units",
     ("pauc_at_budget", "temperature"): "a multiple of the scale of the scores instead of a width in their units",
     ("RetrievalSmoothAPLoss", "temperature"): "the unit is that of the cosine",

@@ -372,13 +372,14 @@ LOSSES = [*(loss.module for loss in (*POOLED.values(), *FOCAL.values())), LossWa
 def test_every_argument_is_in_the_signature_and_the_docstring(loss):
     parameters = inspect.signature(loss).parameters
     assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    listed = loss.__doc__.split("    Args:\n")[1].split("\n\n")[0]
-    names = {name for line in re.findall(r"^        (\w.*?):", listed, re.MULTILINE) for name in line.split(", ")}
+    docstring = inspect.getdoc(loss)
+    listed = docstring.split("\nArgs:\n")[1].split("\n\n")[0]
+    names = {name for line in re.findall(r"^    (\w.*?):", listed, re.MULTILINE) for name in line.split(", ")}
     assert names == set(parameters)
     sections = {"Shape:", "Raises:", "Distributed:", "Example:"}
     if loss is not LossWarmupWrapper:
         sections |= {"Degenerate:", "Reference:"}
-    assert sections == {section for section in sections if f"\n    {section}" in loss.__doc__}
+    assert sections == {section for section in sections if f"\n{section}" in docstring}
 
 
 # --- warm-up ---------------------------------------------------------------------------------------------------------

@@ -135,13 +135,14 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
     scores, positive = normal(200, 2).float(), normal(200, 2, seed=1) > 1
     row = int((~positive[:, 0]).nonzero()[0])
     scores[row, 0] = math.inf
-    options = {"beta": 0.3, "surrogate": surrogate, "multi_hot": True, "return_per_class": True}
+    options = {"beta": 0.3, "surrogate": surrogate, "multi_hot": True}
     for scale, valid in (("band", [False, True]), ("iqr", [True, True])):
         leaf = scores.clone().requires_grad_()
-        found = pauc_at_budget(leaf, positive.long(), tau_scale=scale, **options)
-        assert found.valid.tolist() == valid
-        assert found.loss.isfinite()
-        (gradient,) = torch.autograd.grad(found.loss, leaf)
+        per_class = pauc_at_budget(leaf, positive.long(), tau_scale=scale, reduction="none", **options)
+        assert (~per_class.isnan()).tolist() == valid
+        loss = pauc_at_budget(leaf, positive.long(), tau_scale=scale, **options)
+        assert loss.isfinite()
+        (gradient,) = torch.autograd.grad(loss, leaf)
         assert gradient.isfinite().all()
         assert bool(gradient[:, 1].any())
         assert bool(gradient[:, 0].any()) == valid[0]
@@ -149,7 +150,7 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
     with pytest.warns(UserWarning, match="class 0 is left out"):
         assert module(scores, positive.long()).isfinite()
     scores[row, 0] = math.nan
-    assert pauc_at_budget(scores, positive.long(), tau_scale="band", **(options | {"return_per_class": False})).isnan()
+    assert pauc_at_budget(scores, positive.long(), tau_scale="band", **options).isnan()
 
 
 @DTYPES

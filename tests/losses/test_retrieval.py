@@ -245,12 +245,14 @@ def test_queries_equal_the_reference(form: str, weighted: bool, reduction: str, 
         twin = cases.leaf(rows)
         rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
         expected = reference.smooth_ap_of_queries(twin, indexes, temperature=0.3, reduction=reduction)
-        options = {"indexes": indexes.to(device), "return_per_class": True, "sample_weight": rows.sample_weight}
+        options = {"indexes": indexes.to(device), "sample_weight": rows.sample_weight}
         if form == "module":
             module = fullrank.SmoothAPLoss(1, temperature=0.3, reduction=reduction)
-            loss, per_query, valid = module(rows.logits, rows.targets, **options)
+            loss, per_query, valid = module(rows.logits, rows.targets, return_per_class=True, **options)
         else:
-            loss, per_query, valid = smooth_ap(rows.logits, rows.targets, 0.3, reduction, **options)
+            loss = smooth_ap(rows.logits, rows.targets, 0.3, reduction, **options)
+            per_query = smooth_ap(rows.logits, rows.targets, 0.3, "none", **options)
+            valid = ~per_query.isnan()
         assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
         assert_close(per_query.cpu(), expected.per_class, equal_nan=True, **EXACT)
         assert torch.equal(valid.cpu(), expected.valid)
@@ -347,8 +349,8 @@ def test_nan_poisons_its_own_query() -> None:
     first = int((targets == 0).nonzero()[0])
     clean = smooth_ap(logits, targets, 0.3, "none", indexes=indexes)
     poisoned = logits.index_fill(0, torch.tensor([first]), math.nan).requires_grad_()
-    loss, values, _ = smooth_ap(poisoned, targets, 0.3, indexes=indexes, return_per_class=True)
-    assert loss.isnan()
+    assert smooth_ap(poisoned, targets, 0.3, indexes=indexes).isnan()
+    values = smooth_ap(poisoned, targets, 0.3, "none", indexes=indexes)
     place = int((indexes.unique() == indexes[first]).nonzero())
     others = torch.arange(14) != place
     assert_close(values[others], clean[others], equal_nan=True, **EXACT)
