@@ -285,7 +285,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             self._check_not_gathered(group, logits=logits, targets=targets)
             live = check()
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-            return Rows(live.tensors, facts(), checksum, live.known)
+            return Rows(live.tensors, facts(), checksum, live.counts)
 
         def prepare_part() -> Rows:
             assert group is not None
@@ -312,7 +312,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             return self._sharded(Exchange(call, group), agreed, needs_rows)
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
-            live = Batch(*gathered.tensors).with_known(gathered.totals)
+            live = Batch(*gathered.tensors).with_counts(gathered.totals)
         return self._join(live, self._queued_rows()), live, None
 
     def _sharded(self, exchange: Exchange, agreed: Agreement[Rows], needs_rows: bool) -> tuple[Pool, Batch, Found]:
