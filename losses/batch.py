@@ -45,7 +45,7 @@ class Batch(NamedTuple):
         return 0.0 if self.complete else 1.0, num_positive, num_stored
 
     def with_counts(self, totals: Tensor) -> Batch:
-        """Return the rows of all ranks with what the host knows of them, from :attr:`counts` of each, (W, 3 or more)."""
+        """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each, (W, >= 3)."""
         num_incomplete, *counts = (sum(column) for column in totals.t()[:3].tolist())
         counts = [None if number != number else int(number) for number in counts]
         return self._replace(complete=num_incomplete == 0, num_positive=counts[0], num_stored=counts[1])

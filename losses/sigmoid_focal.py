@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_number, check_tensor, expected
-from .batch import compute_dtype, weight_and_check, has_values, weight_unit
+from .batch import compute_dtype, has_values, weight_and_check, weight_unit
 from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
-from .batch import check_exact, compute_dtype, check_of_classes, weight_and_check, has_values, weight_unit
+from .batch import check_exact, check_of_classes, compute_dtype, has_values, weight_and_check, weight_unit
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
