@@ -37,7 +37,7 @@ from ..kernels.soft_ranks_binned import (
     fields_of,
     locate_positives,
     locate_rows,
-    loss_of,
+    loss_at_nodes,
     make_grid,
     polynomials_of,
     read_gradient,
@@ -46,7 +46,7 @@ from ..kernels.soft_ranks_binned import (
     sum_rows,
     weights_of,
 )
-from ..kernels.soft_ranks_pairs import Pool as Pairs
+from ..kernels.soft_ranks_pairs import Problem
 from .pool import PerClass, Pool
 from .sharded import PoolFacts, needs_gradient, with_gradient
 
@@ -160,11 +160,11 @@ def _largest(scores: Tensor, sign: float, part: Tensor | None) -> Tensor:
     return scores.amax(dim=1) if sign > 0 else -scores.amin(dim=1)
 
 
-def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Pairs:
+def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Problem:
     """Return this rank's rows for the kernels, with the weight of each positive for its share."""
     class_of, row_of = pool.positive.nonzero(as_tuple=True)
     mass = scores.new_ones(row_of.shape, dtype=torch.float64) if pool.weight is None else pool.weight[row_of].double()
-    return Pairs(scores, pool.positive, pool.member, class_of, row_of, mass, temperature)
+    return Problem(scores, pool.positive, pool.member, class_of, row_of, mass, temperature)
 
 
 def shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def read_tables(moments: Tensor, factor: Tensor, grid: Grid, with_grad: bool) ->
     """
     weights = weights_of(moments[-1], grid) * factor[:, None, None]
     fields = fields_of(split_moments(moments[0], moments[1]), grid)
-    loss = loss_of(fields, weights)
+    loss = loss_at_nodes(fields, weights)
     return loss, polynomials_of(fields, weights, grid) if with_grad else None
 
 
