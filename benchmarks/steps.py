@@ -267,7 +267,7 @@ def print_steps(constants: Machine, found: list[StepCost]) -> None:
     lines = [
         [
             step.loss,
-            f"{step.rows:,}",
+            str(step.rows),
             "-" if step.waits is None else f"{step.waits:g}",
             str(step.operators),
             *(f"{value:.3g}" for value in (step.num_bytes / 1e6, step.seconds * 1e3, step.copy_seconds * 1e3)),
