@@ -7,13 +7,14 @@ BENCH_STAMP := .venv/.installed-bench
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types docs bench clean
+.PHONY: help demo test full quick lint types docs bench clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train the example on two local processes (examples/train_ddp.py)"
 	@echo "make test    the whole check: lint, types, docs, tests"
+	@echo "make full    the same and the tests that take long: benchmarks, soaks, more processes"
 	@echo "make quick   lint, types and the fast tests: every loss and public verb, on several processes too"
 	@echo "make lint    ruff check, ruff format --check"
 	@echo "make types   mypy"
@@ -39,11 +40,14 @@ $(BENCH_STAMP): $(STAMP)
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 
+full: RUN_OPTIONS := --full
+full: test
+
 # The tests read the site that `docs` has built and the cache that `types` has filled. These two take one core each.
 test: $(STAMP) lint
 	@$(MAKE) --no-print-directory types & types=$$!; $(MAKE) --no-print-directory docs; docs=$$?; \
 		wait $$types && exit $$docs
-	@FULLRANK_SITE="$(CURDIR)/site" $(BIN)/python tests/run.py
+	@FULLRANK_SITE="$(CURDIR)/site" $(BIN)/python tests/run.py $(RUN_OPTIONS)
 
 quick: $(STAMP) lint types
 	@$(BIN)/python tests/run.py --quick

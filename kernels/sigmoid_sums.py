@@ -102,7 +102,7 @@ def _is_variable(weights: Tensor) -> bool:
     return weights.requires_grad or func_transforms_are_active()
 
 
-class _Problem(NamedTuple):
+class _Request(NamedTuple):
     """The sums over the keys that are asked for at each query."""
 
     queries: Tensor  # [C, Q]
@@ -176,25 +176,25 @@ def _sums(
 
     ``temperatures`` (C,) replace ``temperature`` where they are given. ``with_weights`` is for the backward alone.
     """
-    problem = _Problem(queries, keys, weights, temperature, method, temperatures)
-    ends = problem.ends()
+    request = _Request(queries, keys, weights, temperature, method, temperatures)
+    ends = request.ends()
     # Where nothing has been read, in a shape that the compiler knows.
     nothing = torch.full((3, queries.shape[0]), math.nan, dtype=queries.dtype, device="cpu")
-    return _sums_of(problem, ends), nothing if ends is None else ends
+    return _sums_of(request, ends), nothing if ends is None else ends
 
 
-def _sums_of(problem: _Problem, ends: Tensor | None) -> Tensor:
-    queries, keys, weights = problem[:3]
-    tables = _tables_if_faster(problem, ends)
+def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
+    queries, keys, weights = request[:3]
+    tables = _tables_if_faster(request, ends)
     if tables is not None:
         return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
-    parts = problem.num_parts()
+    parts = request.num_parts()
     if parts > 1:
-        of_each = _split(parts, queries, keys, weights, problem.temperatures)
-        some = (_Problem(q, k, w, problem.temperature, problem.method, t) for q, k, w, t in of_each)
+        of_each = _split(parts, queries, keys, weights, request.temperatures)
+        some = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in of_each)
         return torch.cat([_sums_of(part, part.ends()) for part in some])
     sums = None
-    for c, q, difference, _ in problem.chunks():
+    for c, q, difference, _ in request.chunks():
         found = torch.sigmoid(difference) @ weights[c]
         if found.shape[:2] == queries.shape:  # one chunk
             return found
@@ -221,8 +221,8 @@ def _gradients(
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
     grad = grad.contiguous()
-    problem = _Problem(queries, keys, weights, temperature, method, temperatures)
-    tables = _tables_if_faster(problem, problem.ends() if bool(ends.isnan().any()) else ends)
+    request = _Request(queries, keys, weights, temperature, method, temperatures)
+    tables = _tables_if_faster(request, request.ends() if bool(ends.isnan().any()) else ends)
     if tables is not None:
         of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
@@ -230,7 +230,7 @@ def _gradients(
         if not with_weights:
             return grad_queries, grad_keys, weights.new_empty(0)
         return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), tables.keys)
-    parts = problem.num_parts()
+    parts = request.num_parts()
     if parts > 1:
         of_each = _split(parts, grad, queries, keys, weights, temperatures)
         unknown = ends.new_full((3, 1), math.nan)
@@ -243,7 +243,7 @@ def _gradients(
         return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else nothing
 
     grads = None
-    for c, q, difference, divisor in problem.chunks():
+    for c, q, difference, divisor in request.chunks():
         if with_weights:
             sigmoid, slope = sigmoid_and_slope(difference)
             some_of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
@@ -264,7 +264,7 @@ def _gradients(
 # Bins
 
 
-def _tables_if_faster(problem: _Problem, ends: Tensor | None) -> Tables | None:
+def _tables_if_faster(request: _Request, ends: Tensor | None) -> Tables | None:
     """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly.
 
     With a temperature for each of several classes, all classes have the same bins on a line of their own, on which the
@@ -272,7 +272,7 @@ def _tables_if_faster(problem: _Problem, ends: Tensor | None) -> Tables | None:
     """
     if ends is None or not bool(ends[:2].isfinite().all()):
         return None
-    queries, keys, weights, temperature, method, temperatures = problem
+    queries, keys, weights, temperature, method, temperatures = request
     low, high, widths = ends
     both, factors = torch.cat([queries, keys], dim=1), None
     if temperatures is not None and temperatures.numel() == 1:
@@ -292,7 +292,7 @@ def _tables_if_faster(problem: _Problem, ends: Tensor | None) -> Tables | None:
         return None
     num_bins = bins.num_coarse * queries.shape[0] * weights.shape[2]
     costs = costs_of(queries.device)
-    if method != "binned" and costs.pairs_are_faster(problem.num_pairs, problem.num_rows, num_bins):
+    if method != "binned" and costs.pairs_are_faster(request.num_pairs, request.num_rows, num_bins):
         return None
     size = queries.shape[1]
     scores = (queries, keys) if factors is None else both.tensor_split([size], dim=1)

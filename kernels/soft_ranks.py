@@ -13,7 +13,7 @@ from .costs import costs_of
 from .node_tables import order_for
 from .registration import register
 from .soft_ranks_binned import smooth_ap_binned
-from .soft_ranks_pairs import Pool, smooth_ap_direct, smooth_ap_sorted
+from .soft_ranks_pairs import Problem, smooth_ap_direct, smooth_ap_sorted
 from .soft_ranks_plain import loss_and_gradient as of_all_pairs
 from .soft_ranks_plain import plain_is_faster, scaled, smooth_ap_plain
 
@@ -83,26 +83,26 @@ def _loss_and_gradient(
 
     edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
-        pool, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
+        problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
     else:
         seen = Seen(num_positive, num_rows, 1.0, None)
         if num_positive < 0 or member is not None or weight is not None or not pairs_are_best(num_positive):
             seen = _look(scores, positive, member, weight, num_positive)
-        pool, valid, all_valid = _list_in_order(scores, positive, member, weight, temperature, seen)
+        problem, valid, all_valid = _list_in_order(scores, positive, member, weight, temperature, seen)
         edges = seen.edges
     undefined = None  # [C] bool: the classes that are NaN
-    if pairs_are_best(pool.share.numel()):
-        loss, gradient = smooth_ap_direct(pool, with_grad)
+    if pairs_are_best(problem.share.numel()):
+        loss, gradient = smooth_ap_direct(problem, with_grad)
     else:
-        pool, low, high, undefined = _make_finite(pool, edges)
+        problem, low, high, undefined = _make_finite(problem, edges)
         order = order_for(scores, num_rows)
-        bins = find_bins(pool.scores, low, high, temperature, order.fine)
+        bins = find_bins(problem.scores, low, high, temperature, order.fine)
         if bins is None:
-            loss, gradient = smooth_ap_sorted(pool)
-        elif pairs_are_best(pool.share.numel(), bins.num_coarse * scores.shape[0]):
-            loss, gradient = smooth_ap_direct(pool, with_grad)
+            loss, gradient = smooth_ap_sorted(problem)
+        elif pairs_are_best(problem.share.numel(), bins.num_coarse * scores.shape[0]):
+            loss, gradient = smooth_ap_direct(problem, with_grad)
         else:
-            loss, gradient = smooth_ap_binned(pool, bins, order, with_grad)
+            loss, gradient = smooth_ap_binned(problem, bins, order, with_grad)
     if not all_valid and num_rows:  # the sums of a valid class already carry a NaN
         has_nan = scores.amax(dim=1).isnan()
         undefined = has_nan if undefined is None else undefined | has_nan
@@ -114,7 +114,7 @@ def _loss_and_gradient(
 
 def _list_positives(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
-) -> tuple[Pool, Tensor, bool]:
+) -> tuple[Problem, Tensor, bool]:
     """List the positives of the valid classes with their shares; return which classes are valid, (C,), and if all are.
 
     The counts come from the list, because reducing a mask along a dimension takes as long as a pass over the bins. An
@@ -124,7 +124,7 @@ def _list_positives(
     class_of, row_of = positive.nonzero(as_tuple=True)
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
         share = class_of.new_full(class_of.shape, 1 / row_of.numel(), dtype=torch.float64)
-        return Pool(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
+        return Problem(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
     count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
     mixed = count < (scores.shape[1] if member is None else member.sum(dim=1))  # has negatives too
     if weight is None:
@@ -137,12 +137,12 @@ def _list_positives(
         share = mass / total[class_of]
     if scores.device.type != "cpu":
         share = torch.where(valid[class_of], share, 0.0)
-        return Pool(scores, positive, member, class_of, row_of, share, temperature), valid, False
+        return Problem(scores, positive, member, class_of, row_of, share, temperature), valid, False
     all_valid = bool(valid.all())
     if not all_valid:
         counted = valid[class_of]
         class_of, row_of, share = class_of[counted], row_of[counted], share[counted]
-    return Pool(scores, positive, member, class_of, row_of, share, temperature), valid, all_valid
+    return Problem(scores, positive, member, class_of, row_of, share, temperature), valid, all_valid
 
 
 class Seen(NamedTuple):
@@ -178,7 +178,7 @@ def _look(scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tenso
 
 def _list_in_order(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, seen: Seen
-) -> tuple[Pool, Tensor, bool]:
+) -> tuple[Problem, Tensor, bool]:
     """Do the same as :func:`_list_positives` for one class, of which ``seen`` is known, without a wait."""
     rank = positive[0].view(torch.uint8)
     if member is not None:
@@ -192,11 +192,13 @@ def _list_in_order(
         mass = weight.reshape(-1)[row_of].double()
         share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)  # in the order of the rows
     class_of = torch.zeros_like(row_of)
-    pool = Pool(scores, positive, member, class_of, row_of, share, temperature, rows)
-    return pool, torch.full((1,), is_valid, device=scores.device), is_valid
+    problem = Problem(scores, positive, member, class_of, row_of, share, temperature, rows)
+    return problem, torch.full((1,), is_valid, device=scores.device), is_valid
 
 
-def _make_finite(pool: Pool, edges: tuple[Tensor, Tensor] | None = None) -> tuple[Pool, Tensor, Tensor, Tensor | None]:
+def _make_finite(
+    problem: Problem, edges: tuple[Tensor, Tensor] | None = None
+) -> tuple[Problem, Tensor, Tensor, Tensor | None]:
     """Replace infinite scores by finite ones with the same effect; return the range too, and which classes are NaN.
 
     An infinite score moves beyond the reach of every finite one. Two equal infinities, one of them of a positive, have
@@ -205,13 +207,13 @@ def _make_finite(pool: Pool, edges: tuple[Tensor, Tensor] | None = None) -> tupl
 
     The range, (C,) each, is on the host. ``edges`` is that of the members, if it is known.
     """
-    scores, positive, member, class_of, row_of, *_ = pool
+    scores, positive, member, class_of, row_of, *_ = problem
     if member is not None:
         place = scores.new_zeros(scores.shape[0]).index_put_((class_of,), scores[class_of, row_of])
         scores = torch.where(member, scores, place[:, None])
     low, high = _edges(scores) if edges is None else edges
     if bool((low.isfinite() & high.isfinite()).all()):
-        return pool._replace(scores=scores), low, high, None
+        return problem._replace(scores=scores), low, high, None
     undefined = scores.isnan().any(dim=1)
     finite = scores.isfinite()
     limit = torch.finfo(scores.dtype).max
@@ -221,10 +223,10 @@ def _make_finite(pool: Pool, edges: tuple[Tensor, Tensor] | None = None) -> tupl
             infinite &= member
         undefined |= (infinite.sum(dim=1) > 1) & (infinite & positive).any(dim=1)
         edge = (scores * sign).masked_fill(~finite, -math.inf).amax(dim=1).nan_to_num(neginf=0.0)
-        beyond = (edge + (edge.abs() * 1e-3).clamp_min(64 * pool.temperature)).clamp_max(limit)
+        beyond = (edge + (edge.abs() * 1e-3).clamp_min(64 * problem.temperature)).clamp_max(limit)
         scores = torch.where(infinite, sign * beyond[:, None], scores)
     scores = scores.nan_to_num(nan=0.0)
-    return pool._replace(scores=scores), *_edges(scores), undefined
+    return problem._replace(scores=scores), *_edges(scores), undefined
 
 
 def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:

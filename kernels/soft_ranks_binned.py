@@ -35,29 +35,29 @@ from .node_tables import (
     make_kernel,
     sources_of,
 )
-from .soft_ranks_pairs import Pool
+from .soft_ranks_pairs import Problem
 
 
-def smooth_ap_binned(pool: Pool, bins: Bins, order: Order, with_grad: bool) -> tuple[Tensor, Tensor]:
+def smooth_ap_binned(problem: Problem, bins: Bins, order: Order, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``; all scores are finite.
 
     Args:
-        pool: the rows.
+        problem: the rows.
         bins: bins that hold all of them.
         order: the numbers of fine bins and of nodes.
         with_grad: compute the gradient too.
     """
-    scores, positive, member, class_of, row_of, share, temperature, _ = pool
+    scores, positive, member, class_of, row_of, share, temperature, _ = problem
     gradient = scores.new_empty(scores.shape if with_grad else 0)
     step = max(1, costs_of(scores.device).tables_at_once // bins.num_coarse)  # classes whose tables fit
     if step >= scores.shape[0]:
-        return _sum_by_bins(pool, bins, order, gradient if with_grad else None), gradient
+        return _sum_by_bins(problem, bins, order, gradient if with_grad else None), gradient
     loss = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
     firsts = torch.arange(0, scores.shape[0] + step, step, device=scores.device)
     ends = torch.searchsorted(class_of, firsts).tolist()  # of the positives of each part
     for number, first in enumerate(range(0, scores.shape[0], step)):
         part, own = slice(first, first + step), slice(*ends[number : number + 2])
-        some = Pool(
+        some = Problem(
             scores[part],
             positive[part],
             None if member is None else member[part],
@@ -71,24 +71,24 @@ def smooth_ap_binned(pool: Pool, bins: Bins, order: Order, with_grad: bool) -> t
     return loss, gradient
 
 
-def _sum_by_bins(pool: Pool, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
+def _sum_by_bins(problem: Problem, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
-    grid = make_grid(bins, order, pool.scores.device, pool.temperature)
-    rows = locate_rows(pool, bins)
-    positives = locate_positives(pool, bins, rows)
+    grid = make_grid(bins, order, problem.scores.device, problem.temperature)
+    rows = locate_rows(problem, bins)
+    positives = locate_positives(problem, bins, rows)
     # With many bins a table is as large as the rows: none is kept for longer than it is needed.
-    counted, weighted = sum_positives(pool, bins, order, positives)
+    counted, weighted = sum_positives(problem, bins, order, positives)
     weights = weights_of(weighted, grid)
-    moments = split_moments(sum_rows(pool, bins, order, rows), counted)
+    moments = split_moments(sum_rows(problem, bins, order, rows), counted)
     del counted, weighted
     fields = fields_of(moments, grid)
     del moments
-    loss = loss_of(fields, weights)
+    loss = loss_at_nodes(fields, weights)
     if gradient is None:
         return loss
     polynomials = polynomials_of(fields, weights, grid)
     del fields, weights
-    read_gradient(polynomials, pool, bins, rows, positives, gradient)
+    read_gradient(polynomials, problem, bins, rows, positives, gradient)
     return loss
 
 
@@ -135,41 +135,41 @@ class RowPlaces(NamedTuple):
     u: Tensor
 
 
-def locate_rows(pool: Pool, bins: Bins) -> RowPlaces | None:
+def locate_rows(problem: Problem, bins: Bins) -> RowPlaces | None:
     """Return the places of the rows, or None if they are too many to be kept: then each use computes them again."""
-    if len([*chunks(pool.scores)]) > 1:
+    if len([*chunks(problem.scores)]) > 1:
         return None
-    return RowPlaces(*_locate_chunk(pool, bins, slice(None), slice(None)))
+    return RowPlaces(*_locate_chunk(problem, bins, slice(None), slice(None)))
 
 
-def sum_rows(pool: Pool, bins: Bins, order: Order, rows: RowPlaces | None = None) -> Tensor:
+def sum_rows(problem: Problem, bins: Bins, order: Order, rows: RowPlaces | None = None) -> Tensor:
     """Return the moments (p, C, B F + 1) float64 of all rows; the last bin holds the rows that take no part."""
-    scores, size = pool.scores, bins.num_fine + 1
+    scores, size = problem.scores, bins.num_fine + 1
     lanes = num_lanes(scores, size)
     table = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
     for c, m in chunks(scores):
-        add_moments(table[:, c] if lanes == 1 else table, *(rows or _locate_chunk(pool, bins, c, m)))
+        add_moments(table[:, c] if lanes == 1 else table, *(rows or _locate_chunk(problem, bins, c, m)))
     return table if lanes == 1 else table.sum(dim=1, keepdim=True)
 
 
-def locate_positives(pool: Pool, bins: Bins, rows: RowPlaces | None = None) -> Places:
+def locate_positives(problem: Problem, bins: Bins, rows: RowPlaces | None = None) -> Places:
     """Return the bins and positions of the listed positives."""
     if rows is not None:
-        bin_of, u = (values[pool.class_of, pool.row_of] for values in rows)
-        if pool.scores.shape[0] > 1:
-            bin_of = bin_of + pool.class_of * (bins.num_fine + 1)
+        bin_of, u = (values[problem.class_of, problem.row_of] for values in rows)
+        if problem.scores.shape[0] > 1:
+            bin_of = bin_of + problem.class_of * (bins.num_fine + 1)
         return Places(bin_of[None], u.double()[None])
     # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
-    values = pool.scores[pool.class_of, pool.row_of][:, None]
-    index, u = locate(bins._replace(first=bins.first[pool.class_of]), values, slice(None))
-    return Places((index.view(-1) + pool.class_of * (bins.num_fine + 1))[None], u.double().view(1, -1))
+    values = problem.scores[problem.class_of, problem.row_of][:, None]
+    index, u = locate(bins._replace(first=bins.first[problem.class_of]), values, slice(None))
+    return Places((index.view(-1) + problem.class_of * (bins.num_fine + 1))[None], u.double().view(1, -1))
 
 
-def sum_positives(pool: Pool, bins: Bins, order: Order, positives: Places) -> tuple[Tensor, Tensor]:
+def sum_positives(problem: Problem, bins: Bins, order: Order, positives: Places) -> tuple[Tensor, Tensor]:
     """Return the moments (p, C, B F + 1) float64 of the listed positives, and those of each times its share."""
-    shape = pool.scores.shape[0], bins.num_fine + 1
-    table = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=pool.scores.device)
-    weights = torch.stack([torch.ones_like(pool.share), pool.share])
+    shape = problem.scores.shape[0], bins.num_fine + 1
+    table = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=problem.scores.device)
+    weights = torch.stack([torch.ones_like(problem.share), problem.share])
     add_moments(table, positives.bin_of.expand(2, -1), positives.u.expand(2, -1), weights)
     counted, weighted = table.unflatten(-1, shape).unbind(dim=1)
     return counted, weighted
@@ -200,7 +200,7 @@ def weights_of(moments: Tensor, grid: Grid) -> Tensor:
     return fine_weights(moments[..., :-1].unflatten(-1, grid.layout), grid.matrices)
 
 
-def loss_of(fields: Fields, weights: Tensor) -> Tensor:
+def loss_at_nodes(fields: Fields, weights: Tensor) -> Tensor:
     """Return the loss (C,) float64."""
     return (weights * (fields.r_n / (fields.r_n + fields.r_p))).sum(dim=(1, 2))
 
@@ -225,26 +225,26 @@ def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
 
 
 def read_gradient(
-    polynomials: Tensor, pool: Pool, bins: Bins, rows: RowPlaces | None, positives: Places, gradient: Tensor
+    polynomials: Tensor, problem: Problem, bins: Bins, rows: RowPlaces | None, positives: Places, gradient: Tensor
 ) -> None:
-    """Write the gradient of the rows of ``pool`` into ``gradient`` (C, M)."""
+    """Write the gradient of the rows of ``problem`` into ``gradient`` (C, M)."""
     # Every row is treated as a negative first, then the positives are overwritten.
-    pull = polynomials[:, 0].to(pool.scores.dtype)
-    for c, m in chunks(pool.scores):
-        gradient[c, m] = evaluate(pull[:, c], *(rows or _locate_chunk(pool, bins, c, m)))
+    pull = polynomials[:, 0].to(problem.scores.dtype)
+    for c, m in chunks(problem.scores):
+        gradient[c, m] = evaluate(pull[:, c], *(rows or _locate_chunk(problem, bins, c, m)))
     # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
     # either, so it is taken before the values are rounded to the dtype of the scores.
     tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)]
-    for _, some in chunks(pool.share[None]):
+    for _, some in chunks(problem.share[None]):
         at = positives.bin_of[:, some].expand(2, -1), positives.u[:, some].expand(2, -1)
         pushed, own = evaluate(tables, *at)
-        value = (pushed + own * pool.share[some]).to(gradient.dtype)
-        gradient[pool.class_of[some], pool.row_of[some]] = value
+        value = (pushed + own * problem.share[some]).to(gradient.dtype)
+        gradient[problem.class_of[some], problem.row_of[some]] = value
 
 
-def _locate_chunk(pool: Pool, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
+def _locate_chunk(problem: Problem, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the fine bin and the position of each row, (c, m) each; rows that take no part go to the extra bin."""
-    index, u = locate(bins, pool.scores[classes, rows], classes)
-    if pool.member is not None:
-        index = index.masked_fill_(~pool.member[classes, rows], bins.num_fine)
+    index, u = locate(bins, problem.scores[classes, rows], classes)
+    if problem.member is not None:
+        index = index.masked_fill_(~problem.member[classes, rows], bins.num_fine)
     return index, u

@@ -27,7 +27,7 @@ _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) a
 _FEW = 16  # pairs per row that may be summed beyond the cutoff
 
 
-class Pool(NamedTuple):
+class Problem(NamedTuple):
     """The rows of a call of Smooth-AP and what each positive weighs."""
 
     scores: Tensor  # [C, M]
@@ -40,11 +40,11 @@ class Pool(NamedTuple):
     rows: Tensor | None = None  # [n] int64: the positives, then the negatives, of the only class; None if not listed
 
 
-def smooth_ap_direct(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
+def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
-    scores, positive, member, class_of, row_of, share, temperature, _ = pool
+    scores, positive, member, class_of, row_of, share, temperature, _ = problem
     if scores.shape[0] == 1:
-        return _direct_of_one_class(pool, with_grad)
+        return _direct_of_one_class(problem, with_grad)
     loss = share.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
     step = chunk_size(scores, scores.shape[1])
@@ -68,9 +68,9 @@ def smooth_ap_direct(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
     return loss, gradient
 
 
-def _direct_of_one_class(pool: Pool, with_grad: bool) -> tuple[Tensor, Tensor]:
+def _direct_of_one_class(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Do the same for C = 1. All positives have the same keys; with the positive keys first, masks become slices."""
-    scores, positive, member, _, row_of, share, temperature, order = pool
+    scores, positive, member, _, row_of, share, temperature, order = problem
     if order is None or row_of.numel() == 0:
         negative = ~positive[0] if member is None else member[0] & ~positive[0]
         order = torch.cat([row_of, negative.nonzero()[:, 0]])
@@ -110,13 +110,13 @@ def _terms(above: Tensor, n: Tensor, weight: Tensor, temperature: float) -> tupl
     return n / total, (n * factor).neg_(), r * factor
 
 
-def smooth_ap_sorted(pool: Pool) -> tuple[Tensor, Tensor]:
+def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M); all scores are finite.
 
     If no two rows are within the cutoff of each other, the whole gradient is smaller than what the cutoff leaves out.
     There are few such pairs, so they are summed as far as the dtype of the scores can hold their gradient.
     """
-    scores, positive, member, class_of, row_of, share, temperature, _ = pool
+    scores, positive, member, class_of, row_of, share, temperature, _ = problem
     num_classes, num_rows = scores.shape
     ordered, order = scores.contiguous().sort(dim=1)
     is_positive = positive.gather(1, order)

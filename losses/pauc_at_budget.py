@@ -21,7 +21,7 @@ from .partial_area import (
 )
 from .pool import LossWithClasses, PerClass, Pool, Reduction, local_pool, reduce_values
 from .ranking import PoolOptions, RankingLoss
-from .sharded import Shared
+from .sharded import PoolFacts
 from .sharded_threshold import trapezoid_of_part
 
 
@@ -346,7 +346,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
 
-    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         if self.surrogate != "trapezoid":
             return None
         found = trapezoid_of_part(pool, shared, self._area, self.temperature)

@@ -13,7 +13,7 @@ from .arguments import completed
 from .batch import has_values
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
 from .ranking import PoolOptions, RankingLoss
-from .sharded import Shared
+from .sharded import PoolFacts
 from .sharded_threshold import recall_of_part
 from .threshold import hold_others, threshold_with_gradient
 
@@ -195,7 +195,7 @@ class RecallAtQuantileLoss(RankingLoss):
         scaled, temperature = self._at_temperature(pool)
         return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
-    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         temperature = self._shared_temperature(pool, shared)
         if temperature is None:
             return None

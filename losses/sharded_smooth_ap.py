@@ -37,7 +37,7 @@ from ..kernels.soft_ranks_binned import (
     fields_of,
     locate_positives,
     locate_rows,
-    loss_of,
+    loss_at_nodes,
     make_grid,
     polynomials_of,
     read_gradient,
@@ -46,9 +46,9 @@ from ..kernels.soft_ranks_binned import (
     sum_rows,
     weights_of,
 )
-from ..kernels.soft_ranks_pairs import Pool as Pairs
+from ..kernels.soft_ranks_pairs import Problem
 from .pool import PerClass, Pool
-from .sharded import Shared, needs_gradient, with_gradient
+from .sharded import PoolFacts, needs_gradient, with_gradient
 
 # Of a byte in each form; the cheapest form is taken. That of the positives computes more, in float64.
 COSTS = {"moments": 1.0, "positives": 16.0, "gather": 1.0}
@@ -63,7 +63,7 @@ class _Range(NamedTuple):
     clashes: Tensor  # [C] bool: two equal infinities, one of them of a positive, have no difference
 
 
-def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClass | None:
+def smooth_ap_of_part(pool: Pool, shared: PoolFacts, temperature: float) -> PerClass | None:
     """Return the loss of each class from this rank's part of the pool, or None if the rows have to be gathered.
 
     Args:
@@ -98,7 +98,7 @@ def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClas
     return PerClass(with_gradient(loss, gradient, pool, shared), valid)
 
 
-def _make_finite(pool: Pool, shared: Shared, temperature: float) -> tuple[Tensor, _Range]:
+def _make_finite(pool: Pool, shared: PoolFacts, temperature: float) -> tuple[Tensor, _Range]:
     """Return this rank's scores, infinite ones replaced as in a gathered pool, and their range over all ranks.
 
     With one class the header has the range. Only infinite scores take two more exchanges.
@@ -160,11 +160,11 @@ def _largest(scores: Tensor, sign: float, part: Tensor | None) -> Tensor:
     return scores.amax(dim=1) if sign > 0 else -scores.amin(dim=1)
 
 
-def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Pairs:
+def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Problem:
     """Return this rank's rows for the kernels, with the weight of each positive for its share."""
     class_of, row_of = pool.positive.nonzero(as_tuple=True)
     mass = scores.new_ones(row_of.shape, dtype=torch.float64) if pool.weight is None else pool.weight[row_of].double()
-    return Pairs(scores, pool.positive, pool.member, class_of, row_of, mass, temperature)
+    return Problem(scores, pool.positive, pool.member, class_of, row_of, mass, temperature)
 
 
 def shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,13 +191,13 @@ def read_tables(moments: Tensor, factor: Tensor, grid: Grid, with_grad: bool) ->
     """
     weights = weights_of(moments[-1], grid) * factor[:, None, None]
     fields = fields_of(split_moments(moments[0], moments[1]), grid)
-    loss = loss_of(fields, weights)
+    loss = loss_at_nodes(fields, weights)
     return loss, polynomials_of(fields, weights, grid) if with_grad else None
 
 
 @exact
 def _by_moments(
-    scores: Tensor, pool: Pool, shared: Shared, temperature: float, bins: Bins, order: Order
+    scores: Tensor, pool: Pool, shared: PoolFacts, temperature: float, bins: Bins, order: Order
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the live rows (C, N), and the validity (C,)."""
     rows = _rows_of(scores, pool, temperature)
@@ -246,7 +246,7 @@ def _by_moments(
 
 @exact
 def _by_positives(
-    scores: Tensor, pool: Pool, shared: Shared, temperature: float
+    scores: Tensor, pool: Pool, shared: PoolFacts, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the live rows (C, N), and the validity (C,).
 

@@ -38,7 +38,7 @@ from ..kernels.soft_ranks_binned import (
     sum_positives,
     sum_rows,
 )
-from ..kernels.soft_ranks_pairs import Pool
+from ..kernels.soft_ranks_pairs import Problem
 from .batch import TargetRule, check_batch
 from .pool import PerClass, one_vs_rest, reduce_values
 from .sharded_smooth_ap import read_tables, shares_of
@@ -61,7 +61,7 @@ class Stream(NamedTuple):
     validate_args: bool
     facts: Mapping[str, object]  # what else must be equal on all ranks
 
-    def parts(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
+    def parts(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[Problem, Tensor]]:
         """Yield runs of rows, each small enough to be placed in bins at once, and (C,) which classes have a NaN in it.
 
         A row whose score is NaN takes no part: the loss of its class is NaN whatever the other rows are.
@@ -83,7 +83,7 @@ class Stream(NamedTuple):
             mass = scores.new_ones(row_of.shape, dtype=torch.float64)
             if batch.sample_weight is not None:
                 mass = batch.sample_weight[some][row_of].double()
-            yield Pool(scores, positive, member, class_of, row_of, mass, self.temperature), undefined.any(dim=1)
+            yield Problem(scores, positive, member, class_of, row_of, mass, self.temperature), undefined.any(dim=1)
 
 
 def unit_of(weight: Tensor) -> float:
@@ -116,7 +116,7 @@ class StreamedTable:
             self._undefined = self._undefined.to(undefined.device) + undefined
             exact(self._add)(rows.scores, rows)
 
-    def _add(self, scores: Tensor, rows: Pool) -> None:
+    def _add(self, scores: Tensor, rows: Problem) -> None:
         below, above = scores, scores
         if rows.member is not None:
             below, above = (scores.masked_fill(~rows.member, end) for end in (math.inf, -math.inf))
@@ -291,7 +291,7 @@ class StreamedLoss:
         slope = (self._slope * self._scale).to(gradient.dtype).masked_fill(self._undefined, math.nan)
         return (gradient * slope[:, None]).t().reshape(logits.shape).to(logits.dtype)
 
-    def _read(self, scores: Tensor, rows: Pool) -> Tensor:
+    def _read(self, scores: Tensor, rows: Problem) -> Tensor:
         index, u = locate(self._bins, scores, slice(None))
         index.clamp_(0, self._bins.num_fine - 1)  # the score of a replay may be beyond the ends by its rounding
         if rows.member is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 
 import device as simulated
 import pytest
 import torch
 from workers import WorkerPool, close_pools, get_pool
+
+# The shared subjects, data and tables of the tests over ranks. The workers inherit the path.
+sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 
 
 def pytest_configure() -> None:

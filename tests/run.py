@@ -6,7 +6,9 @@ gradients, and those that start many programs.
 The output of the first share is printed as it comes, that of the others after it. The fast tests are shared by two
 processes, since starting a third one costs more than it brings. Further arguments are passed on to all::
 
-    python tests/run.py --quick -x
+    python tests/run.py               all but the tests marked `full` (see tests/pytest.ini)
+    python tests/run.py --quick -x    the fast tests
+    python tests/run.py --full        all
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a share o
 
 def main(arguments: list[str]) -> int:
     """Return 0 if all processes passed."""
-    apart = APART
+    apart, select = APART, "not full"
     if arguments[:1] == ["--quick"]:
-        apart, arguments = APART_QUICK, ["-m", "not slow", *arguments[1:]]
+        apart, select, arguments = APART_QUICK, "not slow and not full", arguments[1:]
+    elif arguments[:1] == ["--full"]:
+        select, arguments = "", arguments[1:]
+    arguments = ["-m", select, *arguments] if select else arguments
     # The first share is whatever the others leave, so that no file is forgotten.
     shares = [[str(TESTS), *(f"--ignore={TESTS / name}" for names in apart for name in names)]]
     shares += [[str(TESTS / name) for name in names] for names in apart]
