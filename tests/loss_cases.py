@@ -150,6 +150,22 @@ POOLED: dict[str, PooledLoss] = {
     ),
 }
 
+# Forms of the pooled losses with code of their own: the loss and its settings. Properties run over them.
+VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "smooth_ap": ("smooth_ap", {"temperature": 0.3}),
+    "recall": ("recall_at_quantile", {"quantile": 0.3, "temperature": 0.3}),
+    "recall_linear": (
+        "recall_at_quantile",
+        {"quantile": 0.3, "temperature": 0.3, "quantile_interpolation": "linear"},
+    ),
+    "pauc_trapezoid": ("pauc_at_budget", {"beta": 0.5, "surrogate": "trapezoid", "temperature": 0.3}),
+    "pauc_pairwise": ("pauc_at_budget", {"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3}),
+    "pauc_dro": ("pauc_at_budget", {"surrogate": "dro"}),
+    "pauc_dro_tilted": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 0.3, "tau_scale": "iqr"}),
+    "pauc_dro_band": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 4.0, "tau_scale": "band", "beta": 0.7}),
+    "hard_negative": ("hard_negative_cross_entropy", {"share": 0.4}),
+}
+
 FOCAL: dict[str, FocalCase] = {
     "sigmoid_focal": FocalCase(
         losses.SigmoidFocalLoss,

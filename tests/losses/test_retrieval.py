@@ -693,38 +693,10 @@ def test_without_valid_embeddings_the_loss_is_zero_and_connected(labels: list[in
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
-    embeddings, labels = make_embeddings("unequal sizes")
-    half = embeddings.to(dtype).requires_grad_()
-    single = half.detach().float().requires_grad_()
-    losses = [retrieval_smooth_ap(z, labels, temperature=0.1) for z in (half, single)]
-    assert torch.equal(losses[0], losses[1])
-    gradients = [torch.autograd.grad(loss, z)[0] for loss, z in zip(losses, (half, single))]
-    assert gradients[0].dtype == dtype
-    assert torch.equal(gradients[0], gradients[1].to(dtype))
-    (logits, targets, *_), indexes = make_queries()
-    rows = logits.to(dtype).requires_grad_()
-    loss = smooth_ap(rows, targets, 0.3, indexes=indexes)
-    assert torch.equal(loss, smooth_ap(rows.detach().float(), targets, 0.3, indexes=indexes))
-    assert torch.autograd.grad(loss, rows)[0].dtype == dtype
-
-
 def test_autocast_changes_no_bit() -> None:
     for loss in ("queries", "embeddings"):
         assert autocast_error(loss, guarded=True) == 0.0
     assert autocast_error("embeddings", guarded=False) > 1e-4  # the control
-
-
-@pytest.mark.slow
-def test_compiled_functions_call_the_losses_outside_of_their_graphs() -> None:
-    embeddings, labels = make_embeddings("unequal sizes")
-    (logits, targets, *_), indexes = make_queries()
-    compiled = torch.compile(
-        lambda z, x: retrieval_smooth_ap(2 * z, labels) + smooth_ap(2 * x, targets, indexes=indexes), backend="eager"
-    )
-    plain = retrieval_smooth_ap(embeddings, labels) + smooth_ap(2 * logits, targets, indexes=indexes)
-    assert_close(compiled(embeddings, logits), plain, **COSINES)
 
 
 BAD_EMBEDDINGS = {

@@ -265,16 +265,6 @@ def test_shares_exist_where_every_slope_underflows(
     assert not bool(naive.any())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_that_of_float32_rounded_once(dtype: torch.dtype) -> None:
-    scores, targets = normal(300, 1).to(dtype), (normal(300, seed=1) > 1).long()
-    trapezoid = PAUCAtBudgetLoss(1, beta=0.3, surrogate="trapezoid", queue_size=0)
-    for loss in (RecallAtQuantileLoss(1, 0.1, 0, 0.3), trapezoid):
-        _, gradient = step(loss, scores, targets)
-        assert gradient.dtype == dtype
-        assert torch.equal(gradient, step(loss, scores.float(), targets)[1].to(dtype))
-
-
 # Derivatives
 
 
@@ -296,16 +286,6 @@ def test_gradcheck_of_the_positives_with_the_threshold_held() -> None:
         assert not bool(without[:40].any())
         assert bool((with_gradient[:40] > 0).all())
         assert float((with_gradient - without).sum()) == pytest.approx(-float(without.sum()), rel=1e-12)
-
-
-@over_settings
-def test_a_second_derivative_is_refused(setting: str) -> None:
-    make, _, options = SETTINGS[setting]
-    leaf = normal(50, 1).requires_grad_()
-    value = make(1, queue_size=0, **options)(leaf, (normal(50, seed=1) > 1).long())
-    (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="expected a first derivative, got a second one"):
-        gradient.square().sum().backward()
 
 
 # Pools
