@@ -93,14 +93,14 @@ def test_a_class_without_positives_learns_from_its_negatives(queue_size: int) ->
 def test_a_class_without_negatives_or_without_weight() -> None:
     logits = torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64, requires_grad=True)
     targets = torch.zeros(2, dtype=torch.int64)
-    result = hard_negative_cross_entropy(logits, targets, 0.3, return_per_class=True)
-    assert result.valid.tolist() == [True, True]  # class 0 has positives alone, class 1 negatives alone
-    assert_close(result.per_class[0], F.softplus(-logits[:, 0]).mean(), **EXACT)
-    assert_close(result.per_class[1], F.softplus(logits[1, 1]), **EXACT)
+    per_class = hard_negative_cross_entropy(logits, targets, 0.3, "none")
+    assert_close(per_class[0], F.softplus(-logits[:, 0]).mean(), **EXACT)  # class 0 has positives alone
+    assert_close(per_class[1], F.softplus(logits[1, 1]), **EXACT)  # class 1 negatives alone
     weight = torch.tensor([1.0, 0.0])
-    result = hard_negative_cross_entropy(logits, targets, 0.3, return_per_class=True, sample_weight=weight)
-    assert result.valid.tolist() == [True, False]  # the one hard negative of class 1 weighs nothing
-    assert torch.autograd.grad(result.loss, logits)[0][:, 1].tolist() == [0.0, 0.0]
+    per_class = hard_negative_cross_entropy(logits, targets, 0.3, "none", sample_weight=weight)
+    assert per_class.isnan().tolist() == [False, True]  # the one hard negative of class 1 weighs nothing
+    loss = hard_negative_cross_entropy(logits, targets, 0.3, sample_weight=weight)
+    assert torch.autograd.grad(loss, logits)[0][:, 1].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

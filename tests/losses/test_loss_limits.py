@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from gradient_cases import Case
-from loss_cases import IGNORED, POOLED, VARIANTS
+from loss_cases import CLASSES, FUNCTIONS, IGNORED, POOLED, VARIANTS
 from sklearn.datasets import make_multilabel_classification
 from sklearn.metrics import average_precision_score, roc_curve
 from torch import Tensor
@@ -22,11 +22,9 @@ from workers import WorkerPool
 from fullrank.losses import (
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
-    causal_lm_loss,
     hard_negative_cross_entropy,
     pauc_at_budget,
     recall_at_quantile,
-    retrieval_smooth_ap,
     sigmoid_focal,
     sigmoid_sums,
     smooth_ap,
@@ -285,18 +283,10 @@ def binary(num_rows: int, share: float = 0.2, seed: int = 0) -> tuple[Tensor, Te
     return 0.01 * order.double(), targets
 
 
-CLASSES = torch.arange(60) % 3
-BY_FLOAT32: dict[str, Callable[[Tensor], Tensor]] = {
-    name: functools.partial(POOLED[loss].functional, targets=CLASSES, **settings)
-    for name, (loss, settings) in VARIANTS.items()
-}
-BY_FLOAT32 |= {
-    "softmax_focal": lambda x: softmax_focal(x, CLASSES),
-    "sigmoid_focal": lambda x: sigmoid_focal(x, torch.nn.functional.one_hot(CLASSES)),
-    "retrieval": lambda x: retrieval_smooth_ap(x, CLASSES),
+BY_FLOAT32 = FUNCTIONS | {
     "queries": lambda x: smooth_ap(x[:, :1], CLASSES == 0, indexes=torch.arange(60) % 7),
-    "causal_lm": lambda x: causal_lm_loss(x[None], CLASSES[None]),
 }
+del BY_FLOAT32["sigmoid_sums"]  # returns the dtype of its inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
