@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,12 +164,12 @@ def one_process_equals(world_size: int, problem: Problem) -> None:
 
 @over_examples(15, 60)
 def test_one_process_equals_two(examples: int) -> None:
-    check(examples, functools.partial(one_process_equals, 2), problem=problems(2))
+    check(examples, one_process_equals, world_size=st.just(2), problem=problems(2))
 
 
 @pytest.mark.full
 def test_one_process_equals_three() -> None:
-    check(40, functools.partial(one_process_equals, 3), problem=problems(3))
+    check(40, one_process_equals, world_size=st.just(3), problem=problems(3))
 
 
 def test_the_comparison_can_fail() -> None:
@@ -275,7 +274,8 @@ def stays_finite(
 def test_extreme_scores(name: str, examples: int) -> None:
     check(
         examples,
-        functools.partial(stays_finite, name),
+        stays_finite,
+        name=st.just(name),
         rows=picks,
         num_classes=st.integers(1, 3),
         exponent=st.integers(-6, 6),
@@ -318,4 +318,4 @@ def focal_stays_finite(loss: torch.nn.Module, rows: list[tuple[int, int]], dtype
 @pytest.mark.parametrize("loss", [fullrank.SoftmaxFocalLoss(), fullrank.SigmoidFocalLoss()], ids=["softmax", "sigmoid"])
 def test_extreme_scores_in_focal_losses(loss: torch.nn.Module, examples: int) -> None:
     dtypes = st.sampled_from([torch.float32, torch.float64])
-    check(examples, functools.partial(focal_stays_finite, loss), rows=picks, dtype=dtypes)
+    check(examples, focal_stays_finite, loss=st.just(loss), rows=picks, dtype=dtypes)

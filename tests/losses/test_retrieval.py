@@ -95,10 +95,6 @@ over_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def _of_queries(rows: Rows, indexes: Tensor, **options):
-    return smooth_ap(rows.logits, rows.targets, sample_weight=rows.sample_weight, indexes=indexes, **options)
-
-
 # --- rows grouped by indexes -----------------------------------------------------------------------------------------
 
 
@@ -143,59 +139,43 @@ def test_controls_of_queries() -> None:
     assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_queries_in_float32(weighted: bool) -> None:
-    """Single precision holds the loss and, in relation to its norm, the gradient."""
-    rows, indexes = make_queries(1, weighted=weighted)
-    single, double = (
-        cases.leaf(Rows(*(None if x is None else x.to(dtype) if x.is_floating_point() else x for x in rows)))
-        for dtype in (torch.float32, torch.float64)
-    )
-    double = cases.leaf(double._replace(logits=single.logits.double()))
-    ours, exact = (_of_queries(part, indexes, temperature=0.1) for part in (single, double))
-    assert abs(ours.item() - exact.item()) <= 2e-6
-    gradients = [cases.gradient(loss, part.logits).double() for loss, part in ((ours, single), (exact, double))]
-    assert (gradients[0] - gradients[1]).norm() <= 2e-6 * gradients[1].norm()
-
-
 def _force_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     # A pair costs so much that pairs are never summed one by one.
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pair=1e9))
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_queries_summed_by_bins(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
-    rows, indexes = make_queries(2, weighted=weighted)
+def _query_outcome(rows: Rows, indexes: Tensor, temperature: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Return the loss of each query, and the gradient of a combination of them."""
     rows = cases.leaf(rows)
-    pairs = _of_queries(rows, indexes, temperature=0.3, reduction="none")
-    expected = pairs.detach(), cases.gradient(pairs, rows.logits)
-    _force_bins(monkeypatch)
-    bins = _of_queries(rows, indexes, temperature=0.3, reduction="none")
-    assert not torch.equal(bins.nan_to_num(), expected[0].nan_to_num())  # they are other sums
-    assert_close(bins.detach(), expected[0], equal_nan=True, **EXACT)
-    assert_close(cases.gradient(bins, rows.logits), expected[1], **EXACT)
+    loss = smooth_ap(rows.logits, rows.targets, temperature, "none", sample_weight=rows.sample_weight, indexes=indexes)
+    return loss.detach(), cases.gradient(loss, rows.logits)
 
 
-def test_the_order_of_rows_does_not_matter() -> None:
-    rows, indexes = make_queries(weighted=True)
-    order = torch.randperm(indexes.numel(), generator=torch.Generator().manual_seed(1))
-    outcomes = []
-    for index in (torch.arange(indexes.numel()), order):
-        part = cases.leaf(reference.take(rows, index))
-        loss = _of_queries(part, indexes[index], temperature=0.3, reduction="none")
-        outcomes.append((loss.detach(), cases.gradient(loss, part.logits)))
-    assert_close(outcomes[1][0], outcomes[0][0], equal_nan=True, **EXACT)
-    assert_close(outcomes[1][1], outcomes[0][1][order], **EXACT)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
-def test_indexes_of_any_integers(dtype: torch.dtype) -> None:
-    (logits, targets, *_), indexes = make_queries()
-    number = indexes.unique(return_inverse=True)[1]
-    expected = smooth_ap(logits, targets, reduction="none", indexes=indexes)
-    assert_close(
-        smooth_ap(logits, targets, reduction="none", indexes=number.to(dtype)), expected, equal_nan=True, rtol=0, atol=0
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_queries_in_float32_and_summed_by_bins(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
+    rows, indexes = make_queries(1, weighted=weighted)
+    single = rows._replace(logits=rows.logits.float())
+    narrow, exact = (
+        _query_outcome(rows._replace(logits=x), indexes, 0.1) for x in (single.logits, single.logits.double())
     )
+    assert (narrow[0] - exact[0]).abs().nan_to_num().max() <= 2e-6
+    assert (narrow[1].double() - exact[1]).norm() <= 2e-6 * exact[1].norm()
+    expected = _query_outcome(rows, indexes)
+    _force_bins(monkeypatch)
+    bins = _query_outcome(rows, indexes)
+    assert not torch.equal(bins[0].nan_to_num(), expected[0].nan_to_num())  # they are other sums
+    assert_close(bins, expected, equal_nan=True, **EXACT)
+
+
+def test_the_order_of_rows_and_the_dtype_of_indexes_do_not_matter() -> None:
+    rows, indexes = make_queries(weighted=True)
+    expected = _query_outcome(rows, indexes)
+    order = torch.randperm(indexes.numel(), generator=torch.Generator().manual_seed(1))
+    loss, gradient = _query_outcome(reference.take(rows, order), indexes[order])
+    assert_close((loss, gradient), (expected[0], expected[1][order]), equal_nan=True, **EXACT)
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        found = _query_outcome(rows, indexes.unique(return_inverse=True)[1].to(dtype))
+        assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 
 
 def test_ignored_rows_are_removed_rows_and_their_nan_is_not_seen() -> None:
@@ -244,17 +224,12 @@ def test_without_valid_queries_the_loss_is_zero_and_connected(missing: str, redu
     assert not gradient.any()
 
 
-def _shuffled_grid(count: int, targets: Tensor, seed: int) -> Tensor:
-    """Scores of step 1, no two alike, of positives a little higher."""
-    noise = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (noise + 0.7 * targets).argsort().argsort().double()
-
-
 def test_small_temperatures_give_the_average_precision_of_scikit_learn_and_torchmetrics() -> None:
     from torchmetrics.retrieval import RetrievalMAP  # slow to import, and the workers import this file
 
     (_, targets, *_), indexes = make_queries(3)
-    scores = _shuffled_grid(targets.numel(), targets.clamp_min(0), 3)
+    noise = torch.randn(targets.numel(), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scores = (noise + 0.7 * targets.clamp_min(0)).argsort().argsort().double()  # of step 1, no two alike
     values = smooth_ap(scores[:, None], targets, 0.01, "none", indexes=indexes)  # a sigmoid is 0 or 1 within exp(-100)
     for index, value in zip(indexes.unique(), values):
         rows = (indexes == index) & (targets != IGNORED)
@@ -299,20 +274,13 @@ def test_indexes_reach_the_main_loss_of_a_wrapper() -> None:
     kept = targets != IGNORED
     logits, targets, indexes = logits[kept], targets[kept], indexes[kept]
 
-    def warmup(scores: Tensor, labels: Tensor) -> Tensor:
-        return torch.nn.functional.binary_cross_entropy_with_logits(scores[:, 0], labels.to(scores.dtype))
-
-    class Warmup(torch.nn.Module):
-        def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
-            return warmup(scores, labels)
-
-    main = fullrank.SmoothAPLoss(1, temperature=0.3)
-    wrapper = fullrank.LossWarmupWrapper(Warmup(), main, warmup_steps=1, blend_steps=1, temp_start=0.3, temp_end=0.3)
+    warmup, main = nn.BCEWithLogitsLoss(), fullrank.SmoothAPLoss(1, temperature=0.3)
+    wrapper = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=1, blend_steps=1, temp_start=0.3, temp_end=0.3)
     values = []
     for step in range(3):
         wrapper.on_train_batch_start(step)
         values.append(wrapper(logits, targets, indexes=indexes))
-    first, last = warmup(logits, targets), smooth_ap(logits, targets, 0.3, indexes=indexes)
+    first, last = warmup(logits, targets[:, None].double()), smooth_ap(logits, targets, 0.3, indexes=indexes)
     for value, expected in zip(values, (first, (first + last) / 2, last)):
         assert_close(value, expected, **EXACT)
 
