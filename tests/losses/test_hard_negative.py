@@ -70,14 +70,6 @@ def test_the_number_of_negatives_is_that_of_the_decimal_share(count: int, share:
     assert gradient[:count].ne(0).nonzero()[:, 0].tolist() == list(range(count - k, count))
 
 
-def test_gradcheck() -> None:
-    logits = torch.randn(14, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    targets, weight = torch.arange(14) % 3, torch.linspace(0.1, 2, 14, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda x: hard_negative_cross_entropy(x, targets, 0.3, "none", sample_weight=weight), logits
-    )
-
-
 def test_weights_do_not_select() -> None:
     logits = torch.tensor([[3.0], [2.0], [1.0], [0.0]], dtype=torch.float64)
     targets, weight = torch.tensor([0, 0, 0, 1]), torch.tensor([0.0, 1.0, 5.0, 2.0])
@@ -134,24 +126,6 @@ def test_infinite_scores(dtype: torch.dtype) -> None:
     expected = F.softplus(-scores[targets == 1]).sum() / 30
     assert_close(loss, expected, rtol=1e-6, atol=0)
     assert not gradient[targets == 0].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    rows = INPUTS["classes"].rows()
-    logits = rows.logits.to(dtype)
-    loss, gradient = with_gradient(logits, rows.targets, 0.3)
-    expected, wide = with_gradient(logits.float(), rows.targets, 0.3)
-    assert torch.equal(loss, expected)
-    assert loss.dtype == torch.float32
-    assert torch.equal(gradient, wide.to(dtype))
-
-
-def test_meta_tensors() -> None:
-    leaf = torch.empty(9, 3, device="meta", requires_grad=True)
-    value = hard_negative_cross_entropy(leaf, torch.empty(9, dtype=torch.int64, device="meta"))
-    assert (value.shape, value.dtype) == ((), torch.float32)
-    assert torch.autograd.grad(value, leaf)[0].shape == (9, 3)
 
 
 def test_it_has_no_temperature() -> None:
