@@ -334,17 +334,13 @@ def validates_alone(rank: int) -> None:
 
 
 def notices(rank: int) -> None:
-    """One rank dies between two steps; each other one raises with the seconds after which its next step failed."""
+    """One rank dies between two steps."""
     loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
     loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
     dist.barrier()
     if rank == DOOMED:
         _die()
-    begin = time.monotonic()
-    try:
-        loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
-    except RuntimeError as error:
-        raise RuntimeError(f"{time.monotonic() - begin}") from error
+    loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
 
 
 def notices_and_stays(rank: int) -> None:
@@ -450,7 +446,6 @@ def test_a_value_that_is_not_finite_on_one_rank(
 
 
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
-DEATH_S = 10  # what a rank waits that nobody lets notice a death, long compared with a broken connection
 SHORT_S = 2  # where the timeout itself is what ends the others
 
 # Each call, and its collectives in the forward.
@@ -520,13 +515,12 @@ def test_four_ranks_notice_a_death_when_those_that_notice_leave() -> None:
 
     The control: they catch the error and stay, and the rank on the other side waits until the timeout.
     """
-    for scenario in (notices, notices_and_stays):
-        fates = run_group(4, DEATH_S, scenario)
+    for scenario, timeout_s in ((notices, TIMEOUT_S), (notices_and_stays, SHORT_S)):
+        fates = run_group(4, timeout_s, scenario)
         assert_named(fates)
-        seconds = [float(fate.text) for rank, fate in enumerate(fates) if rank != DOOMED]
-        opposite = seconds.pop()  # rank 3 of 0, 2 and 3
-        assert max(seconds) < DEATH_S / 2
-        assert opposite < DEATH_S / 2 if scenario is notices else opposite > 0.9 * DEATH_S
+        timed_out = ["imed out" in fate.text for fate in fates]
+        assert timed_out[3] == (scenario is notices_and_stays), fates[3]  # the rank on the other side of the ring
+        assert scenario is notices_and_stays or not any(timed_out), fates
 
 
 @pytest.mark.slow
