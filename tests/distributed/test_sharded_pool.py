@@ -492,8 +492,9 @@ def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
+@pytest.mark.parametrize(
+    "form", ["moments", *(pytest.param(form, marks=pytest.mark.slow) for form in ("positives", "gather", "sums"))]
+)
 def test_rows_without_a_valid_class(pool_of_two: WorkerPool, form: str) -> None:
     for found in pool_of_two(degenerate, form):
         assert [name for name, right in found if not right] == []
