@@ -14,8 +14,11 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import Rows as Step
+from batches import part_of as shard
+from batches import split
 from collective_counter import CollectiveCounter
-from gradient_cases import Case, Step, make_loss, make_step, shard, split
+from gradient_cases import Case, make_loss, make_step
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -11,8 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from batches import Rows as Step
+from batches import part_of as shard
+from batches import split
 from collective_counter import CollectiveCounter
-from gradient_cases import NUM_FEATURES, Case, Step, make_step, shard, split
+from gradient_cases import NUM_FEATURES, Case, make_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -608,7 +611,7 @@ RAISED = {
     "targets": "a mistake",
     "targets of the replay": "a mistake",
     "changed": "the same targets and sample weights in both passes over the window, got others on rank 1",
-    "target": "targets: expected 0, 1 or ignore_index=-100, got 8.5",
+    "target": "targets: expected 0, 1 or ignore_index=-100, got 7.5",
     "form": "scores of one kind from all micro-batches",
     "wide": "SmoothAPLoss with stream=True: expected finite scores in a range of 8,192 temperatures, got scores from",
     "infinite": "finite scores in a range of 8,192 temperatures",

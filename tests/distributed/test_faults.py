@@ -20,8 +20,10 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import part_of
 from fault_calls import BAD, CALLS, DIFFERENT, Arguments, Call, Spoiled
 from gradient_cases import Case
+from subjects import NUM_FEATURES, Model, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
@@ -118,22 +120,22 @@ def run_out_of_data(rank: int, case: Case) -> float:
     batches = []
     for index in range(lengths[rank]):
         step = gradient_cases.make_step(case, index)
-        batches.append(gradient_cases.shard(step, _among(lengths, index, len(step.features)), rank))
+        batches.append(part_of(step, _among(lengths, index, len(step.features)), rank))
     alone, loss = (gradient_cases.make_loss(case, local) for local in (True, False))
-    model, whole_model = (gradient_cases.Scorer(gradient_cases.num_outputs(case)) for _ in range(2))
+    model, whole_model = (Model(num_outputs=gradient_cases.num_outputs(case)) for _ in range(2))
     wrapped = DistributedDataParallel(model)
 
     most = torch.tensor(len(batches))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     worst = 0.0
     for index in range(int(most)):
-        batch = batches[index] if index < len(batches) else gradient_cases.shard(batches[0], [0], 0)  # no rows
+        batch = batches[index] if index < len(batches) else part_of(batches[0], [0], 0)  # no rows
         wrapped.zero_grad()
         loss(wrapped(batch.features), batch.targets).backward()
         whole_model.zero_grad()
         step = gradient_cases.make_step(case, index)
         alone(whole_model(step.features), step.targets).backward()
-        spread, whole = (torch.cat(gradient_cases.flat_gradients(held)) for held in (model, whole_model))
+        spread, whole = (gradient(held) for held in (model, whole_model))
         worst = max(worst, float((spread - whole).norm() / whole.norm()))
     return worst
 
@@ -293,11 +295,11 @@ def killed_in_reduce_scatter(rank: int) -> None:
 
 def killed_in_backward(rank: int) -> None:
     """One rank dies in the backward of a DDP model, before its gradients are reduced."""
-    model = DistributedDataParallel(gradient_cases.Scorer(1))
+    model = DistributedDataParallel(Model(num_outputs=1))
     loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
     generator = torch.Generator().manual_seed(rank)
     for step in range(2):
-        features = torch.randn(8, gradient_cases.NUM_FEATURES, dtype=torch.float64, generator=generator)
+        features = torch.randn(8, NUM_FEATURES, dtype=torch.float64, generator=generator)
         logits = model(features)
         if step == 1 and rank == DOOMED:
             logits.register_hook(lambda gradient: _die())

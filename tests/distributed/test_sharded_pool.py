@@ -12,9 +12,11 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import part_of, split
 from collective_counter import CollectiveCounter
 from score_sets import SETS
 from score_sets import generator as score_generator
+from subjects import Model, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
@@ -290,8 +292,8 @@ def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> Non
     ids=str,
 )
 def test_number_of_collectives(pool_of_two: WorkerPool, case: Case, number: int) -> None:
-    for split in ("uneven", "last"):
-        (outcome,) = assert_exact(pool_of_two, [case._replace(split=split)])
+    for kind in ("uneven", "last"):
+        (outcome,) = assert_exact(pool_of_two, [case._replace(split=kind)])
         assert outcome.collectives == number
 
 
@@ -584,12 +586,12 @@ def steps_of_a_model(rank: int, form: str) -> list[float]:
         case = gradient_cases.Case("smooth_ap", queue_size=64, num_classes=2)
         sharded = case._replace(pool="sharded")
         losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(sharded, local=False)]
-        alone, model = gradient_cases.Scorer(2), gradient_cases.Scorer(2, losses[1] if way == "inside" else None)
+        alone, model = Model(num_outputs=2), Model(num_outputs=2, loss=losses[1] if way == "inside" else None)
         wrapped = DistributedDataParallel(model)
         for index in range(3):
             step = gradient_cases.make_step(case, index)
-            counts = gradient_cases.split(step.features.shape[0], world_size, 0)
-            own = gradient_cases.shard(step, counts, rank)
+            counts = split(step.features.shape[0], world_size, 0)
+            own = part_of(step, counts, rank)
             alone.zero_grad()
             wrapped.zero_grad()
             losses[0](alone(step.features), step.targets).backward()
@@ -606,7 +608,7 @@ def steps_of_a_model(rank: int, form: str) -> list[float]:
                     wrapped(own.features, own.targets).backward()
                 else:
                     losses[1](wrapped(own.features), own.targets).backward()
-            whole, spread = (torch.cat(gradient_cases.flat_gradients(held)) for held in (alone, model))
+            whole, spread = (gradient(held) for held in (alone, model))
             errors.append(float((spread - whole).norm() / whole.norm()))
     return errors
 
