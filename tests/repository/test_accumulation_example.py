@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from scripts import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "accumulation.py"

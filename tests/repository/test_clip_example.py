@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "clip_mixed_mesh.py"
 FIVE = SCRIPT.with_name("clip_five_dimensions.py")
