@@ -137,6 +137,7 @@ def test_a_bad_option_is_named(
 # Accumulation
 
 
+@pytest.mark.full
 def test_exact_accumulation_coincides_and_naive_does_not(tmp_path: Path) -> None:
     """One step of the toy, and paragraphs of a few tokens."""
     arguments = ("--steps", 1, "--length", 24, "--output", "figures/curves.json")
@@ -181,6 +182,7 @@ def test_a_gap_is_seen(modules: Callable[[str], Any], capsys: Any, value: float,
 # Clipping
 
 
+@pytest.mark.full
 def test_clipping_over_a_mixed_mesh_has_the_norm_of_one_process(tmp_path: Path) -> None:
     """And torch's own function does not."""
     done = _run("clip_mixed_mesh", cwd=tmp_path, processes=4)
@@ -196,6 +198,7 @@ def test_clipping_over_a_mixed_mesh_has_the_norm_of_one_process(tmp_path: Path) 
     assert float(left) > 0.15
 
 
+@pytest.mark.full
 def test_clipping_over_five_dimensions_prints_what_the_page_quotes(tmp_path: Path) -> None:
     done = _run("clip_five_dimensions", cwd=tmp_path, processes=8)
     alone, ours, no_experts, no_stages = (
