@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from gradient_cases import Case
-from loss_cases import CLASSES, FUNCTIONS, IGNORED, POOLED, VARIANTS
+from loss_cases import CLASSES, FUNCTIONS, IGNORED, POOLED, VARIANTS, normal
 from sklearn.datasets import make_multilabel_classification
 from sklearn.metrics import average_precision_score, roc_curve
 from torch import Tensor
@@ -200,11 +200,6 @@ def test_training_raises_the_macro_average_precision(name: str) -> None:
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
