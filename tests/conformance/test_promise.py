@@ -77,6 +77,7 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("pauc_dro", queue_size=0, dtype="float32"),
         Case("hard_negative", num_classes=3, weighted=True),
         Case("hard_negative", num_classes=3, multi_hot=True, weighted=True, queue_keep="negatives"),
+        Case("hard_negative", num_classes=3, queue_size=20, queue_keep="negatives", pool="sharded"),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),
