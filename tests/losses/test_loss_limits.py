@@ -159,7 +159,7 @@ def test_the_macro_average_is_that_of_scikit_learn_and_leaves_out_a_label_that_n
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("loss", ["recall", "pauc_pairwise"])
 def test_the_gradient_of_multi_hot_targets_equals_one_process(pool_of_two: WorkerPool, loss: str, dtype: str) -> None:
-    """As tests/distributed/test_promise.py has it for the other two losses."""
+    """As tests/conformance/test_promise.py has it for the other two losses."""
     limit = {"float64": 1e-12, "float32": 2e-6}[dtype]
     case = Case(loss, dtype=dtype, num_classes=3, multi_hot=True, weighted=True)
     assert max(max(errors) for errors in pool_of_two(gradient_cases.worst_error, 2, case)) <= limit
