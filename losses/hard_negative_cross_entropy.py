@@ -12,7 +12,8 @@ from typing_extensions import Unpack
 from ..errors import check_number, expected
 from .arguments import completed
 from .pool import PerClass, Pool, Reduction, local_pool, reduce_values, spread_nan
-from .ranking import PoolOptions, RankingLoss
+from .queued_loss import PoolOptions
+from .ranking import RankingLoss
 
 _SNAP = 1e-9  # relative distance at which a product counts as an integer: 0.07 * 100 is 7.000000000000001
 

@@ -386,7 +386,8 @@ def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
     found = []
     for index, (name, kind) in enumerate(cases):
         odd_ranks = (0, 1, 2) if name in ON_EACH_RANK or kinds[name] < 3 else (index % 3,)
-        found.append(pytest.param(3, odd_ranks, name, kind, marks=pytest.mark.slow, id=f"3-{name}-{kind}"))
+        mark = pytest.mark.full if name in ON_EACH_RANK else pytest.mark.slow  # two ranks show the same
+        found.append(pytest.param(3, odd_ranks, name, kind, marks=mark, id=f"3-{name}-{kind}"))
         if name in ON_EACH_RANK:
             marks = [pytest.mark.slow] if "_by_" in name else []
             found.append(pytest.param(2, (0, 1), name, kind, marks=marks, id=f"2-{name}-{kind}"))
@@ -471,8 +472,15 @@ def assert_named(fates: list[Fate], *texts: str) -> None:
             assert all(text in fate.text for text in texts), fate.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "number"), FORWARD)
+def deaths() -> list[Any]:
+    """Return every call with each of its collectives; one of each kind of collective is not left to ``make full``."""
+    kinds = {(REDUCED.get(case, "rows" if case[1] > 1 else "headers"), "wrapper" in case[0]): case for case in FORWARD}
+    return [
+        pytest.param(*case, marks=pytest.mark.slow if case in kinds.values() else pytest.mark.full) for case in FORWARD
+    ]
+
+
+@pytest.mark.parametrize(("name", "number"), deaths())
 def test_a_rank_killed_in_forward(name: str, number: int) -> None:
     """The middle one of three, so that both a lower and a higher rank are left."""
     fates = run_group(3, TIMEOUT_S, killed_in_forward, name, number)

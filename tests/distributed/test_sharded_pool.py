@@ -12,11 +12,11 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
-from batches import part_of, split
+from batches import part_of, portion, split
 from collective_counter import CollectiveCounter
 from score_sets import SETS
 from score_sets import generator as score_generator
-from subjects import Model, gradient
+from subjects import LIMITS, Model, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
@@ -25,7 +25,6 @@ import fullrank
 from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 STEPS = 3
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
 
 
 class Case(NamedTuple):
@@ -93,15 +92,7 @@ def counts_of(split: str, count: int, world_size: int, index: int) -> list[int]:
     shares = [1 + (rank + index) % world_size * 2 for rank in range(world_size)]
     if split == "empty":
         shares[index % world_size] = 0
-    counts = [count * share // sum(shares) for share in shares]
-    counts[counts.index(max(counts))] += count - sum(counts)
-    return counts
-
-
-def own_rows(step: Step, counts: list[int], rank: int) -> Step:
-    """Return the rows of ``rank``."""
-    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    return Step(*(None if tensor is None else tensor[rows] for tensor in step))
+    return portion(count, shares)
 
 
 def loss_and_gradient(loss: Any, step: Step, **options: Any) -> tuple[Tensor, Tensor]:
@@ -146,9 +137,9 @@ def run_case(rank: int, case: Case) -> Outcome:
             wide = Step(step.logits.double(), step.targets, step.iid_mask, step.weight)
             expected, whole = loss_and_gradient(alone, wide)
             with CollectiveCounter() if index == STEPS - 1 else nullcontext() as counter:
-                value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+                value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
             number = counter.total if counter else 0
-            reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+            reference = part_of(Step(whole, *step[1:]), counts, rank).logits
             error = (gradient.double() / world_size - reference).norm() / whole.norm().clamp_min(1e-30)
             worst_gradient = max(worst_gradient, float(error))
             difference = (value.double().nan_to_num() - expected.nan_to_num()).abs()
@@ -205,7 +196,7 @@ def test_smooth_ap_equals_one_process(pool_of_two: WorkerPool, form: str) -> Non
     assert_exact(pool_of_two, cases_of("smooth_ap", form))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loss", "form"),
     [("smooth_ap", "moments"), ("smooth_ap", "positives"), ("recall", "sums"), ("trapezoid", "sums")],
@@ -239,7 +230,7 @@ def random_case(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.full)], ids=len)
 def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
     for first in seeds[::10]:
         assert_exact(pool_of_four, [random_case(seed) for seed in range(first, first + 10)])
@@ -324,12 +315,12 @@ def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]
                 counts = counts_of("uneven", scores.shape[0], world_size, 0)
                 with forced(form):
                     loss = fullrank.SmoothAPLoss(1, temperature=temperature, pool="sharded")
-                    own = own_rows(step, counts, rank)
+                    own = part_of(step, counts, rank)
                     logits = own.logits.clone().requires_grad_()
                     value = loss(logits, own.targets)
                     value.backward()
                 assert logits.grad is not None
-                reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                reference = part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
                 if expected.isnan().any():
                     right = bool(value.isnan() and logits.grad.isnan().all())
                 else:
@@ -374,12 +365,12 @@ def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
                 expected.backward()
                 with forced("sums"):
                     loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature, pool="sharded")
-                    value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+                    value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
                 assert leaf.grad is not None
                 if expected.isnan():
                     right = bool(value.isnan())
                 else:
-                    reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                    reference = part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
                     error = (gradient.double() / world_size - reference).norm()
                     right = bool(error <= LIMITS[dtype_name] * leaf.grad.norm().clamp_min(1e-12))
                     right &= bool((value - expected).abs() <= LIMITS[dtype_name])
@@ -414,7 +405,7 @@ def not_finite(rank: int, loss: str) -> dict[str, NotFinite]:
                     step.logits[::7] = torch.inf  # and so a threshold
                 elif kind == "nan":
                     step.logits[-1] = torch.nan
-                own = own_rows(step, counts_of("uneven", len(step.logits), world_size, 0), rank)
+                own = part_of(step, counts_of("uneven", len(step.logits), world_size, 0), rank)
                 gathered = loss_and_gradient(make_loss(case), own)
                 with forced("sums"):
                     sharded = loss_and_gradient(make_loss(case, pool="sharded"), own)
@@ -440,7 +431,7 @@ def without_gradient(rank: int, form: str) -> list[bool]:
         case = Case(name, queue_size=60)
         steps = [make_step(case, index) for index in range(3)]
         split = [counts_of("empty", len(step.logits), dist.get_world_size(), index) for index, step in enumerate(steps)]
-        owns = [own_rows(step, counts, rank) for step, counts in zip(steps, split)]
+        owns = [part_of(step, counts, rank) for step, counts in zip(steps, split)]
         with forced(form):
             clean = make_loss(case, pool="sharded")
             expected = [loss_and_gradient(clean, own) for own in owns]
@@ -486,8 +477,8 @@ def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
                 counts = counts_of("last" if index else "uneven", count, world_size, index)
                 expected, whole = loss_and_gradient(losses[0], step)
                 with forced(form):
-                    value, gradient = loss_and_gradient(losses[1], own_rows(step, counts, rank))
-                reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+                    value, gradient = loss_and_gradient(losses[1], part_of(step, counts, rank))
+                reference = part_of(Step(whole, *step[1:]), counts, rank).logits
                 same = torch.allclose(value, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
                 same = same and torch.allclose(gradient / world_size, reference, atol=1e-12, equal_nan=True)
                 found.append((f"{name} {loss}", same))
@@ -641,11 +632,11 @@ def warm_up(rank: int) -> list[float]:
         step = step._replace(targets=(torch.arange(len(step.logits)) % 3 // 2)[:, None])
         counts = counts_of("empty", len(step.logits), world_size, index)
         found = []
-        for loss, rows in zip(losses, (own_rows(step, counts, rank), step)):
+        for loss, rows in zip(losses, (part_of(step, counts, rank), step)):
             loss.on_train_batch_start(index)
             found.append(loss_and_gradient(_without_options(loss), rows))
         (value, gradient), (expected, whole) = found
-        reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+        reference = part_of(Step(whole, *step[1:]), counts, rank).logits
         errors += [float(value - expected), float((gradient / world_size - reference).norm() / whole.norm())]
     return errors
 

@@ -23,9 +23,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
 def with_gradient(logits: Tensor, targets: Tensor, share: float, **options: object) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
-    leaf = logits.clone().requires_grad_()
-    value = hard_negative_cross_entropy(leaf, targets, share, **options)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
+    return cases.step(hard_negative_cross_entropy, logits, targets, share=share, **options)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
