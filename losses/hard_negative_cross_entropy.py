@@ -126,11 +126,6 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones.
 
-    Degenerate:
-        A class without positives is valid: its highest negatives still learn that they are negatives. A class whose
-        selected rows have no weight is invalid: left out of the mean and the sum. With no valid class the loss is 0
-        with zero gradients.
-
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
         the same value and holds the same queue. ``iid_mask`` has no effect. ``sample_weight`` counts for positives and

@@ -144,12 +144,9 @@ class RecallAtQuantileLoss(RankingLoss):
     only loss, all scores can rise together: combine it with a pointwise loss, such as
     ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
-    By default the temperature is 0.3 times the spread of the pool's scores: their interquartile range over 1.349,
-    averaged over the classes, from a sample of about 4,096 scores. So the loss does not depend on the scale of the
-    scores. The spread is a constant for the gradient. A number is an absolute width instead, and may be assigned
-    between steps, as may None. ``current_temperature`` is the temperature of the last call.
-
-    With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold.
+    By default the temperature is 0.3 times the spread of the pool's scores, so the loss does not depend on their scale.
+    A number is an absolute width, and may be assigned between steps, as may None. ``current_temperature`` is the
+    temperature of the last call.
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
