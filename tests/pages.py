@@ -1,4 +1,4 @@
-"""The pages of docs/ and README.md: their Python blocks, what these print according to the page, and how to run them."""
+"""The pages of docs/ and README.md: their Python blocks, what the page says they print, and a way to run them."""
 
 from __future__ import annotations
 
