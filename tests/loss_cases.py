@@ -244,6 +244,18 @@ POOLED_SETTINGS = [(name, setting) for name, loss in POOLED.items() for setting 
 FOCAL_SETTINGS = [(name, setting) for name, loss in FOCAL.items() for setting in loss.settings]
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers that float32 holds, in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def step(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = loss(leaf, targets, **given)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
 def leaf(rows: Rows) -> Rows:
     """Return the rows with logits that record a gradient."""
     return rows._replace(logits=rows.logits.detach().clone().requires_grad_())

@@ -20,12 +20,11 @@ from integration_cases import (
     make_tokens,
     make_writer,
     own_pool,
-    recipe,
-    run_block,
     token_mean,
     train,
     windows_of,
 )
+from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -166,7 +165,7 @@ pytestmark = [
 
 LIMIT = 1e-6  # float32, of what the training has changed
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
-DEFINITIONS, SCRIPT, SUMS, POOLED = recipe("accelerate")
+DEFINITIONS, SCRIPT, SUMS, POOLED = blocks("recipes/accelerate.md")
 POOLED = POOLED.replace(*QUEUE)
 # What Accelerate's documentation calls gradient accumulation.
 MEAN_OF_MEANS = """
@@ -192,12 +191,14 @@ def test_sums_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 def test_control_accumulation_of_accelerate_is_a_mean_of_means(workers: WorkerPool) -> None:
     for parameters, norm in workers(summed, MEAN_OF_MEANS, {"gradient_accumulation_steps": 2}):
         assert parameters > 0.05
         assert norm > 0.05
 
 
+@pytest.mark.full
 def test_control_gradient_accumulation_steps_divide_once_more(workers: WorkerPool) -> None:
     for _, norm in workers(summed, SUMS, {"gradient_accumulation_steps": 2}):
         assert norm > 0.4

@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 from gradient_cases import Case
+from loss_cases import step
 from reference import Rows
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -41,13 +42,6 @@ def rows(count: int, classes: int = 1, seed: int = 0, dtype: torch.dtype = torch
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, classes, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     return logits, torch.randint(0, max(2, classes), (count,), generator=generator)
-
-
-def step(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and its gradient."""
-    leaf = logits.detach().clone().requires_grad_()
-    value = loss(leaf, targets)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
 def expected_spread(columns: Tensor) -> float:

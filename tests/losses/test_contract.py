@@ -33,6 +33,8 @@ from fullrank.losses import (
     smooth_ap,
     softmax_focal,
 )
+from fullrank.losses.distributed_loss import GroupOptions
+from fullrank.losses.queued_loss import PoolOptions
 
 NAN, INF = math.nan, math.inf
 V, T = ValueError, TypeError
@@ -591,6 +593,13 @@ def test_every_argument_is_in_the_signature_and_the_docstring(name: str) -> None
         "fullrank.losses"
     ):
         assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
+
+
+def test_what_a_subclass_passes_on_is_all_that_the_base_takes() -> None:
+    group = inspect.signature(losses.DistributedLoss).parameters.keys() - {"gather_distributed"}
+    assert GroupOptions.__annotations__.keys() == group
+    pooled = inspect.signature(losses.RankingLoss).parameters.values()
+    assert PoolOptions.__annotations__.keys() == {p.name for p in pooled if p.kind is p.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("text", ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'"])

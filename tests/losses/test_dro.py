@@ -33,9 +33,7 @@ def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -
 
 def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: object) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
-    leaf = logits.clone().requires_grad_()
-    value = dro(leaf, targets, tilt, **options)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
+    return cases.step(dro, logits, targets, tilt=tilt, **options)
 
 
 @over_lambdas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import gradient_cases
 import loss_cases as cases
 import pytest
 import reference
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from loss_cases import INPUTS
 from torch import Tensor
 from torch.testing import assert_close
+from workers import WorkerPool
 
 from fullrank import HardNegativeCrossEntropyLoss
 from fullrank.losses import hard_negative_cross_entropy
@@ -21,9 +23,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
 def with_gradient(logits: Tensor, targets: Tensor, share: float, **options: object) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
-    leaf = logits.clone().requires_grad_()
-    value = hard_negative_cross_entropy(leaf, targets, share, **options)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
+    return cases.step(hard_negative_cross_entropy, logits, targets, share=share, **options)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -135,3 +135,9 @@ def test_it_has_no_temperature() -> None:
     module(torch.randn(3, 2), torch.tensor([0, 1, 1]))
     other.load_state_dict(module.state_dict())
     assert len(other.queue) == 3
+
+
+def test_a_sharded_pool_with_a_queue_is_that_of_one_process(pool_of_two: WorkerPool) -> None:
+    case = gradient_cases.Case("hard_negative", num_classes=2, weighted=True, pool="sharded")
+    for errors in pool_of_two(gradient_cases.worst_error, 2, case):
+        assert max(errors) <= 1e-12

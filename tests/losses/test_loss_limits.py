@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from gradient_cases import Case
-from loss_cases import CLASSES, FUNCTIONS, IGNORED, POOLED, VARIANTS
+from loss_cases import CLASSES, FUNCTIONS, IGNORED, POOLED, VARIANTS, normal
 from sklearn.datasets import make_multilabel_classification
 from sklearn.metrics import average_precision_score, roc_curve
 from torch import Tensor
@@ -159,7 +159,7 @@ def test_the_macro_average_is_that_of_scikit_learn_and_leaves_out_a_label_that_n
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("loss", ["recall", "pauc_pairwise"])
 def test_the_gradient_of_multi_hot_targets_equals_one_process(pool_of_two: WorkerPool, loss: str, dtype: str) -> None:
-    """As tests/distributed/test_promise.py has it for the other two losses."""
+    """As tests/conformance/test_promise.py has it for the other two losses."""
     limit = {"float64": 1e-12, "float32": 2e-6}[dtype]
     case = Case(loss, dtype=dtype, num_classes=3, multi_hot=True, weighted=True)
     assert max(max(errors) for errors in pool_of_two(gradient_cases.worst_error, 2, case)) <= limit
@@ -200,11 +200,6 @@ def test_training_raises_the_macro_average_precision(name: str) -> None:
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -300,12 +295,12 @@ def test_half_precision_is_that_of_float32_rounded_once(name: str, dtype: torch.
     gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, (half, single))]
     assert gradients[0].dtype == dtype
     assert torch.equal(gradients[0], gradients[1].to(dtype))
-    # And float32 is close to float64.
+    # And float32 is close to float64: roundings of 6e-8 over temperatures of 0.1.
     wide = half.detach().double().requires_grad_()
     exact = BY_FLOAT32[name](wide)
-    assert_close(losses[1].double(), exact, rtol=2e-6, atol=0)
+    assert_close(losses[1].double(), exact, rtol=5e-6, atol=0)
     truth = torch.autograd.grad(exact, wide)[0]
-    assert (gradients[1].double() - truth).norm() <= 2e-6 * truth.norm()
+    assert (gradients[1].double() - truth).norm() <= 5e-6 * truth.norm()
 
 
 def naive_smooth_ap(scores: Tensor, positive: Tensor) -> Tensor:

@@ -46,13 +46,6 @@ def function(name: str, **changes: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, targets: POOLED[loss].functional(logits, targets, **(settings | changes))
 
 
-def value_and_gradient(call: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and its gradient."""
-    leaf = logits.detach().clone().requires_grad_()
-    value = call(leaf, targets)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
-
-
 def run(name: str, case: InputCase, rows: Rows, past: Rows | None = None, **changes: Any) -> tuple[Tensor, Tensor]:
     """Return the loss of each class and the gradient of the rows, after a step on ``past`` rows."""
     loss, settings = VARIANTS[name]
@@ -97,7 +90,7 @@ def test_score_shift_in_float32(name: str) -> None:
     rows = INPUTS["binary"].rows(num_rows=200)
     logits = (rows.logits * 256).round().float() / 256
     call = function(name) if "dro" in name else function(name, temperature=0.05)
-    near, far = (value_and_gradient(call, logits + shift, rows.targets) for shift in (0.0, 16384.0))
+    near, far = (cases.step(call, logits + shift, rows.targets) for shift in (0.0, 16384.0))
     assert_same(far, near, rtol=1e-5, atol=1e-6)  # the order of float32 sums over 200 rows
 
 
@@ -193,7 +186,7 @@ def test_focal_ignored_elements_are_removed_elements(poison: float) -> None:
 def assert_reference(name: str, logits: Tensor, targets: Tensor, rtol: float, **changes: Any) -> None:
     """The loss is that of the reference, with a finite gradient."""
     loss, settings = VARIANTS[name]
-    value, gradient = value_and_gradient(function(name, **changes), logits, targets)
+    value, gradient = cases.step(function(name, **changes), logits, targets)
     assert bool(gradient.isfinite().all())
     expected = POOLED[loss].reference(Rows(logits.double(), targets), **(settings | changes)).loss
     assert_close(value.double(), expected, rtol=rtol, atol=1e-7)
@@ -206,7 +199,7 @@ def test_extreme_magnitudes(name: str, dtype: torch.dtype) -> None:
     logits = rows.logits.to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     if "dro" in name and "tau_scale" in VARIANTS[name][1]:  # the unit of the scores does not matter
-        everywhere, once = (value_and_gradient(function(name), x, rows.targets) for x in (logits * 1e30, logits))
+        everywhere, once = (cases.step(function(name), x, rows.targets) for x in (logits * 1e30, logits))
         assert_close(everywhere[0], once[0], rtol=tolerance, atol=0)
         assert bool(everywhere[1].isfinite().all())
     else:
@@ -269,7 +262,7 @@ def test_infinite_scores_at_the_right_end(name: str, label: int, score: float) -
     for value in (score, math.copysign(1e6, score)):
         logits = rows.logits.clone()
         logits[place] = value
-        results.append(value_and_gradient(function(name), logits, rows.targets))
+        results.append(cases.step(function(name), logits, rows.targets))
     assert_same(*results)
 
 
@@ -279,7 +272,7 @@ def test_infinite_scores_in_a_class_that_is_not_valid(name: str) -> None:
     if not POOLED[name].needs_negatives:
         pytest.skip("needs no negatives")
     logits = torch.tensor([[math.inf], [math.inf], [1.0]])
-    value, gradient = value_and_gradient(POOLED[name].functional, logits, torch.ones(3, dtype=torch.int64))
+    value, gradient = cases.step(POOLED[name].functional, logits, torch.ones(3, dtype=torch.int64))
     assert value.item() == 0.0
     assert gradient.tolist() == [[0.0]] * 3
 
@@ -589,7 +582,7 @@ def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch: pytest.Mo
 def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives() -> None:
     scores = torch.tensor([[torch.inf], [torch.inf], [1.0], [0.5], [0.2], [-1.0]])
     recall = function("recall", temperature=0.1)
-    value, gradient = value_and_gradient(recall, scores, torch.tensor([0, 0, 1, 0, 1, 0]))
+    value, gradient = cases.step(recall, scores, torch.tensor([0, 0, 1, 0, 1, 0]))
     assert value.item() == 1.0  # no positive reaches the threshold
     assert not gradient.any()
     assert recall(scores, torch.tensor([1, 0, 1, 0, 1, 0])).isnan()  # infinity less infinity, by the definition

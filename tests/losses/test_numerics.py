@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loss_cases import POOLED, VARIANTS
+from loss_cases import POOLED, VARIANTS, normal
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
@@ -19,11 +19,6 @@ from fullrank.metrics import RecallAtQuantile
 
 FLOAT32, FLOAT64 = 2e-6, 1e-12  # relative errors of a gradient
 DTYPES = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, FLOAT32), (torch.float64, FLOAT64)], ids=str)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers that float32 holds, in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def slope(difference: Tensor) -> Tensor:

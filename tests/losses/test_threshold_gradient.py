@@ -12,7 +12,7 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
-from loss_cases import INPUTS, POOLED
+from loss_cases import INPUTS, POOLED, normal, step
 from reference import Rows
 from torch import Tensor
 from torch.testing import assert_close
@@ -53,18 +53,6 @@ SETTINGS: dict[str, tuple[type[RankingLoss], Callable[..., reference.Result], di
     ),
 }
 over_settings = pytest.mark.parametrize("setting", SETTINGS)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers that float32 holds, in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
-
-
-def step(loss: RankingLoss, logits: Tensor, targets: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """Return the loss of one step and the gradient of its rows."""
-    leaf = logits.detach().clone().requires_grad_()
-    value = loss(leaf, targets, **given)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
 def imbalance(gradient: Tensor) -> Tensor:

@@ -1,20 +1,18 @@
-"""Every Python block of README.md runs: the first in this process, the recipes in a real torchrun job."""
+"""Every Python block of README.md runs: the first in this process, the recipe over ranks in two."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from pages import PAGES, blocks
+from scripts import run_script
 
 import fullrank
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+BLOCKS = blocks("README.md")
 
 
 def block_with(text: str) -> str:
@@ -40,9 +38,7 @@ def test_the_added_line() -> None:
 def test_the_ddp_recipe(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(block_with("# train.py"), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = run_script(script, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"loss \d\.\d{4}, temperature \d\.\d\d\n", done.stdout), done.stdout
 
@@ -68,12 +64,5 @@ def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out) == pytest.approx(float(total.detach()), rel=1e-12)
 
 
-def test_it_is_short() -> None:
-    """About 900 words without the code: a new reader finishes in four minutes."""
-    prose = re.sub(r"```.*?```", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(prose.split()) < 900
-
-
 def test_the_public_names_are_in_the_readme() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert [name for name in fullrank.__all__ if name not in text] == []
+    assert [name for name in fullrank.__all__ if name not in PAGES["README.md"]] == []
