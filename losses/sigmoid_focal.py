@@ -83,7 +83,7 @@ def _elements(
     targets = aligned(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
-    doubts = [_doubt_of_targets(targets)] if validate_args and has_values(targets) else []
+    doubts = [doubt_of_soft_targets(targets)] if validate_args and has_values(targets) else []
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
@@ -105,7 +105,7 @@ def _elements(
     if sample_weight is None:
         mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device) if counted is None else counted.sum()
         return Elements(values, mass * reduction.startswith("mean"), None, joined(doubts))
-    weight, doubt = doubted_weight(_expand(sample_weight, inputs), x.dtype, validate_args)
+    weight, doubt = doubted_weight(expand_weight(sample_weight, inputs), x.dtype, validate_args)
     doubts += [] if doubt is None else [doubt]
     unit = weight_unit(weight)
     weight = weight / unit
@@ -113,7 +113,7 @@ def _elements(
     return Elements(values * weight, mass * reduction.startswith("mean"), unit, joined(doubts))
 
 
-def _doubt_of_targets(targets: Tensor) -> Doubt:
+def doubt_of_soft_targets(targets: Tensor) -> Doubt:
     """Return whether a target is not in [0, 1]."""
     bad = ~((targets >= 0) & (targets <= 1))
 
@@ -124,7 +124,7 @@ def _doubt_of_targets(targets: Tensor) -> Doubt:
     return Doubt(bad.any(), error)
 
 
-def _expand(sample_weight: Tensor, inputs: Tensor) -> Tensor:
+def expand_weight(sample_weight: Tensor, inputs: Tensor) -> Tensor:
     """Return the weights in the shape of ``inputs``; weights (N,) of rows align with dim 0, not with the last."""
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
     check_tensor("sample_weight", sample_weight, "a tensor or None")

@@ -114,7 +114,7 @@ def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
 def _elements(
     inputs: Tensor, targets: Tensor, rule: _Rule, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
-    targets, valid, doubts = _check_targets(inputs, targets, rule, validate_args)
+    targets, valid, doubts = check_classes(inputs, targets, rule.ignore_index, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
     # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -125,12 +125,7 @@ def _elements(
         values = values * alpha
     weight, unit = valid.to(x.dtype), None
     if sample_weight is not None:
-        check_tensor("sample_weight", sample_weight, "a tensor or None")
-        if sample_weight.shape != targets.shape:
-            fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
-            what = f"the shape of targets, {tuple(targets.shape)}"
-            raise ValueError(expected("sample_weight", what, sample_weight, fix))
-        given, doubt = doubted_weight(sample_weight, x.dtype, validate_args)
+        given, doubt = check_element_weight(sample_weight, targets, x.dtype, validate_args)
         doubts += [] if doubt is None else [doubt]
         unit = weight_unit(given)
         weight = weight * (given / unit)
@@ -143,8 +138,8 @@ def _elements(
     return Elements(values * weight, count, unit, joined(doubts))
 
 
-def _check_targets(
-    inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: bool
+def check_classes(
+    inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
 ) -> tuple[Tensor, Tensor, list[Doubt]]:
     """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not."""
     check_inputs(inputs, targets)
@@ -162,10 +157,21 @@ def _check_targets(
     check_exact(targets, inputs.shape[1])
     given, targets = targets, targets.to(torch.int64)
     if not (validate_args and has_values(targets)):
-        return targets, targets != rule.ignore_index, []
-    ignored, outside = targets == rule.ignore_index, (targets < 0) | (targets >= inputs.shape[1])
-    doubt = doubt_of_classes(given, targets, outside & ~ignored, inputs.shape[1], rule.ignore_index)
+        return targets, targets != ignore_index, []
+    ignored, outside = targets == ignore_index, (targets < 0) | (targets >= inputs.shape[1])
+    doubt = doubt_of_classes(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
     return targets, ~(ignored | outside), [doubt]
+
+
+def check_element_weight(
+    sample_weight: Tensor, targets: Tensor, dtype: torch.dtype, validate_args: bool
+) -> tuple[Tensor, Doubt | None]:
+    """Return the weights of elements (N, *), and whether one is negative or not finite."""
+    check_tensor("sample_weight", sample_weight, "a tensor or None")
+    if sample_weight.shape != targets.shape:
+        fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
+        raise ValueError(expected("sample_weight", f"the shape of targets, {tuple(targets.shape)}", sample_weight, fix))
+    return doubted_weight(sample_weight, dtype, validate_args)
 
 
 def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:
