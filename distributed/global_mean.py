@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import anchor_of, expected, first_order_only
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
-from .header import Doubt, Offer, State, refuse_in_backward
+from .header import DeviceCheck, Offer, State, refuse_in_backward
 from .torch_private import not_compiled
 from .transforms import agree_untransformed, check_no_tangents
 
@@ -22,7 +22,7 @@ class Fraction(NamedTuple):
     total: Tensor
     num_terms: Tensor | float
     facts: Mapping[str, object] = {}
-    doubt: Doubt | None = None
+    check: DeviceCheck | None = None
 
 
 class _GlobalRatio(torch.autograd.Function):
@@ -67,10 +67,10 @@ def mean_agreed(
     refuse_in_backward(call)  # also where a compiled function makes the call
 
     def bring() -> Offer[Tensor]:
-        total, count, facts, doubt = prepare()
+        total, count, facts, check = prepare()
         check_no_tangents(total)
         needs_grad = total.requires_grad and torch.is_grad_enabled()
-        return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count), doubt=doubt)
+        return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count), check=check)
 
     agreed = agree_untransformed(call, group, bring)
     total = agreed.value

@@ -14,8 +14,9 @@ first joins an all-gather of one header of eight words, even if its checks have 
 
 All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
 exchange the reasons, and all raise the same :class:`~fullrank.errors.RankError`. This second exchange happens only
-before an error. The digests say which ranks have the same reason, so at most four ranks send one. A :class:`Doubt` is
-read together with the headers. If there is one, its rank finds out the reason, and all exchange headers once more.
+before an error. The digests say which ranks have the same reason, so at most four ranks send one. A
+:class:`DeviceCheck` is read together with the headers. If one has failed, its rank finds out the reason, and all
+exchange headers once more.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 # The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
 _BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
-_IN_DOUBT, _FAILED = 1, 2  # the first word
+_UNREAD, _FAILED = 1, 2  # the first word
 
 _MOST = 4  # ranks, reasons and values that a message names
 _LONGEST = 2000  # characters of a reason or a fact that travel: each of W ranks receives W times the longest message
@@ -76,24 +77,24 @@ class Checksum(NamedTuple):
     advice: str
 
 
-class Doubt(NamedTuple):
+class DeviceCheck(NamedTuple):
     """A check of values on the device that has not been read: its outcome can travel with the header."""
 
     flag: Tensor  # bool scalar: the check has failed
     error: Callable[[], Exception]  # what to raise then; it may wait for the device
 
-    def check(self) -> None:
+    def read(self) -> None:
         """Wait for the device, and raise if the check has failed."""
         if bool(self.flag):
             raise self.error()
 
 
-def joined(doubts: Sequence[Doubt]) -> Doubt | None:
-    """Return all ``doubts`` as one, with the error of the first that failed; None without one."""
-    if len(doubts) < 2:
-        return doubts[0] if doubts else None
-    flag = torch.stack([doubt.flag for doubt in doubts]).any()
-    return Doubt(flag, lambda: next(doubt.error() for doubt in doubts if bool(doubt.flag)))
+def combined(checks: Sequence[DeviceCheck]) -> DeviceCheck | None:
+    """Return all ``checks`` as one, with the error of the first that failed; None without one."""
+    if len(checks) < 2:
+        return checks[0] if checks else None
+    flag = torch.stack([check.flag for check in checks]).any()
+    return DeviceCheck(flag, lambda: next(check.error() for check in checks if bool(check.flag)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Offer(Generic[T]):
         rows: number of rows on this rank.
         totals: at most four numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
-        doubt: checks of this rank's arguments that have not been read.
+        check: checks of this rank's arguments that have not been read.
     """
 
     value: T
@@ -114,7 +115,7 @@ class Offer(Generic[T]):
     rows: int = 0
     totals: Sequence[Tensor | float] = ()
     checksum: Checksum | None = None
-    doubt: Doubt | None = None
+    check: DeviceCheck | None = None
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
     """
     if ranks is None:
         offer = bring()
-        if offer.doubt is not None:
-            offer.doubt.check()
+        if offer.check is not None:
+            offer.check.read()
         totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
         return Agreement(offer.value, (offer.rows,), torch.tensor([totals], dtype=torch.float64, device="cpu"))
     number = next(_NUMBERS)
@@ -171,25 +172,25 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         offer = bring()
         texts |= {name: repr(fact) for name, fact in offer.facts.items()}
         advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
-        checksum, doubt = offer.checksum, offer.doubt
-        if doubt is not None and "cpu" in (device.type, doubt.flag.device.type):
-            doubt.check()  # which waits no longer than it would take to read the flag
-            doubt = None
+        checksum, check = offer.checksum, offer.check
+        if check is not None and "cpu" in (device.type, check.flag.device.type):
+            check.read()  # which waits no longer than it would take to read the flag
+            check = None
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
         known = digest(texts), offer.rows, 0 if checksum is None else checksum.value
         for total in offer.totals:
             if isinstance(total, Tensor):
                 check_device_of_group("total", total, ranks)
-        header = _pack((0 if doubt is None else doubt.flag, *known), offer.totals, device)
+        header = _pack((0 if check is None else check.flag, *known), offer.totals, device)
     except Exception as error:
         if _is_shared(error, ranks, number):
             raise
         mine, header = error, header_of_failure(error)
     gathered = _gather_headers(call, header, ranks).cpu()  # [W, 8]; an accelerator is waited for once, here
-    if _IN_DOUBT in gathered[:, 0].tolist():
+    if _UNREAD in gathered[:, 0].tolist():
         try:
-            if mine is None and doubt is not None:
-                doubt.check()
+            if mine is None and check is not None:
+                check.read()
                 header[0] = 0
         except Exception as error:
             mine, header = error, header_of_failure(error)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.header import Doubt
+from ..distributed.header import DeviceCheck
 from ..errors import Words, check_tensor, expected, warn
 from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import is_batched
@@ -35,8 +35,8 @@ class Batch(NamedTuple):
         return self[:5]
 
     @property
-    def known(self) -> tuple[float, float, float]:
-        """What :meth:`with_known` adds over the ranks; NaN where the host does not know."""
+    def counts(self) -> tuple[float, float, float]:
+        """What :meth:`with_counts` adds over the ranks; NaN where the host does not know."""
         if self.targets.shape[0] == 0:
             return 0.0, 0.0, 0.0
         num_positive, num_stored = (
@@ -44,8 +44,8 @@ class Batch(NamedTuple):
         )
         return 0.0 if self.complete else 1.0, num_positive, num_stored
 
-    def with_known(self, totals: Tensor) -> Batch:
-        """Return the rows of all ranks with what the host knows of them, from :attr:`known` of each, (W, 3 or more)."""
+    def with_counts(self, totals: Tensor) -> Batch:
+        """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each, (W, >= 3)."""
         num_incomplete, *counts = (sum(column) for column in totals.t()[:3].tolist())
         counts = [None if number != number else int(number) for number in counts]
         return self._replace(complete=num_incomplete == 0, num_positive=counts[0], num_stored=counts[1])
@@ -280,10 +280,10 @@ def check_class_range(given: Tensor, targets: Tensor, ignored: Tensor, num_class
     ``targets`` is the int64 form of ``given``. Waits for the device.
     """
     bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
-    doubt_of_classes(given, targets, bad, num_classes, ignore_index).check()
+    check_of_classes(given, targets, bad, num_classes, ignore_index).read()
 
 
-def doubt_of_classes(given: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> Doubt:
+def check_of_classes(given: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> DeviceCheck:
     """Return whether a class index is ``bad``, or a float is no whole number; ``targets`` is the int64 form."""
     bad = bad | (given != targets) if given.is_floating_point() else bad
 
@@ -295,7 +295,7 @@ def doubt_of_classes(given: Tensor, targets: Tensor, bad: Tensor, num_classes: i
             fix = "Targets are one class each, as whole numbers; rows to leave out have ignore_index for a target."
         return ValueError(expected("targets", what, first, fix))
 
-    return Doubt(bad.any(), error)
+    return DeviceCheck(bad.any(), error)
 
 
 def _not_binary(value: float, ignore_index: int) -> ValueError:
@@ -330,13 +330,15 @@ def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits")
 
 def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
     """Return the weights detached and in ``dtype``; ValueError when one is negative or not finite."""
-    weight, doubt = doubted_weight(sample_weight, dtype, validate_args)
-    if doubt is not None:
-        doubt.check()
+    weight, check = weight_and_check(sample_weight, dtype, validate_args)
+    if check is not None:
+        check.read()
     return weight
 
 
-def doubted_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> tuple[Tensor, Doubt | None]:
+def weight_and_check(
+    sample_weight: Tensor, dtype: torch.dtype, validate_args: bool
+) -> tuple[Tensor, DeviceCheck | None]:
     """Return the weights detached and in ``dtype``, and whether one is negative or not finite; None if not checked."""
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
@@ -349,7 +351,7 @@ def doubted_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: boo
     def error() -> Exception:
         return ValueError(expected("sample_weight", "finite numbers >= 0", sample_weight[bad][0].item()))
 
-    return sample_weight.to(dtype), Doubt(bad.any(), error)
+    return sample_weight.to(dtype), DeviceCheck(bad.any(), error)
 
 
 def is_integer(tensor: Tensor) -> bool:

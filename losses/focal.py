@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..distributed.global_mean import Fraction, local_mean, mean_agreed
 from ..distributed.group import Group
-from ..distributed.header import Doubt, refuse_in_backward
+from ..distributed.header import DeviceCheck, refuse_in_backward
 from ..errors import Words, check_number, check_tensor, expected
 from .distributed_loss import DistributedLoss
 
@@ -20,13 +20,13 @@ class Elements(NamedTuple):
     values: Tensor  # [N, *], compute dtype
     divisor: Tensor  # scalar: number of elements, or their mass of weights; 0 for a plain sum
     unit: Tensor | None = None  # scalar, what the weights were divided by; None without weights
-    doubt: Doubt | None = None  # checks of values that have not been read
+    check: DeviceCheck | None = None  # checks of values that have not been read
 
 
 def local_loss(elements: Elements, reduction: str) -> Tensor:
     """Return the loss over the elements of this rank, or raise what a check of values has found."""
-    if elements.doubt is not None:
-        elements.doubt.check()
+    if elements.check is not None:
+        elements.check.read()
     return reduce_elements(elements, reduction)
 
 
@@ -148,11 +148,11 @@ class FocalLoss(DistributedLoss):
             dtype = str(inputs.dtype).removeprefix("torch.")
             weighted = sample_weight is not None
             facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
-            values, divisor, unit, doubt = own[0]
+            values, divisor, unit, check = own[0]
             if unit is None:
-                return Fraction(values.sum(), divisor, facts, doubt)
+                return Fraction(values.sum(), divisor, facts, check)
             # The units may differ between ranks. In float64 nothing overflows.
-            return Fraction(values.sum().double() * unit, divisor.double() * unit, facts, doubt)
+            return Fraction(values.sum().double() * unit, divisor.double() * unit, facts, check)
 
         mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":

@@ -29,7 +29,7 @@ from .pool import (
     loss_of,
 )
 from .ranking import PoolForm, RankingLoss
-from .sharded import Shared
+from .sharded import PoolFacts
 from .sharded_threshold import trapezoid_of_part
 
 if TYPE_CHECKING:
@@ -506,7 +506,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
 
-    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         if self.surrogate != "trapezoid":
             return None
         found = trapezoid_of_part(pool, shared, self._area, self.temperature)

@@ -15,7 +15,7 @@ from ..distributed.header import Agreement, Checksum, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
-from ..queues.own_queue import OwnQueue
+from ..queues.sharded_queue import ShardedQueue
 from .batch import Batch, TargetRule, check_batch, has_values, weight_unit, with_queue
 from .distributed_loss import (
     SAME_TEMPERATURE,
@@ -38,7 +38,7 @@ from .pool import (
     one_vs_rest,
 )
 from .sampling import draw_rows
-from .sharded import Found, Shared, agreed_temperature, totals_of
+from .sharded import Found, PoolFacts, agreed_temperature, totals_of
 
 PoolForm = Literal["gathered", "sharded"]
 POOL_FORMS = ("gathered", "sharded")
@@ -126,7 +126,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
         self.multi_hot = multi_hot
-        queue = MemoryQueue if pool == "gathered" else OwnQueue
+        queue = MemoryQueue if pool == "gathered" else ShardedQueue
         self.queue = queue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
@@ -212,14 +212,14 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             self._last_temperature = temperature
         return scaled, temperature
 
-    def _shared_temperature(self, pool: Pool, shared: Shared) -> float | None:
+    def _shared_temperature(self, pool: Pool, shared: PoolFacts) -> float | None:
         """Return the temperature for the parts of a sharded pool; None if that takes a look at all of its rows."""
         assert self.spread_multiple is not None
         temperature = agreed_temperature(pool, shared, self.temperature, self.spread_multiple)
         self._last_temperature = temperature
         return temperature
 
-    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         """Return the loss of each class over the parts of a pool that the ranks hold, the same on every rank.
 
         None asks for the rows to be gathered, for ``compute_per_class``; that is what a subclass without a form of
@@ -285,17 +285,17 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             self._check_not_gathered(group, logits=logits, targets=targets)
             live = check()
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-            return Rows(live.tensors, facts(), checksum, live.known)
+            return Rows(live.tensors, facts(), checksum, live.counts)
 
         def prepare_part() -> Rows:
             assert group is not None
             self._check_not_gathered(group, logits=logits, targets=targets)
             live = check()
             check_rows(live.tensors)
-            self._own_queue.take_place(group.rank(), group.size())
+            self._sharded_queue.take_place(group.rank(), group.size())
             queued = self._queued_rows()
             part = self._join(live, queued)
-            stored = self._own_queue.count(live.logits, live.targets) if self._enqueues else 0
+            stored = self._sharded_queue.count(live.logits, live.targets) if self._enqueues else 0
             weights = live.sample_weight, None if queued is None else queued.sample_weight
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
             totals = totals_of(part, stored, is_huge)
@@ -306,13 +306,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         if group is None:
             live = check()
             if self.pool == "sharded" and indexes is None and (self._ranks_queue or self._enqueues):
-                self._own_queue.take_whole(type(self).__name__)
+                self._sharded_queue.take_whole(type(self).__name__)
         elif self.pool == "sharded" and indexes is None:
             agreed = agree_on_rows(call, group, prepare_part)
             return self._sharded(Exchange(call, group), agreed, needs_rows)
         else:
             gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
-            live = Batch(*gathered.tensors).with_known(gathered.totals)
+            live = Batch(*gathered.tensors).with_counts(gathered.totals)
         return self._join(live, self._queued_rows()), live, None
 
     def _sharded(self, exchange: Exchange, agreed: Agreement[Rows], needs_rows: bool) -> tuple[Pool, Batch, Found]:
@@ -322,20 +322,20 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         live, part = agreed.value.kept
         needs_grad = torch.is_grad_enabled() and live.logits.requires_grad
         scale = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad)
-        queue = self._own_queue if self._ranks_queue and self._own_queue.num_held else None
-        shared = Shared.of(exchange, scale, agreed, queue, live.sample_weight is not None)
+        queue = self._sharded_queue if self._ranks_queue and self._sharded_queue.num_held else None
+        shared = PoolFacts.of(exchange, scale, agreed, queue, live.sample_weight is not None)
         per_class = None if needs_rows else self._per_class_of_part(part, shared)
         if per_class is None:
             rows = gather_after(
                 exchange.call, exchange.group, agreed.value.tensors, agreed.rows, self.gradient_reduction
             )
-            queued = self._own_queue.whole(exchange) if shared.num_queued else None
+            queued = self._sharded_queue.whole(exchange) if shared.num_queued else None
             part = self._join(Batch(*rows), queued)
         return part, live, Found(per_class, shared)
 
     @property
-    def _own_queue(self) -> OwnQueue:
-        assert isinstance(self.queue, OwnQueue)
+    def _sharded_queue(self) -> ShardedQueue:
+        assert isinstance(self.queue, ShardedQueue)
         return self.queue
 
     def _queued_rows(self) -> QueueRows | None:
@@ -391,7 +391,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             else:
                 shared = found.shared
                 mark = shared.low, shared.high, *shared.positives
-                self._own_queue.enqueue(*rows, shared.stored, num_rows=sum(shared.rows), mark=mark)
+                self._sharded_queue.enqueue(*rows, shared.stored, num_rows=sum(shared.rows), mark=mark)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             setting = Setting(
                 self._width_of_step(),
@@ -431,7 +431,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             RuntimeError: on every rank, when a rank makes another call or its queue is in another state.
             ValueError: on every rank, when the queue of one was loaded from the rows of another rank.
         """
-        if isinstance(self.queue, OwnQueue):
+        if isinstance(self.queue, ShardedQueue):
             self.queue.gather(self._resolve_group())
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -472,7 +472,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
 def _check_own_rows(module: RankingLoss, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
     """Raise ValueError if ``state_dict`` has queued rows of another rank; a pre-hook of the load."""
     state = state_dict.get(f"{prefix}queue._extra_state", {})
-    if "rank" in state and isinstance(module.queue, OwnQueue):
+    if "rank" in state and isinstance(module.queue, ShardedQueue):
         group = module._resolve_group()
         if group is not None:  # else the first call compares: the process group may come later
             module.queue.check_place(state, group.rank(), group.size())

@@ -26,7 +26,7 @@ from .pool import (
     spread_nan,
 )
 from .ranking import PoolForm, RankingLoss
-from .sharded import Shared
+from .sharded import PoolFacts
 from .sharded_threshold import recall_of_part
 from .threshold import hold_others, threshold_with_gradient
 
@@ -339,7 +339,7 @@ class RecallAtQuantileLoss(RankingLoss):
         scaled, temperature = self._at_temperature(pool)
         return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
-    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         temperature = self._shared_temperature(pool, shared)
         if temperature is None:
             return None

@@ -20,11 +20,11 @@ from ..distributed.exchange import Exchange
 from ..distributed.header import Agreement
 from ..errors import anchor_of, first_order_only
 from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
-from ..queues.own_queue import OwnQueue
+from ..queues.sharded_queue import ShardedQueue
 from .pool import PerClass, Pool
 
 
-class Shared(NamedTuple):
+class PoolFacts(NamedTuple):
     """What every rank knows of a sharded pool, equal on all of them but for ``places``."""
 
     exchange: Exchange
@@ -39,7 +39,9 @@ class Shared(NamedTuple):
     weighted: bool  # rows of the pool have sample weights, on whichever rank; ``pool.weight`` of a rank may be None
 
     @staticmethod
-    def of(exchange: Exchange, scale: int, agreed: Agreement[Any], queue: OwnQueue | None, is_weighted: bool) -> Shared:
+    def of(
+        exchange: Exchange, scale: int, agreed: Agreement[Any], queue: ShardedQueue | None, is_weighted: bool
+    ) -> PoolFacts:
         """Return what the header says of the totals of :func:`totals_of`.
 
         Args:
@@ -50,7 +52,7 @@ class Shared(NamedTuple):
             is_weighted: the live rows have weights.
         """
         low, high, positives, stored = agreed.totals.unbind(dim=1)
-        return Shared(
+        return PoolFacts(
             exchange,
             scale,
             agreed.rows,
@@ -94,7 +96,7 @@ def totals_of(pool: Pool, num_stored: int, gather: bool) -> tuple[float, float, 
     return low, high, math.inf if gather else float(pool.positive.sum()), float(num_stored)
 
 
-def agreed_temperature(pool: Pool, shared: Shared, temperature: float | None, multiple: float) -> float | None:
+def agreed_temperature(pool: Pool, shared: PoolFacts, temperature: float | None, multiple: float) -> float | None:
     """Return the temperature; None stands for ``multiple`` times the spread of the scores of the whole pool.
 
     The sample is that of a gathered pool, score by score. Each rank contributes the rows of it that it has.
@@ -159,7 +161,7 @@ class _OwnGradient(torch.autograd.Function):
         return None, None, None, (grad * ctx.scale).to(gradient.dtype)[:, None] * gradient, None, None
 
 
-def with_gradient(values: Tensor, gradient: Tensor | None, pool: Pool, shared: Shared) -> Tensor:
+def with_gradient(values: Tensor, gradient: Tensor | None, pool: Pool, shared: PoolFacts) -> Tensor:
     """Return ``values`` (C,) with ``gradient`` (C, N) for the live rows of this rank; None is no gradient."""
     if gradient is None or not needs_gradient(pool):
         return values
@@ -177,4 +179,4 @@ class Found(NamedTuple):
     """What became of a sharded call: the loss of each class, None if the rows were gathered; and the shared facts."""
 
     per_class: PerClass | None
-    shared: Shared
+    shared: PoolFacts

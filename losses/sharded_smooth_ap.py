@@ -48,7 +48,7 @@ from ..kernels.soft_ranks_binned import (
 )
 from ..kernels.soft_ranks_pairs import Problem
 from .pool import PerClass, Pool
-from .sharded import Shared, needs_gradient, with_gradient
+from .sharded import PoolFacts, needs_gradient, with_gradient
 
 # Of a byte in each form; the cheapest form is taken. That of the positives computes more, in float64.
 COSTS = {"moments": 1.0, "positives": 16.0, "gather": 1.0}
@@ -63,7 +63,7 @@ class _Range(NamedTuple):
     clashes: Tensor  # [C] bool: two equal infinities, one of them of a positive, have no difference
 
 
-def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClass | None:
+def smooth_ap_of_part(pool: Pool, shared: PoolFacts, temperature: float) -> PerClass | None:
     """Return the loss of each class from this rank's part of the pool, or None if the rows have to be gathered.
 
     Args:
@@ -98,7 +98,7 @@ def smooth_ap_of_part(pool: Pool, shared: Shared, temperature: float) -> PerClas
     return PerClass(with_gradient(loss, gradient, pool, shared), valid)
 
 
-def _make_finite(pool: Pool, shared: Shared, temperature: float) -> tuple[Tensor, _Range]:
+def _make_finite(pool: Pool, shared: PoolFacts, temperature: float) -> tuple[Tensor, _Range]:
     """Return this rank's scores, infinite ones replaced as in a gathered pool, and their range over all ranks.
 
     With one class the header has the range. Only infinite scores take two more exchanges.
@@ -197,7 +197,7 @@ def read_tables(moments: Tensor, factor: Tensor, grid: Grid, with_grad: bool) ->
 
 @exact
 def _by_moments(
-    scores: Tensor, pool: Pool, shared: Shared, temperature: float, bins: Bins, order: Order
+    scores: Tensor, pool: Pool, shared: PoolFacts, temperature: float, bins: Bins, order: Order
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the live rows (C, N), and the validity (C,)."""
     rows = _rows_of(scores, pool, temperature)
@@ -246,7 +246,7 @@ def _by_moments(
 
 @exact
 def _by_positives(
-    scores: Tensor, pool: Pool, shared: Shared, temperature: float
+    scores: Tensor, pool: Pool, shared: PoolFacts, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the live rows (C, N), and the validity (C,).
 

@@ -23,13 +23,13 @@ from ..kernels.registration import exact
 from ..kernels.selection import Selected, num_counts, select_levels
 from .partial_area import PartialArea, first_flat, fractions_of, thresholds_of
 from .pool import PerClass, Pool
-from .sharded import Shared, needs_gradient, with_gradient
+from .sharded import PoolFacts, needs_gradient, with_gradient
 
 COSTS = {"sums": 1.0, "gather": 1.0}  # of a byte in each form; the cheapest form is taken
 
 
 def recall_of_part(
-    pool: Pool, shared: Shared, temperature: float, quantile: float, interpolation: str, threshold_gradient: bool
+    pool: Pool, shared: PoolFacts, temperature: float, quantile: float, interpolation: str, threshold_gradient: bool
 ) -> PerClass | None:
     """Return one minus the smooth recall of each class, or None if the rows have to be gathered.
 
@@ -54,7 +54,7 @@ def recall_of_part(
 
 
 def trapezoid_of_part(
-    pool: Pool, shared: Shared, area: PartialArea, temperature: float
+    pool: Pool, shared: PoolFacts, area: PartialArea, temperature: float
 ) -> tuple[PerClass, int | None] | None:
     """Return the partial area of each class by the trapezoid rule, and the first with a flat reference; None to gather.
 
@@ -86,7 +86,7 @@ def trapezoid_of_part(
     return per_class, first_flat((total > 0) & thresholds.has_reference & ~thresholds.resolved)
 
 
-def _pays(pool: Pool, shared: Shared, num_fractions: int, interpolation: str) -> bool:
+def _pays(pool: Pool, shared: PoolFacts, num_fractions: int, interpolation: str) -> bool:
     """Return whether the counts are fewer bytes than the rows."""
     if shared.must_gather:
         return False
@@ -116,7 +116,7 @@ def _positives(pool: Pool, counted: Tensor) -> _Positives:
 
 def _select(
     pool: Pool,
-    shared: Shared,
+    shared: PoolFacts,
     reference: Tensor | None,
     fractions: list[float],
     interpolation: str,
@@ -149,7 +149,7 @@ class _Sums(NamedTuple):
 def _found_at_levels(
     scores: Tensor,
     pool: Pool,
-    shared: Shared,
+    shared: PoolFacts,
     positives: _Positives,
     share: Tensor,
     sums: _Sums,
@@ -200,7 +200,7 @@ def _found_at_levels(
 
 
 def _slopes(
-    scores: Tensor, shared: Shared, levels: Levels, taus: Tensor, reference: Tensor | None
+    scores: Tensor, shared: PoolFacts, levels: Levels, taus: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return slopes of this rank's live reference rows (L, C, N), their sums and a distance for each, (C, L) float64.
 
@@ -244,7 +244,7 @@ def _slopes(
 
 def _loss_at_levels(
     pool: Pool,
-    shared: Shared,
+    shared: PoolFacts,
     positives: _Positives,
     total: Tensor,
     has_nan: Tensor,

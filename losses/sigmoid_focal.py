@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.group import Group
-from ..distributed.header import Doubt, joined
+from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_number, check_tensor, expected
-from .batch import compute_dtype, doubted_weight, has_values, weight_unit
+from .batch import compute_dtype, has_values, weight_and_check, weight_unit
 from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
@@ -83,7 +83,7 @@ def _elements(
     targets = aligned(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
-    doubts = [doubt_of_soft_targets(targets)] if validate_args and has_values(targets) else []
+    checks = [check_of_soft_targets(targets)] if validate_args and has_values(targets) else []
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
@@ -104,16 +104,16 @@ def _elements(
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
     if sample_weight is None:
         mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device) if counted is None else counted.sum()
-        return Elements(values, mass * reduction.startswith("mean"), None, joined(doubts))
-    weight, doubt = doubted_weight(expand_weight(sample_weight, inputs), x.dtype, validate_args)
-    doubts += [] if doubt is None else [doubt]
+        return Elements(values, mass * reduction.startswith("mean"), None, combined(checks))
+    weight, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, validate_args)
+    checks += [] if check is None else [check]
     unit = weight_unit(weight)
     weight = weight / unit
     mass = (weight if counted is None else weight * counted).sum()
-    return Elements(values * weight, mass * reduction.startswith("mean"), unit, joined(doubts))
+    return Elements(values * weight, mass * reduction.startswith("mean"), unit, combined(checks))
 
 
-def doubt_of_soft_targets(targets: Tensor) -> Doubt:
+def check_of_soft_targets(targets: Tensor) -> DeviceCheck:
     """Return whether a target is not in [0, 1]."""
     bad = ~((targets >= 0) & (targets <= 1))
 
@@ -121,7 +121,7 @@ def doubt_of_soft_targets(targets: Tensor) -> Doubt:
         fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
         return ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
 
-    return Doubt(bad.any(), error)
+    return DeviceCheck(bad.any(), error)
 
 
 def expand_weight(sample_weight: Tensor, inputs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from .distributed_loss import SAME_TEMPERATURE, compiled_where_local
 from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, at_temperature, local_pool, loss_of
 from .queries import group_rows
 from .ranking import RankingLoss
-from .sharded import Shared
+from .sharded import PoolFacts
 from .sharded_smooth_ap import smooth_ap_of_part
 from .streamed_smooth_ap import Stream, StreamedTable
 
@@ -313,7 +313,7 @@ class SmoothAPLoss(RankingLoss):
         """Return one minus the smooth average precision of each class, or of each query."""
         return _per_class(*self._at_temperature(pool))
 
-    def _per_class_of_part(self, pool: Pool, shared: Shared) -> PerClass | None:
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         """Return the same of a sharded pool, None if its rows are to be gathered."""
         temperature = self._shared_temperature(pool, shared)
         return None if temperature is None else smooth_ap_of_part(pool, shared, temperature)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.group import Group
-from ..distributed.header import Doubt, joined
+from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
-from .batch import check_exact, compute_dtype, doubt_of_classes, doubted_weight, has_values, weight_unit
+from .batch import check_exact, check_of_classes, compute_dtype, has_values, weight_and_check, weight_unit
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
@@ -114,7 +114,7 @@ def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
 def _elements(
     inputs: Tensor, targets: Tensor, rule: _Rule, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
-    targets, valid, doubts = check_classes(inputs, targets, rule.ignore_index, validate_args)
+    targets, valid, checks = check_classes(inputs, targets, rule.ignore_index, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
     # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -125,8 +125,8 @@ def _elements(
         values = values * alpha
     weight, unit = valid.to(x.dtype), None
     if sample_weight is not None:
-        given, doubt = check_element_weight(sample_weight, targets, x.dtype, validate_args)
-        doubts += [] if doubt is None else [doubt]
+        given, check = check_element_weight(sample_weight, targets, x.dtype, validate_args)
+        checks += [] if check is None else [check]
         unit = weight_unit(given)
         weight = weight * (given / unit)
     counted = weight
@@ -135,12 +135,12 @@ def _elements(
     elif rule.reduction == "mean_weighted" and alpha is not None:
         counted = weight * alpha.detach()
     count = counted.sum() if rule.reduction.startswith("mean") else counted.new_zeros(())
-    return Elements(values * weight, count, unit, joined(doubts))
+    return Elements(values * weight, count, unit, combined(checks))
 
 
 def check_classes(
     inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
-) -> tuple[Tensor, Tensor, list[Doubt]]:
+) -> tuple[Tensor, Tensor, list[DeviceCheck]]:
     """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not."""
     check_inputs(inputs, targets)
     if inputs.ndim < 2:
@@ -159,19 +159,19 @@ def check_classes(
     if not (validate_args and has_values(targets)):
         return targets, targets != ignore_index, []
     ignored, outside = targets == ignore_index, (targets < 0) | (targets >= inputs.shape[1])
-    doubt = doubt_of_classes(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
-    return targets, ~(ignored | outside), [doubt]
+    check = check_of_classes(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
+    return targets, ~(ignored | outside), [check]
 
 
 def check_element_weight(
     sample_weight: Tensor, targets: Tensor, dtype: torch.dtype, validate_args: bool
-) -> tuple[Tensor, Doubt | None]:
+) -> tuple[Tensor, DeviceCheck | None]:
     """Return the weights of elements (N, *), and whether one is negative or not finite."""
     check_tensor("sample_weight", sample_weight, "a tensor or None")
     if sample_weight.shape != targets.shape:
         fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
         raise ValueError(expected("sample_weight", f"the shape of targets, {tuple(targets.shape)}", sample_weight, fix))
-    return doubted_weight(sample_weight, dtype, validate_args)
+    return weight_and_check(sample_weight, dtype, validate_args)
 
 
 def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:

@@ -12,7 +12,7 @@ from workers import WorkerPool, error_of
 
 import fullrank
 from fullrank.distributed import header
-from fullrank.distributed.header import Checksum, Doubt, Offer, agree_on
+from fullrank.distributed.header import Checksum, DeviceCheck, Offer, agree_on
 
 # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ def test_a_header_that_cannot_be_made_is_an_error_on_every_rank(pool: WorkerPool
         assert text in message
 
 
-def test_a_process_alone_reads_the_doubts_of_its_arguments() -> None:
+def test_a_process_alone_reads_the_checks_of_its_arguments() -> None:
     def offer(failed: bool) -> Offer[int]:
-        return Offer(3, doubt=Doubt(torch.tensor(failed), lambda: ValueError("out of range")))
+        return Offer(3, check=DeviceCheck(torch.tensor(failed), lambda: ValueError("out of range")))
 
     assert agree_on("call", None, lambda: offer(False)).value == 3
     with pytest.raises(ValueError, match="out of range"):

@@ -13,7 +13,7 @@ from workers import error_of, get_pool
 
 import fullrank
 from fullrank.queues.memory_queue import MemoryQueue
-from fullrank.queues.own_queue import OwnQueue
+from fullrank.queues.sharded_queue import ShardedQueue
 
 
 def batch(step: int, world_size: int, num_classes: int, weighted: bool) -> list[list[Tensor | None]]:
@@ -31,7 +31,7 @@ def batch(step: int, world_size: int, num_classes: int, weighted: bool) -> list[
     return parts
 
 
-def enqueue(queues: list[OwnQueue], whole: MemoryQueue, step: int, weighted: bool) -> None:
+def enqueue(queues: list[ShardedQueue], whole: MemoryQueue, step: int, weighted: bool) -> None:
     """Enqueue one step."""
     parts = batch(step, len(queues), whole.num_classes, weighted)
     counts = [queue.count(part[0], part[1]) for queue, part in zip(queues, parts)]  # type: ignore[arg-type]
@@ -41,14 +41,14 @@ def enqueue(queues: list[OwnQueue], whole: MemoryQueue, step: int, weighted: boo
     whole.enqueue(*columns)  # type: ignore[arg-type]
 
 
-def joined(queues: list[OwnQueue]) -> list[Tensor]:
+def joined(queues: list[ShardedQueue]) -> list[Tensor]:
     """Return the rows of all ranks, where a gathered queue has them."""
     order = torch.cat([queue.places() for queue in queues]).argsort()
     columns = zip(*(queue.rows() for queue in queues))
     return [torch.cat(column)[order] for column in columns if column[0] is not None]
 
 
-def assert_equal(queues: list[OwnQueue], whole: MemoryQueue) -> None:
+def assert_equal(queues: list[ShardedQueue], whole: MemoryQueue) -> None:
     """Assert that the ranks hold the rows of ``whole``, in its order, and know how many each has."""
     for ours, theirs in zip(joined(queues), [rows for rows in whole.rows() if rows is not None], strict=True):
         assert torch.equal(ours, theirs)
@@ -65,7 +65,7 @@ def test_the_ranks_hold_the_rows_of_a_gathered_queue(
     capacity: int, num_classes: int, weighted: bool, keep: Any
 ) -> None:
     whole = MemoryQueue(capacity, num_classes, keep=keep)
-    queues = [OwnQueue(capacity, num_classes, keep=keep) for _ in range(3)]
+    queues = [ShardedQueue(capacity, num_classes, keep=keep) for _ in range(3)]
     for rank, queue in enumerate(queues):
         queue.take_place(rank, 3)
     for step in range(14):
@@ -86,14 +86,14 @@ def test_the_ranks_hold_the_rows_of_a_gathered_queue(
 
 @pytest.mark.parametrize("steps", [1, 9])
 def test_a_gathered_state_is_split_and_goes_on(steps: int) -> None:
-    whole, alone = MemoryQueue(50, 2), OwnQueue(50, 2)
+    whole, alone = MemoryQueue(50, 2), ShardedQueue(50, 2)
     alone.take_place(0, 1)
     for step in range(steps):
         enqueue([alone], whole, step, False)
     state = alone.get_extra_state()
     for name, value in whole.get_extra_state().items():  # one rank saves what a gathered queue would
         assert torch.equal(state[name], value) if isinstance(value, Tensor) else state[name] == value, name
-    queues = [OwnQueue(50, 2) for _ in range(4)]
+    queues = [ShardedQueue(50, 2) for _ in range(4)]
     for rank, queue in enumerate(queues):
         queue.set_extra_state(state)
         queue.take_place(rank, 4)
@@ -106,12 +106,12 @@ def test_a_gathered_state_is_split_and_goes_on(steps: int) -> None:
 
 
 def test_rows_of_one_rank_load_there_alone() -> None:
-    whole, queues = MemoryQueue(50, 1), [OwnQueue(50, 1) for _ in range(2)]
+    whole, queues = MemoryQueue(50, 1), [ShardedQueue(50, 1) for _ in range(2)]
     for rank, queue in enumerate(queues):
         queue.take_place(rank, 2)
     for step in range(5):
         enqueue(queues, whole, step, True)
-    again = [OwnQueue(50, 1) for _ in range(2)]
+    again = [ShardedQueue(50, 1) for _ in range(2)]
     for rank, (queue, old) in enumerate(zip(again, queues)):
         queue.set_extra_state(old.get_extra_state())
         queue.take_place(rank, 2)

@@ -35,7 +35,7 @@ class _Step(NamedTuple):
         return max(0, min(self.counts[rank], end - limit))
 
 
-class OwnQueue(MemoryQueue):
+class ShardedQueue(MemoryQueue):
     """The last ``capacity`` rows of all ranks, each kept by the rank that computed it.
 
     All accepted rows are numbered, over steps, ranks and rows in this order, and a rank keeps its own rows whose number
@@ -250,7 +250,7 @@ class OwnQueue(MemoryQueue):
         """
         if not is_initialized():
             return
-        agree_on("OwnQueue.assert_synchronized", resolve_group(group), lambda: Offer(None, {"queue": self._state}))
+        agree_on("ShardedQueue.assert_synchronized", resolve_group(group), lambda: Offer(None, {"queue": self._state}))
 
     @property
     def _state(self) -> State:
