@@ -101,6 +101,11 @@ def reduce_scatter_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> 
     _reduce_scatter(output, tensor, group=group)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes with each change in place of ``tensor``; -1 where torch counts none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     """Return the one group over all dimensions of ``mesh``; torch creates it at the first call and keeps it."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()

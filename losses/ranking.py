@@ -398,7 +398,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 self._small_pool_hint(num_rows) if is_full else None,
                 self.depends_on_order_alone
                 and self.queue_keep == "negatives"
-                and self._schedule is None
+                and not self._surrounding_facts
                 and found is None,
             )
             if found is not None:  # what a hint says about some ranks' rows alone could stop these ranks alone

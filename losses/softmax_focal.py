@@ -125,7 +125,7 @@ def _elements(
         values = values * alpha
     weight, unit = valid.to(x.dtype), None
     if sample_weight is not None:
-        given, check = check_element_weight(sample_weight, targets, x.dtype, validate_args)
+        given, check = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
         checks += [] if check is None else [check]
         unit = weight_unit(given)
         weight = weight * (given / unit)
@@ -147,7 +147,7 @@ def check_classes(
         raise ValueError(expected("inputs", "shape (N, C, *)", inputs))
     if inputs.shape[1] < 2:
         what = "at least two classes in dim 1 of inputs (N, C, *)"
-        raise ValueError(expected("inputs", what, inputs, "For one logit use SigmoidFocalLoss."))
+        raise ValueError(expected("inputs", what, inputs, "For one logit use SigmoidFocalLoss or BCEWithLogitsLoss."))
     shape = (inputs.shape[0], *inputs.shape[2:])
     if tuple(targets.shape) == (*shape, 1):
         targets = targets.squeeze(-1)
@@ -164,13 +164,13 @@ def check_classes(
 
 
 def check_element_weight(
-    sample_weight: Tensor, targets: Tensor, dtype: torch.dtype, validate_args: bool
+    sample_weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None]:
-    """Return the weights of elements (N, *), and whether one is negative or not finite."""
+    """Return the weights of the elements, and whether one is negative or not finite."""
     check_tensor("sample_weight", sample_weight, "a tensor or None")
-    if sample_weight.shape != targets.shape:
-        fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
-        raise ValueError(expected("sample_weight", f"the shape of targets, {tuple(targets.shape)}", sample_weight, fix))
+    if tuple(sample_weight.shape) != shape:
+        fix = squeeze_advice("sample_weight", sample_weight, shape)
+        raise ValueError(expected("sample_weight", f"shape {shape}, one weight per element", sample_weight, fix))
     return weight_and_check(sample_weight, dtype, validate_args)
 
 

@@ -1,0 +1,282 @@
+"""CrossEntropyLoss and BCEWithLogitsLoss: those of torch, and where they differ on purpose."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fullrank
+from fullrank import BCEWithLogitsLoss, CrossEntropyLoss
+
+IGNORED = -100
+SHAPES = [(37, 5), (6, 3, 4), (4, 3, 2, 3), (301, 11)]
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def classes(shape: tuple[int, ...], ignored: int = IGNORED) -> Tensor:
+    """Return class indices for logits of ``shape``, about a fifth of them ignored."""
+    targets = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(1))
+    return targets.masked_fill(numbers(*targets.shape, seed=2) > 0.84, ignored)
+
+
+def both(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return value and gradient of both losses."""
+    found = []
+    for loss in (ours, theirs):
+        leaf = logits.clone().requires_grad_()
+        value = loss(leaf, targets)
+        factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+        (gradient,) = torch.autograd.grad((value * factors).sum(), leaf)
+        found.append((value.detach(), gradient))
+    return found
+
+
+def assert_as_torch(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets: Tensor) -> None:
+    """Assert equal bits for sums and elements. A mean divides a sum once, which torch may do in other places."""
+    found, expected = both(ours, theirs, logits, targets)
+    eps = torch.finfo(logits.dtype).eps if ours.reduction == "mean" else 0.0
+    for one, other in zip(found, expected):
+        assert one.dtype == other.dtype
+        # An element of the gradient is a difference of probabilities, which may cancel.
+        assert_close(one, other, rtol=16 * eps, atol=2 * eps * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_cross_entropy_is_that_of_torch(kind: str, weighted: bool, smoothing: float) -> None:
+    for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), SHAPES, REDUCTIONS):
+        logits = 3 * numbers(*shape, dtype=dtype)
+        targets = classes(shape) if kind == "classes" else numbers(*shape, seed=3, dtype=dtype).softmax(dim=1)
+        weight = numbers(shape[1], seed=4, dtype=dtype).abs() if weighted else None
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        assert_as_torch(CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options), logits, targets)
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, -1, 0, 2, 255])
+def test_cross_entropy_ignores_as_torch_does(ignored: int) -> None:
+    logits, targets = numbers(37, 5), classes((37, 5), ignored)
+    for weight, reduction in itertools.product((None, numbers(5, seed=4).abs()), REDUCTIONS):
+        options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
+        assert_as_torch(CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options), logits, targets)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("weight", [None, "full", "last", "one"])
+@pytest.mark.parametrize("pos_weight", [None, "full", "last", "one"])
+def test_binary_cross_entropy_is_that_of_torch(kind: str, weight: str | None, pos_weight: str | None) -> None:
+    shapes = [(7,), (7, 1), (5, 3), (4, 3, 2)]
+    for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), shapes, REDUCTIONS):
+        logits, targets = 3 * numbers(*shape, dtype=dtype), numbers(*shape, seed=3, dtype=dtype).sigmoid()
+        targets = (targets > 0.6).to(dtype) if kind == "hard" else targets
+        sizes = {"full": shape[1:], "last": shape[-1:], "one": ()}
+        made = [
+            None if one is None else numbers(*sizes[one], seed=5, dtype=dtype).abs() for one in (weight, pos_weight)
+        ]
+        options: dict[str, Any] = {"weight": made[0], "pos_weight": made[1], "reduction": reduction}
+        assert_as_torch(BCEWithLogitsLoss(**options), nn.BCEWithLogitsLoss(**options), logits, targets)
+
+
+def test_controls_other_means_are_seen() -> None:
+    logits, targets, weight = numbers(37, 5), classes((37, 5)), numbers(5, seed=4).abs()
+    ours = CrossEntropyLoss(weight)(logits, targets)
+    elements = CrossEntropyLoss(weight, reduction="none")(logits, targets)
+    for wrong in (elements.mean(), elements.sum() / (targets >= 0).sum(), CrossEntropyLoss()(logits, targets)):
+        assert abs(wrong - ours) > 1e-2
+    with pytest.raises(AssertionError):
+        assert_as_torch(CrossEntropyLoss(weight), nn.CrossEntropyLoss(weight.sqrt()), logits, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
+def test_half_precision_is_closer_than_torch(loss: str, dtype: torch.dtype, device: torch.device) -> None:
+    """The error against float64 is not larger than that of torch, plus one rounding of the gradient to the dtype."""
+    logits = (4 * numbers(64, 5)).to(dtype)
+    targets = classes((64, 5)) if loss == "cross_entropy" else (numbers(64, 5, seed=3) > 0).to(dtype)
+    ours, theirs = (CrossEntropyLoss(), nn.CrossEntropyLoss())
+    if loss == "binary":
+        ours, theirs = BCEWithLogitsLoss(), nn.BCEWithLogitsLoss()
+    value, gradient = (one.cpu() for one in both(ours, ours, logits.to(device), targets.to(device))[0])
+    wide = targets.double() if loss == "binary" else targets
+    exact = both(theirs, theirs, logits.double(), wide)[0]
+    naive = both(theirs, theirs, logits, targets)[0]
+    assert value.dtype == torch.float32
+    assert gradient.dtype == dtype
+    assert abs(value.double() - exact[0]) <= abs(naive[0].double() - exact[0]) + 1e-6
+    error, naive_error = ((one.double() - exact[1]).abs().max() for one in (gradient, naive[1]))
+    assert error <= naive_error + torch.finfo(dtype).eps * exact[1].abs().max()
+
+
+EMPTY = {
+    "all ignored": (CrossEntropyLoss(), torch.full((4,), IGNORED)),
+    "all ignored, smoothing": (CrossEntropyLoss(label_smoothing=0.1), torch.full((4,), IGNORED)),
+    "weights of zero": (CrossEntropyLoss(torch.tensor([0.0, 1.0, 1.0])), torch.zeros(4, dtype=torch.int64)),
+    "no rows": (CrossEntropyLoss(), torch.zeros(0, dtype=torch.int64)),
+    "no rows of probabilities": (CrossEntropyLoss(), torch.zeros(0, 3)),
+    "no elements": (BCEWithLogitsLoss(), torch.zeros(0, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", EMPTY)
+def test_nothing_to_average_gives_zero_and_zero_gradients(name: str) -> None:
+    """torch gives NaN there, and 0 for the sum of nothing; nothing divides 0 by 0 on the way."""
+    loss, targets = EMPTY[name]
+    logits = numbers(len(targets), 3).float().requires_grad_()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        value = loss(logits, targets)
+        (gradient,) = torch.autograd.grad(value, logits)
+    assert value.item() == 0.0
+    assert gradient.shape == logits.shape
+    assert not gradient.any()
+    theirs = nn.BCEWithLogitsLoss() if name == "no elements" else nn.CrossEntropyLoss(loss.weight)
+    assert theirs(logits, targets).isnan()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+def test_ignored_elements_may_hold_anything(poison: float) -> None:
+    logits, targets = numbers(37, 5), classes((37, 5))
+    kept = targets != IGNORED
+    poisoned = logits.masked_fill(~kept[:, None], poison).requires_grad_()
+    value = CrossEntropyLoss()(poisoned, targets)
+    (gradient,) = torch.autograd.grad(value, poisoned)
+    assert_close(value, nn.CrossEntropyLoss()(logits[kept], targets[kept]), rtol=1e-14, atol=0.0)
+    assert not gradient[~kept].any()
+    assert bool(gradient[kept].any(dim=1).all())
+
+
+@pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])
+def test_sample_weights_become_the_counts(kind: str) -> None:
+    logits, given, weight = numbers(37, 5), numbers(37, seed=6).abs(), numbers(5, seed=4).abs()
+    if kind == "binary":
+        targets = numbers(37, 5, seed=3).sigmoid()
+        elements = BCEWithLogitsLoss(weight, reduction="none")(logits, targets)
+        ours = BCEWithLogitsLoss(weight)(logits, targets, sample_weight=given)
+        expected, count = (elements * given[:, None]).sum(), 5 * given.sum()
+    else:
+        targets = classes((37, 5)) if kind == "classes" else numbers(37, 5, seed=3).softmax(dim=1)
+        elements = CrossEntropyLoss(weight, reduction="none")(logits, targets)
+        ours = CrossEntropyLoss(weight)(logits, targets, sample_weight=given)
+        mass = torch.ones(37, dtype=torch.float64)
+        if kind == "classes":
+            mass = torch.where(targets >= 0, weight[targets.clamp_min(0)], 0.0)
+        expected, count = (elements * given).sum(), (mass * given).sum()
+    assert_close(ours, expected / count, rtol=1e-13, atol=0.0)
+    assert abs(ours - elements.mean()) > 1e-3
+
+
+def test_targets_of_other_forms() -> None:
+    """Class indices as other dtypes and as (N, 1), binary targets as (N,) for (N, 1): as in the focal losses."""
+    logits, targets = numbers(12, 3), torch.arange(12) % 3
+    expected = CrossEntropyLoss()(logits, targets)
+    for form in (targets.int(), targets.to(torch.uint8), targets.double(), targets[:, None]):
+        assert torch.equal(CrossEntropyLoss()(logits, form), expected)
+    binary, labels = logits[:, 0], targets > 1
+    expected = BCEWithLogitsLoss()(binary, labels.double())
+    for one, form in ((binary, labels), (binary[:, None], labels), (binary, labels.long()[:, None])):
+        assert torch.equal(BCEWithLogitsLoss()(one, form), expected)
+
+
+def test_the_weights_are_those_of_torch_in_every_respect() -> None:
+    """Buffers with the names of torch: a state of torch loads, they move and are converted with the module."""
+    weight, pos_weight = torch.tensor([1.0, 2.0, 0.5]), torch.tensor(3.0)
+    for theirs, ours in (
+        (nn.CrossEntropyLoss(weight), CrossEntropyLoss(torch.ones(3))),
+        (nn.BCEWithLogitsLoss(weight, pos_weight=pos_weight), BCEWithLogitsLoss(torch.ones(3), torch.ones(()))),
+    ):
+        before = ours.extra_repr()
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours.weight, weight)
+        assert ours.extra_repr() != before  # the ranks compare the values that are used
+        assert "1.0, 2.0, 0.5" in ours.extra_repr()
+        ours.weight.mul_(2)
+        assert "2.0, 4.0, 1.0" in ours.extra_repr()
+        assert ours.double().weight.dtype == torch.float64
+        logits, targets = numbers(8, 3), torch.arange(8) % 3
+        targets = targets if isinstance(ours, CrossEntropyLoss) else numbers(8, 3, seed=3).sigmoid()
+        for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            assert torch.equal(twin(logits, targets), ours(logits, targets))
+            twin.weight.zero_()
+            assert "0.0, 0.0, 0.0" in twin.extra_repr()
+        assert "2.0, 4.0, 1.0" in ours.extra_repr()
+    many = [CrossEntropyLoss(torch.arange(5000.0) + shift) for shift in (0, 0, 1)]
+    texts = [loss.extra_repr() for loss in many]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(len(text) < 120 for text in texts)
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (lambda: CrossEntropyLoss([0.5, 0.5]), TypeError, r"weight: expected a tensor or None.*torch\.as_tensor"),
+    (lambda: CrossEntropyLoss(torch.ones(3, 1)), ValueError, r"weight: expected shape \(C,\)"),
+    (lambda: CrossEntropyLoss(torch.tensor([1.0, -1.0])), ValueError, r"weight: expected finite numbers >= 0"),
+    (lambda: CrossEntropyLoss(torch.tensor([1.0, math.nan])), ValueError, "weight: expected finite numbers >= 0"),
+    (lambda: CrossEntropyLoss(ignore_index=None), TypeError, "ignore_index"),
+    (lambda: CrossEntropyLoss(label_smoothing=1.5), ValueError, "label_smoothing"),
+    (lambda: CrossEntropyLoss(label_smoothing="0.1"), TypeError, "label_smoothing"),
+    (lambda: CrossEntropyLoss(reduction="average"), ValueError, "reduction"),
+    (lambda: CrossEntropyLoss(torch.ones(4))(X, Y), ValueError, r"weight: expected shape \(3,\), one weight per class"),
+    (lambda: CrossEntropyLoss()(X[:, 0], Y), ValueError, r"inputs: expected shape \(N, C, \*\)"),
+    (lambda: CrossEntropyLoss()(X[:, :1], Y), ValueError, "at least two classes.*BCEWithLogitsLoss"),
+    (lambda: CrossEntropyLoss()(X, Y + 3), ValueError, r"class indices in \[0, 3\) or ignore_index=-100, got 3"),
+    (lambda: CrossEntropyLoss()(X, Y + 0.5), ValueError, "Targets are one class each"),
+    (lambda: CrossEntropyLoss()(X, Y[:-1]), ValueError, r"targets: expected shape \(4,\)"),
+    (lambda: CrossEntropyLoss()(X, X.long()), TypeError, r"targets\.argmax\(dim=1\)"),
+    (lambda: CrossEntropyLoss()(X, X - 1), ValueError, r"targets: expected numbers in \[0, 1\], got -1"),
+    (lambda: CrossEntropyLoss(ignore_index=2)(X, X), RuntimeError, "ignore_index is not supported for floating point"),
+    (lambda: CrossEntropyLoss()(X, Y, sample_weight=X), ValueError, r"sample_weight: expected shape \(4,\)"),
+    (lambda: CrossEntropyLoss()(X.long(), Y), TypeError, "inputs: expected a floating-point tensor"),
+    (lambda: BCEWithLogitsLoss(pos_weight=19.0), TypeError, "pos_weight: expected a tensor or None, got 19.0"),
+    (lambda: BCEWithLogitsLoss(torch.tensor(-1.0)), ValueError, "weight: expected finite numbers >= 0"),
+    (lambda: BCEWithLogitsLoss(reduction="mean_weighted"), ValueError, "reduction"),
+    (lambda: BCEWithLogitsLoss(torch.ones(4))(X, X), ValueError, r"broadcast to \(4, 3\).*sample_weight"),
+    (lambda: BCEWithLogitsLoss(None, torch.ones(2, 4, 3))(X, X), ValueError, r"pos_weight: .* broadcast to \(4, 3\)"),
+    (lambda: BCEWithLogitsLoss()(X, Y), ValueError, "targets: expected the shape of inputs"),
+    (lambda: BCEWithLogitsLoss()(X, X - 1), ValueError, r"numbers in \[0, 1\], got -1"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD, ids=[text for *_, text in BAD])
+def test_mistakes_say_what_to_do(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        call()
+    assert len(str(caught.value)) < 400
+    assert re.match(r"^[\w, ()]+", str(caught.value))
+
+
+@pytest.mark.slow
+def test_they_compile_without_graph_breaks() -> None:
+    logits, weight = numbers(24, 3), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    cases: list[tuple[nn.Module, Tensor]] = [
+        (CrossEntropyLoss(weight, label_smoothing=0.1), classes((24, 3))),
+        (CrossEntropyLoss(), numbers(24, 3, seed=3).softmax(dim=1)),
+        (BCEWithLogitsLoss(weight, weight), numbers(24, 3, seed=3).sigmoid()),
+    ]
+    for loss, targets in cases:
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for ours, eager in zip(*both(compiled, loss, logits, targets)):
+            assert_close(ours, eager, rtol=1e-12, atol=1e-14)
+
+
+def test_the_device_is_read_once_for_a_comparison_of_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, reads = CrossEntropyLoss(torch.ones(3)), []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    for _ in range(3):
+        loss.extra_repr()
+    assert len(reads) == 1
+    assert fullrank.CrossEntropyLoss is CrossEntropyLoss
