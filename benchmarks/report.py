@@ -10,15 +10,17 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
-from fullrank.preflight import speed
+from fullrank.preflight.speed import clock
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The peer builds several float32 matrices (positives x rows), at least three of them at the same time.
@@ -26,7 +28,9 @@ PEER_BYTES_PER_PAIR = 3 * 4
 PEER_MOST_BYTES = 8 * 2**30
 # How a script starts its processes. The server that forks them has imported the script once, and computed nothing.
 START_METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-Steps = dict[str, Callable[[], object]]
+CPU = torch.device("cpu")
+SHORTEST_S = 0.02  # the least that one repetition measures: a shorter step is run several times
+Step = Callable[[], object]
 
 
 def make_rows(rows: int, num_classes: int, share: float | None) -> tuple[Tensor, Tensor]:
@@ -57,9 +61,21 @@ def training_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> Callable[
     return step
 
 
-def interleave(steps: Steps, repeats: int) -> dict[str, list[float]]:
-    """Return ``repeats`` times in seconds of each step. The steps take turns; each first runs once unmeasured."""
-    return speed.interleave(steps, repeats, torch.device("cpu"))
+def interleave(steps: Mapping[str, Step], repeats: int, device: torch.device = CPU) -> dict[str, list[float]]:
+    """Return ``repeats`` times in seconds of each step. The steps take turns; each first runs once unmeasured.
+
+    A step must not communicate: how often it runs depends on its time in this process.
+    """
+    threads = torch.get_num_threads()  # a Timer uses one thread by default
+    now = partial(clock, device)
+    timers = {
+        name: Timer("step()", globals={"step": step}, timer=now, num_threads=threads) for name, step in steps.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            times[name].append(timer.blocked_autorange(min_run_time=SHORTEST_S).median)
+    return times
 
 
 def machine() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from memory import STATUS, resident
-from report import PEER_MOST_BYTES, RESULTS, Steps, interleave, machine, print_machine, print_table, write_json
+from report import PEER_MOST_BYTES, RESULTS, Step, interleave, machine, print_machine, print_table, write_json
 from torch import Tensor
 
 import fullrank
@@ -111,7 +111,7 @@ def measure(labels: int, repeats: int) -> dict[str, Any]:
 
         return step
 
-    steps: Steps = {name: step_of(loss) for name, loss in losses.items()}
+    steps: dict[str, Step] = {name: step_of(loss) for name, loss in losses.items()}
     times = {name: median(runs) * 1e3 for name, runs in interleave(steps, repeats).items()}
     result: dict[str, Any] = {"rows": size, "positives": labels, "peer_gib": size**3 * PEER_BYTES_PER_TRIPLE / 2**30}
     result |= {f"{name}_ms": times.get(name) for name in ("ours", "peer")}

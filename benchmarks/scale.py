@@ -36,7 +36,7 @@ from report import RESULTS, START_METHOD, machine, make_rows, print_machine, pri
 from torch import Tensor, nn
 
 import fullrank
-from fullrank.distributed import collectives
+from fullrank.distributed import exchange
 from fullrank.losses import retrieval
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -119,8 +119,8 @@ class Count:
 
     def wrap(self, world_size: int, act: bool) -> Any:
         """Return a context in which the collectives are counted; with ``act`` this rank acts for all others too."""
-        originals = {name: getattr(collectives, name) for name in ("all_gather_flat", "all_reduce_flat")}
-        originals["reduce_scatter_flat"] = collectives.reduce_scatter_flat
+        originals = {name: getattr(exchange, name) for name in ("all_gather_flat", "all_reduce_flat")}
+        originals["reduce_scatter_flat"] = exchange.reduce_scatter_flat
 
         def all_gather_flat(output: Tensor, tensor: Tensor, group: Any) -> None:
             self._add((world_size - 1) * _bytes(tensor))
@@ -144,7 +144,7 @@ class Count:
                 originals["reduce_scatter_flat"](output, tensor, group)
 
         replaced = {"all_gather_flat": all_gather_flat, "all_reduce_flat": all_reduce_flat}
-        return mock.patch.multiple(collectives, **replaced, reduce_scatter_flat=reduce_scatter_flat)
+        return mock.patch.multiple(exchange, **replaced, reduce_scatter_flat=reduce_scatter_flat)
 
     def _add(self, received: float) -> None:
         self.collectives += 1

@@ -21,7 +21,7 @@ import torch
 from report import (
     PEER_MOST_BYTES,
     RESULTS,
-    Steps,
+    Step,
     bar_cells,
     interleave,
     machine,
@@ -114,7 +114,7 @@ def against_sort(cases: tuple[SortCase, ...], repeats: int) -> list[dict[str, An
     return results
 
 
-def ours_and_sort(logits: Tensor, targets: Tensor) -> Steps:
+def ours_and_sort(logits: Tensor, targets: Tensor) -> dict[str, Step]:
     """Return a step of SmoothAPLoss, and one sort of the same scores."""
     scores = logits.detach().flatten()
     ours = fullrank.SmoothAPLoss(num_classes=1, queue_size=0)

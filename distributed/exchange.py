@@ -1,19 +1,36 @@
-"""What ranks that hold different rows tell each other within one call, once its header has been agreed on.
+"""What travels after the header of a call, and the collectives that move it.
 
 Every rank makes the same exchanges in the same order, of the same sizes. Which ones it makes may depend on the header
 and on the results of earlier exchanges, which are equal on all ranks, and on nothing else.
+
+Rows that belong together are packed into one block of bytes, so that one collective gathers them all. The block of a
+rank holds its tensors one after another. Each is padded to the largest row count of any rank, and to a multiple of 16
+bytes, so that every dtype can be viewed in place on arrival::
+
+    | tensor 0: rows, padding | tensor 1: rows, padding | ...
+
+A single tensor with equal row counts on all ranks is sent and received in place, without packing or copying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import all_gather, all_reduce, reduce_scatter
-from .payload import gather_payload, is_staged, padded_places
+from ..errors import expected
+from .group import backend_by_device, check_device_of_group
+from .torch_private import all_gather_flat, reduce_scatter_flat
+
+_ALIGN = 16  # bytes of the widest dtype, complex128
+
+all_reduce_flat = dist.all_reduce
 
 
 class Exchange(NamedTuple):
@@ -29,41 +46,189 @@ class Exchange(NamedTuple):
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """Return the sum of ``tensor``, which may be overwritten, over the ranks; ``what`` it is, in the plural."""
-        return self._reduce(tensor, what, largest=False)
+        return self._reduce(tensor, what, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor, what: str) -> Tensor:
         """Return the largest of each element of ``tensor``, which may be overwritten, over the ranks."""
-        return self._reduce(tensor, what, largest=True)
+        return self._reduce(tensor, what, dist.ReduceOp.MAX)
 
     def each(self, tensor: Tensor, what: str) -> Tensor:
         """Return (W, ...) ``tensor`` of every rank, in rank order."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
-        gathered = staged.new_empty(self.group.size(), *tensor.shape)
-        named = f"the all-gather of {what}"
-        all_gather(gathered.view(-1), staged.reshape(-1), self.group, call=self.call, what=named)
-        return gathered.to(tensor.device)
+        output = staged.new_empty(self.group.size(), *tensor.shape)
+        with naming(self.call, f"the all-gather of {what}"):
+            all_gather_flat(output.view(-1), staged.reshape(-1), self.group)
+        return output.to(tensor.device)
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Return each of the row-aligned ``tensors`` with the rows of all ranks, of which each has ``counts``."""
-        return gather_payload(tensors, counts, self.group, self.call)
+        """Return each of ``tensors`` (N, ...) with the rows of all ranks, (sum N_r, ...), in rank order.
+
+        Args:
+            tensors: contiguity does not matter; equal dtypes and trailing shapes on every rank.
+            counts: the number of rows of every rank, known from the header.
+        """
+        most, device = max(counts), tensors[0].device
+        if len(tensors) == 1 and min(counts) == most and tensors[0].numel() > 0:
+            return [self._gather_bytes(tensors[0], (len(counts) * most, *tensors[0].shape[1:]))]
+        block = _pack(tensors, most)
+        gathered = self._gather_bytes(block, (len(counts), block.numel()))
+        places = padded_places(counts, device) if min(counts) < most and device.type != "cpu" else None
+        outputs, offset = [], 0
+        for tensor in tensors:
+            size = most * _row_bytes(tensor)
+            column = gathered[:, offset : offset + size].view(tensor.dtype)
+            outputs.append(_unpack(column.view(len(counts), most, *tensor.shape[1:]), counts, places))
+            offset += _aligned(size)
+        return outputs
 
     def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
         """Return this rank's rows of the sum over the ranks of ``tensor`` (sum of counts, ...), rows in rank order."""
-        most, rank = max(1, *counts), self.rank
-        padded = tensor.new_zeros(len(counts), most, *tensor.shape[1:])
-        if tensor.device.type == "cpu":
-            for part, rows in zip(padded, tensor.split(list(counts))):
-                part[: len(rows)] = rows
-        else:  # as many kernels for any number of ranks
-            padded[padded_places(counts, tensor.device)] = tensor
+        padded = tensor.new_zeros(len(counts), max(1, *counts), *tensor.shape[1:])
+        padded[padded_places(counts, tensor.device)] = tensor
         staged = padded.cpu() if is_staged(tensor, self.group) else padded
-        own = staged.new_empty(staged[0].numel())
-        named = f"the reduce-scatter of {what}"
+        own = torch.empty_like(staged[0])
         if own.numel():  # else the rows have no elements, on every rank
-            reduce_scatter(own, staged.view(-1), self.group, call=self.call, what=named)
-        return own.view_as(staged[0])[: counts[rank]].to(tensor.device)
+            with naming(self.call, f"the reduce-scatter of {what}"):
+                reduce_scatter_flat(own.view(-1), staged.view(-1), self.group)
+        return own[: counts[self.rank]].to(tensor.device)
 
-    def _reduce(self, tensor: Tensor, what: str, *, largest: bool) -> Tensor:
+    def _reduce(self, tensor: Tensor, what: str, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Return ``tensor`` reduced over the ranks, the same bits on every rank."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor.contiguous()
-        all_reduce(staged, self.group, largest=largest, call=self.call, what=f"the all-reduce of {what}")
+        with naming(self.call, f"the all-reduce of {what}"):
+            all_reduce_flat(staged, op=operation, group=self.group)
         return staged.to(tensor.device)
+
+    def _gather_bytes(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return ``tensor`` of every rank in ``shape``. Not every backend knows every dtype, so bytes travel."""
+        staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
+        output = staged.new_empty(shape)
+        with naming(self.call, "the all-gather of the rows, which every rank had announced,"):
+            all_gather_flat(_bytes_of(output), _bytes_of(staged), self.group)
+        return output.to(tensor.device)
+
+
+def check_rows(tensors: Sequence[Tensor | None]) -> int:
+    """Return the common number of rows of ``tensors`` (0 without any), or raise TypeError or ValueError."""
+    count: int | None = None
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
+            fix = "Pass dtensor.full_tensor() or its local rows." if isinstance(tensor, Tensor) else ""
+            raise TypeError(expected(f"tensor {index}", "a plain torch.Tensor or None", tensor, fix))
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise TypeError(expected(f"tensor {index}", "a dense tensor", str(tensor.layout), "Use to_dense()."))
+        if tensor.ndim == 0:
+            raise ValueError(expected(f"tensor {index}", "at least one dimension", tensor, "Use reshape(1)."))
+        if count is not None and tensor.shape[0] != count:
+            raise ValueError(expected(f"tensor {index}", f"{count} rows as in the tensors before it", tensor))
+        count = tensor.shape[0]
+    return count or 0
+
+
+def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None:
+    """Raise ValueError unless all tensors are on one device that ``group`` serves."""
+    usable = backend_by_device(group)
+    devices = {tensor.device.type for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
+    if not devices <= set(usable):
+        fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
+        raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            check_device_of_group(f"tensor {index}", tensor, group)
+
+
+def describe(tensor: Tensor | None) -> str | None:
+    """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
+    if tensor is None:
+        return None
+    needs_grad = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} (N{''.join(f', {size}' for size in tensor.shape[1:])}){needs_grad} on {tensor.device.type}"
+
+
+def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
+    """Return the block of this rank: every tensor padded to ``most`` rows and to a multiple of 16 bytes."""
+    parts = []
+    for tensor in tensors:
+        content = _bytes_of(tensor)
+        padding = _aligned(most * _row_bytes(tensor)) - content.numel()
+        parts += [content, content.new_zeros(padding)] if padding else [content]
+    # The block is never empty, because every rank makes the same collective whatever the data.
+    return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(_ALIGN)
+
+
+Places = tuple[Tensor, Tensor]
+
+
+def padded_places(counts: Sequence[int], device: torch.device) -> Places:
+    """Return the rank of each row of all ranks and its place among the rows of that rank, (sum N_r,) int64 each.
+
+    The number of kernels does not depend on the number of ranks, and nothing waits for the device.
+    """
+    on_host = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    ends, starts = torch.stack([on_host.cumsum(0), on_host.cumsum(0) - on_host]).to(device, non_blocking=True)
+    row = torch.arange(sum(counts), device=device)
+    rank = torch.searchsorted(ends, row, right=True)
+    return rank, row - starts[rank]
+
+
+def _unpack(padded: Tensor, counts: Sequence[int], places: Places | None) -> Tensor:
+    """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...), which leaves out ``places``.
+
+    Always a copy, because the caller could not change a view of the block in place.
+    """
+    if places is not None:
+        return padded[places]
+    if min(counts) < max(counts):  # on the CPU, where a copy of each part is faster than one of each row
+        return torch.cat([padded[rank, :count] for rank, count in enumerate(counts)])
+    output = padded.new_empty(sum(counts), *padded.shape[2:])
+    output.view(padded.shape).copy_(padded)
+    return output
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Return True when the tensor must be copied to the CPU first: gloo moves no memory of an accelerator."""
+    return tensor.device.type != "cpu" and backend_by_device(group).get(tensor.device.type) == "gloo"
+
+
+@contextmanager
+def naming(call: str, what: str, cause: Exception | None = None) -> Iterator[None]:
+    """Let the error of a collective inside name the public call that made it.
+
+    torch's error says which connection was closed or how long it waited, but not in which call. When a rank dies, the
+    other ranks fail in their next collective, so the name of that call is the first thing to know.
+
+    Args:
+        call: name of the public call, the head of the message.
+        what: which collective of that call this is, such as ``"the all-gather of the rows"``.
+        cause: why this collective is made, if an exception is the reason.
+
+    Raises:
+        RuntimeError: when the collective fails. The message ends with torch's text, and the cause is ``cause`` or
+            torch's error. The group cannot be used afterwards.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
+            f"the timeout of the process group: look into the log of each rank for the first error. {error}"
+        ) from (cause or error)

@@ -9,8 +9,9 @@ gets W equal gradients, whose average is the right one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -18,38 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import Words, anchor_of, expected, first_order_only
-from .exchange import Exchange
+from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import (
-    Agreement,
-    Checksum,
-    Offer,
-    State,
-    backend_by_device,
-    check_device_of_group,
-    refuse_in_backward,
-)
-from .payload import gather_payload
+from .header import Agreement, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
-from .transforms import agree_untransformed, check_no_tangents
 
-
-class Rows(NamedTuple):
-    """One rank's input of a gather: row-aligned tensors (None passes through), and what travels in the header."""
-
-    tensors: tuple[Tensor | None, ...]
-    facts: Mapping[str, object] = {}  # must be equal on all ranks
-    checksum: Checksum | None = None
-    totals: Sequence[Tensor | float] = ()
-    kept: Any = None  # handed back to this rank; does not travel
-
-
-class Gathered(NamedTuple):
-    """The result of a gather, equal on every rank: the tensors with all rows, and the number of rows of each rank."""
-
-    tensors: tuple[Any, ...]  # a tensor or None each, as they were given
-    rows: tuple[int, ...]
-    totals: Tensor  # [W, NUM_TOTALS] float64 on the host: those of each rank
+T = TypeVar("T")
 
 
 class _Plan(NamedTuple):
@@ -81,7 +56,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.plan, ctx.call, ctx.anchors = plan, plan.call, anchors
         tensors = inputs[anchors:]
         ctx.save_for_backward(*inputs[:anchors])
-        outputs = gather_payload(tensors, plan.rows, plan.group, plan.call)
+        outputs = Exchange(plan.call, plan.group).rows(tensors, plan.rows)
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
         # The local form skips a gradient that was not computed. A collective needs one on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
@@ -116,110 +91,54 @@ def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     return (own * (plan.scale / len(plan.rows))).to(grad.dtype)
 
 
-def check_rows(tensors: tuple[Tensor | None, ...]) -> int:
-    """Return the common number of rows of ``tensors`` (0 without any), or raise TypeError or ValueError."""
-    count: int | None = None
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
-            fix = "Pass dtensor.full_tensor() or its local rows." if isinstance(tensor, Tensor) else ""
-            raise TypeError(expected(f"tensor {index}", "a plain torch.Tensor or None", tensor, fix))
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise TypeError(expected(f"tensor {index}", "a dense tensor", str(tensor.layout), "Use to_dense()."))
-        if tensor.ndim == 0:
-            raise ValueError(expected(f"tensor {index}", "at least one dimension", tensor, "Use reshape(1)."))
-        if count is not None and tensor.shape[0] != count:
-            raise ValueError(expected(f"tensor {index}", f"{count} rows as in the tensors before it", tensor))
-        count = tensor.shape[0]
-    return count or 0
-
-
-def _describe(tensor: Tensor | None) -> str | None:
-    """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
-    if tensor is None:
-        return None
-    needs_grad = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} (N{''.join(f', {size}' for size in tensor.shape[1:])}){needs_grad} on {tensor.device.type}"
-
-
 @not_compiled
 def gather_agreed(
     call: str,
     group: ProcessGroup,
-    prepare: Callable[[], Rows],
+    bring: Callable[[], Offer[T]],
     *,
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
-) -> Gathered:
+) -> Agreement[T]:
     """Check, agree, gather. All gathers of rows use this: two collectives, whatever the data and the number of tensors.
 
     Args:
         call: name of the call for the header and for messages.
         group: a group of at least two ranks.
-        prepare: checks this rank's arguments and returns its :class:`Rows`; all ranks raise what it raises.
+        bring: checks this rank's arguments and returns its :class:`Offer`; all ranks raise what it raises.
         gradient_reduction: see :func:`all_gather_with_grad`.
         backward: see :func:`all_gather_with_grad`.
+
+    Returns:
+        The agreement, whose ``tensors`` have the rows of all ranks.
     """
-    agreed = agree_on_rows(call, group, prepare)
-    outputs = gather_after(call, group, agreed.value.tensors, agreed.rows, gradient_reduction, backward)
-    return Gathered(outputs, agreed.rows, agreed.totals)
-
-
-def agree_on_rows(call: str, group: ProcessGroup, prepare: Callable[[], Rows]) -> Agreement[Rows]:
-    """Agree on a call whose arguments are row-aligned tensors: the header of :func:`gather_agreed`."""
-
-    def bring() -> Offer[Rows]:
-        given = prepare()
-        count = check_rows(given.tensors)
-        check_no_tangents(*given.tensors)
-        _check_devices(given.tensors, group)
-        facts = {**given.facts, "tensors": [_describe(tensor) for tensor in given.tensors]}
-        return Offer(given, facts, count, given.totals, given.checksum)
-
-    return agree_untransformed(call, group, bring)
+    agreed = agree_on(call, group, bring)
+    return replace(agreed, tensors=gather_after(call, group, agreed, gradient_reduction, backward))
 
 
 def gather_after(
     call: str,
     group: ProcessGroup,
-    tensors: tuple[Tensor | None, ...],
-    rows: tuple[int, ...],
+    agreed: Agreement[Any],
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> tuple[Any, ...]:
-    """Return ``tensors`` with the rows of all ranks: the payload of :func:`gather_agreed`, after its header.
+    """Return the tensors of an agreement with the rows of all ranks: the payload of :func:`gather_agreed`.
 
     Args:
         call: name of the call.
         group: the group.
-        tensors: those of this rank; None passes through.
-        rows: the number of rows of every rank, from the header.
+        agreed: the header, with the tensors of this rank; None passes through.
         gradient_reduction: see :func:`all_gather_with_grad`.
         backward: see :func:`all_gather_with_grad`.
     """
-    present = [tensor for tensor in tensors if tensor is not None]
+    present = [tensor for tensor in agreed.tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad)
-    plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
+    plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
     anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
     outputs = iter(_GatherRows.apply(plan, len(anchors), *anchors, *present) if present else ())
-    return tuple(None if tensor is None else next(outputs) for tensor in tensors)
-
-
-def _check_devices(tensors: tuple[Tensor | None, ...], group: ProcessGroup) -> None:
-    """Raise ValueError unless all tensors are on one device that ``group`` serves."""
-    usable = backend_by_device(group)
-    devices = {tensor.device.type for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
-    if not devices <= set(usable):
-        fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
-        raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
-    for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            check_device_of_group(f"tensor {index}", tensor, group)
+    return tuple(None if tensor is None else next(outputs) for tensor in agreed.tensors)
 
 
 def gather_rows(
@@ -313,18 +232,20 @@ def _gather(
     gradient_reduction: str | int,
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> tuple[Tensor | None, ...]:
-    def prepare() -> Rows:
+    def bring() -> Offer[None]:
         check_gradient_reduction(gradient_reduction)
         if backward not in ("local", "reduce_scatter"):
             raise ValueError(expected("backward", "'local' or 'reduce_scatter'", backward))
-        return Rows(tensors, {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)})
+        facts = {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
+        return Offer(None, facts, tensors=tensors)
 
     resolved = resolve_group(group)
     if resolved.size() == 1:
         check_rows(tensors)
-        return prepare().tensors
+        bring()
+        return tensors
     refuse_in_backward(call)
-    gathered = gather_agreed(call, resolved, prepare, gradient_reduction=gradient_reduction, backward=backward).tensors
+    gathered = gather_agreed(call, resolved, bring, gradient_reduction=gradient_reduction, backward=backward).tensors
     for tensor in gathered:
         if tensor is not None:
             _remember(tensor, resolved)

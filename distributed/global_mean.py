@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +11,8 @@ from torch.distributed import ProcessGroup
 
 from ..errors import anchor_of, expected, first_order_only
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
-from .header import DeviceCheck, Offer, State, refuse_in_backward
+from .header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
-from .transforms import agree_untransformed, check_no_tangents
-
-
-class Fraction(NamedTuple):
-    """One rank's part of a global mean: its total (with graph), its number of terms, facts equal on all ranks."""
-
-    total: Tensor
-    num_terms: Tensor | float
-    facts: Mapping[str, object] = {}
-    check: DeviceCheck | None = None
 
 
 class _GlobalRatio(torch.autograd.Function):
@@ -52,27 +42,29 @@ def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
 
+def part_of_mean(
+    total: Tensor, count: Tensor | float, facts: Mapping[str, object], check: DeviceCheck | None = None
+) -> Offer[Tensor]:
+    """Return one rank's part of a global mean: its total, with its graph, its number of terms, and facts."""
+    needs_grad = total.requires_grad and torch.is_grad_enabled()
+    return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count), check=check)
+
+
 @not_compiled
 def mean_agreed(
-    call: str, group: ProcessGroup, prepare: Callable[[], Fraction], *, gradient_reduction: str | int = "mean"
+    call: str, group: ProcessGroup, bring: Callable[[], Offer[Tensor]], *, gradient_reduction: str | int = "mean"
 ) -> Tensor:
     """Check, agree, divide, with one collective: the header carries total and count.
 
     Args:
         call: name of the call for the header and for messages.
         group: a group of at least two ranks.
-        prepare: checks this rank's arguments and returns its :class:`Fraction`; all ranks raise what it raises.
+        bring: checks this rank's arguments and returns :func:`part_of_mean`; all ranks raise what it raises.
         gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
     refuse_in_backward(call)  # also where a compiled function makes the call
 
-    def bring() -> Offer[Tensor]:
-        total, count, facts, check = prepare()
-        check_no_tangents(total)
-        needs_grad = total.requires_grad and torch.is_grad_enabled()
-        return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count), check=check)
-
-    agreed = agree_untransformed(call, group, bring)
+    agreed = agree_on(call, group, bring)
     total = agreed.value
     # On the host, in rank order: every rank gets the same bits, and an accelerator has nothing to launch for each rank.
     summed, count = (sum(column) for column in agreed.totals.t()[:2].tolist())
@@ -118,17 +110,17 @@ def global_mean(
         tensor(1.5000)
     """
 
-    def prepare() -> Fraction:
+    def bring() -> Offer[Tensor]:
         check_gradient_reduction(gradient_reduction)
         reduction = State(gradient_reduction, SAME_REDUCTION)
         facts = {"gradient_reduction": reduction, "dtype": _check_total(total).dtype}
-        return Fraction(total, _check_count(count), facts)
+        return part_of_mean(total, _check_count(count), facts)
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
     if resolved is None or resolved.size() == 1:
-        return local_mean(*prepare()[:2])
+        return local_mean(total, bring().totals[1])
     refuse_in_backward("global_mean")
-    return mean_agreed("global_mean", resolved, prepare, gradient_reduction=gradient_reduction)
+    return mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction)
 
 
 def _check_total(total: Tensor) -> Tensor:

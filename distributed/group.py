@@ -6,15 +6,21 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import expected, warn
-from .torch_private import flatten_mesh
+from ..errors import Words, expected, warn
+from .torch_private import bound_device, flatten_mesh
 
 Group = ProcessGroup | DeviceMesh | None
+
+# The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
+_BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 _NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what it needs)"
 
@@ -76,6 +82,44 @@ def _not_a_member(name: str) -> str:
 def group_ranks(group: ProcessGroup) -> list[int]:
     """Return the global ranks of ``group``, in group order."""
     return dist.get_process_group_ranks(group)
+
+
+def header_device(group: ProcessGroup) -> torch.device:
+    """Return the device of the header: the CPU where the group can communicate there, else the accelerator.
+
+    The group is bound to a device, or uses the current one. It depends on nothing else, least of all on the arguments,
+    so that a rank with bad arguments joins the same collective.
+    """
+    if "cpu" in backend_by_device(group):
+        return torch.device("cpu")
+    bound = bound_device(group)
+    if bound is not None and bound.index is not None:
+        return bound
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def check_device_of_group(name: str, tensor: Tensor, group: ProcessGroup) -> None:
+    """Raise ValueError when ``tensor`` is on another accelerator than the one over which ``group`` communicates.
+
+    Without ``set_device``, every rank would put its headers on the first one.
+    """
+    served = header_device(group)
+    if tensor.device.type == served.type != "cpu" and tensor.device != served:
+        call = f"torch.{served.type}.set_device({tensor.device.index})"
+        fix = f"Call {call} before init_process_group, or pass it device_id={str(tensor.device)!r}."
+        what = f"a tensor on {served}, the device of the process group"
+        raise ValueError(expected(name, what, Words(f"one on {tensor.device}"), fix))
+
+
+def backend_by_device(group: ProcessGroup) -> dict[str, str]:
+    """Return the backend that ``group`` uses for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    known = _BACKENDS.get(group)
+    if known is None:
+        config = dist.get_backend_config(group)
+        known = _BACKENDS[group] = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return known
 
 
 # The number that the model's gradients are divided by, while a caller that knows it evaluates a loss; else None.

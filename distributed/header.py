@@ -26,8 +26,7 @@ import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,18 +34,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .collectives import all_gather, lost
-from .group import group_ranks
-from .torch_private import backward_is_running, bound_device
+from .exchange import Exchange, check_devices, check_rows, describe, naming
+from .group import check_device_of_group, group_ranks, header_device
+from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
 
 T = TypeVar("T")
 
 NUM_TOTALS = 4
 _WORDS = 4 + NUM_TOTALS
 _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
-
-# The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
-_BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 _UNREAD, _FAILED = 1, 2  # the first word
 
@@ -108,6 +104,8 @@ class Offer(Generic[T]):
         totals: at most four numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
         check: checks of this rank's arguments that have not been read.
+        tensors: row-aligned, None for an absent one; equal on every rank in all but the number of rows, which is then
+            ``rows``. None if the call has no rows.
     """
 
     value: T
@@ -116,15 +114,17 @@ class Offer(Generic[T]):
     totals: Sequence[Tensor | float] = ()
     checksum: Checksum | None = None
     check: DeviceCheck | None = None
+    tensors: tuple[Tensor | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Agreement(Generic[T]):
-    """This rank's value, and the row counts and totals of all ranks, in rank order."""
+    """This rank's value and tensors, and the row counts and totals of all ranks, in rank order."""
 
     value: T
     rows: tuple[int, ...]
     totals: Tensor  # [W, NUM_TOTALS] float64, on the host
+    tensors: tuple[Any, ...] = ()  # a tensor or None each, as they were offered
 
 
 def refuse_in_backward(call: str) -> None:
@@ -141,7 +141,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
 
     An exception in ``bring`` does not leave the other ranks waiting: this rank still joins the exchange, and every rank
     raises. ``bring`` may itself communicate over ``ranks``. If it fails in an agreement of the same ranks, all of them
-    already have that exception, and it is raised unchanged.
+    already have that exception, and it is raised unchanged. Inside a transform of ``torch.func`` all ranks raise.
 
     Args:
         call: name of the call, the first of the facts and the head of every message.
@@ -161,8 +161,10 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             offer.check.read()
         totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
         return Agreement(offer.value, (offer.rows,), torch.tensor([totals], dtype=torch.float64, device="cpu"))
-    number = next(_NUMBERS)
-    device = header_device(ranks)
+    if func_transforms_are_active() and bring is not _refuse_transforms:
+        with outside_func_transforms():  # only plain tensors can travel
+            return agree_on(call, ranks, _refuse_transforms)
+    number, device = next(_NUMBERS), header_device(ranks)
     texts, advice, checksum, mine = {"call": call}, {}, None, None
 
     def header_of_failure(error: Exception) -> Tensor:
@@ -170,14 +172,21 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
 
     try:
         offer = bring()
-        texts |= {name: repr(fact) for name, fact in offer.facts.items()}
+        tensors, rows, facts = offer.tensors or (), offer.rows, offer.facts
+        if offer.tensors is not None:
+            rows = check_rows(tensors)
+            check_devices(tensors, ranks)
+            facts = {**facts, "tensors": [describe(tensor) for tensor in tensors]}
+        if any(map(has_tangent, (*tensors, *offer.totals))):
+            _refuse_transforms()
+        texts |= {name: repr(fact) for name, fact in facts.items()}
         advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
         checksum, check = offer.checksum, offer.check
         if check is not None and "cpu" in (device.type, check.flag.device.type):
             check.read()  # which waits no longer than it would take to read the flag
             check = None
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
-        known = digest(texts), offer.rows, 0 if checksum is None else checksum.value
+        known = digest(texts), rows, 0 if checksum is None else checksum.value
         for total in offer.totals:
             if isinstance(total, Tensor):
                 check_device_of_group("total", total, ranks)
@@ -186,7 +195,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         if _is_shared(error, ranks, number):
             raise
         mine, header = error, header_of_failure(error)
-    gathered = _gather_headers(call, header, ranks).cpu()  # [W, 8]; an accelerator is waited for once, here
+    exchange = Exchange(call, ranks)
+    gathered = exchange.each(header, "the headers").cpu()  # [W, 8]; an accelerator is waited for once, here
     if _UNREAD in gathered[:, 0].tolist():
         try:
             if mine is None and check is not None:
@@ -194,7 +204,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
                 header[0] = 0
         except Exception as error:
             mine, header = error, header_of_failure(error)
-        gathered = _gather_headers(call, header, ranks).cpu()
+        gathered = exchange.each(header, "the headers").cpu()
     heads = gathered[:, :4].tolist()
     first = heads[0]
     if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):
@@ -203,7 +213,14 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         raised = joint_error(call, everyone, heads, spoken, advice, checksum)
         raised.agreement = (id(ranks), number)
         raise raised from cause_of(mine)
-    return Agreement(offer.value, tuple(head[2] for head in heads), gathered[:, 4:].view(torch.float64))
+    return Agreement(offer.value, tuple(head[2] for head in heads), gathered[:, 4:].view(torch.float64), tensors)
+
+
+def _refuse_transforms() -> NoReturn:
+    what = "backward() or torch.autograd.grad around a call over ranks"
+    found = Words("a transform: torch.func, torch.vmap or forward mode")
+    fix = "Transforms work where nothing is gathered, as with gather_distributed=False."
+    raise RuntimeError(expected("differentiation", what, found, fix))
 
 
 def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], device: torch.device) -> Tensor:
@@ -228,55 +245,10 @@ def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], devic
     return header
 
 
-def _gather_headers(call: str, header: Tensor, ranks: ProcessGroup) -> Tensor:
-    """Return the headers of all ranks, (W, 8) int64 on the device of ``header``."""
-    gathered = torch.empty(ranks.size() * _WORDS, dtype=torch.int64, device=header.device)
-    all_gather(gathered, header, ranks, call=call, what="the all-gather of the headers")
-    return gathered.view(-1, _WORDS)
-
-
 def digest(texts: Mapping[str, str]) -> int:
     """Return a signed 64-bit hash of the facts, the same in every process (``hash`` is salted per process)."""
     data = "\n".join(f"{key}={value}" for key, value in texts.items()).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
-
-
-def header_device(group: ProcessGroup) -> torch.device:
-    """Return the device of the header: the CPU where the group can communicate there, else the accelerator.
-
-    The group is bound to a device, or uses the current one. It depends on nothing else, least of all on the arguments,
-    so that a rank with bad arguments joins the same collective.
-    """
-    if "cpu" in backend_by_device(group):
-        return torch.device("cpu")
-    bound = bound_device(group)
-    if bound is not None and bound.index is not None:
-        return bound
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def check_device_of_group(name: str, tensor: Tensor, group: ProcessGroup) -> None:
-    """Raise ValueError when ``tensor`` is on another accelerator than the one over which ``group`` communicates.
-
-    Without ``set_device``, every rank would put its headers on the first one.
-    """
-    served = header_device(group)
-    if tensor.device.type == served.type != "cpu" and tensor.device != served:
-        call = f"torch.{served.type}.set_device({tensor.device.index})"
-        fix = f"Call {call} before init_process_group, or pass it device_id={str(tensor.device)!r}."
-        what = f"a tensor on {served}, the device of the process group"
-        raise ValueError(expected(name, what, Words(f"one on {tensor.device}"), fix))
-
-
-def backend_by_device(group: ProcessGroup) -> dict[str, str]:
-    """Return the backend that ``group`` uses for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    known = _BACKENDS.get(group)
-    if known is None:
-        config = dist.get_backend_config(group)
-        known = _BACKENDS[group] = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-    return known
 
 
 def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
@@ -335,10 +307,8 @@ def _exchange(
         reason = None if error is None else (public_class(error).__name__, reason_of(error))
         own = _Spoken(reason, {name: _cut(text) for name, text in texts.items()})
     said: list[Any] = [None] * ranks.size()
-    try:
+    with naming(texts["call"], "the exchange of what went wrong", error):
         dist.all_gather_object(said, own, group=ranks)
-    except RuntimeError as problem:
-        raise lost(texts["call"], "the exchange of what went wrong", problem) from (error or problem)
     return {word: said[place] for word, place in places.items()}
 
 

@@ -24,10 +24,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import TensorWeakRef
 
-from ..distributed.collectives import all_gather, lost
+from ..distributed.exchange import Exchange, is_staged, naming
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
-from ..distributed.payload import is_staged
 from ..distributed.torch_private import copy_each_, fsdp_groups, not_compiled
 from ..errors import RankValueError, Words, check_choice, expected
 from .parameters import Entry, check_gradient, check_parameter, held_gradient, is_dtensor, list_entries
@@ -234,7 +233,7 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -
     hashes = [digest({"layout": one.layout}) for one in summands]
     bits = numpy.packbits([one.held is not None for one in summands]).tobytes()
     sent = digest({"layouts": repr(hashes)}).to_bytes(8, "big", signed=True) + bits
-    seen = _gather_words(sent, group, "the all-gather of which gradients there are")  # [W, 8 + parameters / 8]
+    seen = _gather_words(sent, group, "which gradients there are")  # [W, 8 + parameters / 8]
     if (seen[:, :8] != seen[0, :8]).any():
         _raise_difference(summands, hashes, group)
     is_present = numpy.unpackbits(numpy.bitwise_or.reduce(seen[:, 8:], axis=0), count=len(summands))
@@ -244,7 +243,7 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -
 def _raise_difference(summands: list[Summand], hashes: list[int], group: ProcessGroup) -> None:
     """Raise RankValueError on every rank, which names the first parameter whose layouts differ."""
     sent = b"".join(one.to_bytes(8, "big", signed=True) for one in hashes)
-    seen = _gather_words(sent, group, "the all-gather of the layouts, which differ,")
+    seen = _gather_words(sent, group, "the layouts, which differ,")
     differs = (seen != seen[0]).any(axis=0)
     first = summands[int(differs.argmax()) // 8]
     held: list[Any] = [None] * group.size()
@@ -255,9 +254,7 @@ def _raise_difference(summands: list[Summand], hashes: list[int], group: Process
 def _gather_words(data: bytes, group: ProcessGroup, what: str) -> Any:
     """Return ``data`` of all ranks, which are equally long, as an array (W, bytes)."""
     sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(header_device(group), non_blocking=True)
-    gathered = sent.new_empty(group.size() * sent.numel())
-    all_gather(gathered, sent, group, call=CALL, what=what)
-    return gathered.view(group.size(), -1).cpu().numpy()
+    return Exchange(CALL, group).each(sent, what).cpu().numpy()
 
 
 @torch.no_grad()
@@ -318,7 +315,5 @@ def _add_bucket(tensors: list[Tensor], group: ProcessGroup) -> None:
 
 
 def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
-    try:
+    with naming(CALL, "an all-reduce of gradients"):
         dist.all_reduce(tensor, group=group)
-    except RuntimeError as error:
-        raise lost(CALL, "an all-reduce of gradients", error) from error

@@ -37,9 +37,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
-from ..distributed.collectives import all_gather
-from ..distributed.group import is_initialized
-from ..distributed.header import backend_by_device, cause_of, disagreement, failure, public_class, reason_of
+from ..distributed.exchange import Exchange
+from ..distributed.group import backend_by_device, is_initialized
+from ..distributed.header import cause_of, disagreement, failure, public_class, reason_of
 from ..distributed.torch_private import count_unreduced, holds_unreduced, not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import join_norms, local_norm
@@ -359,9 +359,7 @@ def _join_over_groups(measured: _Measured) -> _Reduced:
         head = [failed, torch.full_like(odd, digest), narrow, odd, left[()]]
         sent = torch.stack([*head, *(left.pop(layout) for layout in layouts)])
         padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _LEAST)).to(_meeting_device(group, sent.device))
-        gathered = padded.new_empty(dist.get_world_size(group) * padded.numel())
-        all_gather(gathered, padded, group, call=options.call, what="the all-gather of the norms")
-        ranks = gathered.view(-1, padded.numel()).to(sent.device)  # [W, words]
+        ranks = Exchange(options.call, group).each(padded, "the norms").to(sent.device)  # [W, words]
         differ = ranks[:, 1] != ranks[0, 1]
         failed = torch.maximum(ranks[:, 0], differ.double()).amax()
         narrow, odd = ranks[:, 2].amax(), ranks[:, 3].sum()

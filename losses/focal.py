@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.global_mean import Fraction, local_mean, mean_agreed
+from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
 from ..distributed.group import Group
-from ..distributed.header import DeviceCheck, refuse_in_backward
+from ..distributed.header import DeviceCheck, Offer, refuse_in_backward
 from ..errors import Words, check_number, check_tensor, expected
 from .distributed_loss import DistributedLoss
 
@@ -141,7 +141,7 @@ class FocalLoss(DistributedLoss):
             return local_loss(self.elements(inputs, targets, sample_weight), self.reduction)
         own: list[Elements] = []
 
-        def prepare() -> Fraction:
+        def bring() -> Offer[Tensor]:
             if self.reduction == "sum":  # in a mean the rows of all ranks count W times above and below the line
                 self._check_not_gathered(group, inputs=inputs, targets=targets)
             own.append(self.elements(inputs, targets, sample_weight))
@@ -150,11 +150,11 @@ class FocalLoss(DistributedLoss):
             facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
             values, divisor, unit, check = own[0]
             if unit is None:
-                return Fraction(values.sum(), divisor, facts, check)
+                return part_of_mean(values.sum(), divisor, facts, check)
             # The units may differ between ranks. In float64 nothing overflows.
-            return Fraction(values.sum().double() * unit, divisor.double() * unit, facts, check)
+            return part_of_mean(values.sum().double() * unit, divisor.double() * unit, facts, check)
 
-        mean = mean_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
+        mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":
             return reduce_elements(own[0], self.reduction)
         return mean.to(own[0].values.dtype)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from ..distributed.exchange import Exchange
-from ..distributed.gather import Rows, agree_on_rows, check_rows, gather_after, gather_agreed
+from ..distributed.exchange import Exchange, check_rows
+from ..distributed.gather import gather_after, gather_agreed
 from ..distributed.group import Group, gradient_scale
-from ..distributed.header import Agreement, Checksum, State, refuse_in_backward
+from ..distributed.header import Agreement, Checksum, Offer, State, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
@@ -281,13 +281,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 "with indexes": indexes is not None,
             }
 
-        def prepare() -> Rows:
+        def bring() -> Offer[None]:
             self._check_not_gathered(group, logits=logits, targets=targets)
             live = check()
             checksum = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-            return Rows(live.tensors, facts(), checksum, live.counts)
+            return Offer(None, facts(), totals=live.counts, checksum=checksum, tensors=live.tensors)
 
-        def prepare_part() -> Rows:
+        def bring_part() -> Offer[tuple[Batch, Pool]]:
             assert group is not None
             self._check_not_gathered(group, logits=logits, targets=targets)
             live = check()
@@ -300,7 +300,8 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
             totals = totals_of(part, stored, is_huge)
             loaded = Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-            return Rows(live.tensors, {**facts(), "needs rows": needs_rows}, loaded, totals, kept=(live, part))
+            shared = {**facts(), "needs rows": needs_rows}
+            return Offer((live, part), shared, totals=totals, checksum=loaded, tensors=live.tensors)
 
         group = self._resolve_group()
         if group is None:
@@ -308,27 +309,25 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             if self.pool == "sharded" and indexes is None and (self._ranks_queue or self._enqueues):
                 self._sharded_queue.take_whole(type(self).__name__)
         elif self.pool == "sharded" and indexes is None:
-            agreed = agree_on_rows(call, group, prepare_part)
+            agreed = agree_on(call, group, bring_part)
             return self._sharded(Exchange(call, group), agreed, needs_rows)
         else:
-            gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
+            gathered = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             live = Batch(*gathered.tensors).with_counts(gathered.totals)
         return self._join(live, self._queued_rows()), live, None
 
-    def _sharded(self, exchange: Exchange, agreed: Agreement[Rows], needs_rows: bool) -> tuple[Pool, Batch, Found]:
+    def _sharded(
+        self, exchange: Exchange, agreed: Agreement[tuple[Batch, Pool]], needs_rows: bool
+    ) -> tuple[Pool, Batch, Found]:
         """Return what :meth:`_pool` does: this rank's part with the loss over all of them, or the rows of all ranks."""
-        live: Batch
-        part: Pool
-        live, part = agreed.value.kept
+        live, part = agreed.value
         needs_grad = torch.is_grad_enabled() and live.logits.requires_grad
         scale = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=needs_grad)
         queue = self._sharded_queue if self._ranks_queue and self._sharded_queue.num_held else None
         shared = PoolFacts.of(exchange, scale, agreed, queue, live.sample_weight is not None)
         per_class = None if needs_rows else self._per_class_of_part(part, shared)
         if per_class is None:
-            rows = gather_after(
-                exchange.call, exchange.group, agreed.value.tensors, agreed.rows, self.gradient_reduction
-            )
+            rows = gather_after(exchange.call, exchange.group, agreed, self.gradient_reduction)
             queued = self._sharded_queue.whole(exchange) if shared.num_queued else None
             part = self._join(Batch(*rows), queued)
         return part, live, Found(per_class, shared)

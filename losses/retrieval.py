@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.exchange import Exchange
-from ..distributed.gather import Rows, gather_agreed
+from ..distributed.gather import gather_agreed
 from ..distributed.group import Group
-from ..distributed.header import State, refuse_in_backward
+from ..distributed.header import Offer, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import anchor_of, check_choice, check_int, check_tensor, expected, first_order_only
 from ..kernels.costs import costs_of
@@ -181,16 +181,18 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
             check_temperature(self.temperature, automatic=True)
             return _check_rows(embeddings, labels)
 
-        def prepare() -> Rows:
+        def bring() -> Offer[None]:
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
-            return Rows(check(), {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)})
+            tensors = check()
+            facts = {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
+            return Offer(None, facts, tensors=tensors)
 
         group = self._resolve_group()
         split = None
         if group is None:
             rows = check()
         else:
-            gathered = gather_agreed(call, group, prepare, gradient_reduction=self.gradient_reduction)
+            gathered = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             rows = gathered.tensors
             if sum(gathered.rows) >= FEWEST_SPLIT:
                 split = _Split(Exchange(call, group), gathered.rows)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from ..distributed.gather import Rows, gather_agreed
+from ..distributed.gather import gather_agreed
 from ..distributed.group import Group, resolve_group
 from ..distributed.header import Offer, State, agree_on
 from ..losses.distributed_loss import SAME_ARGUMENTS
@@ -121,9 +121,8 @@ class GatheredMetric(Metric):
         if dist.get_world_size(resolved) == 1:
             return self.rows()
         facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
-        logits, targets = gather_agreed(
-            f"{type(self).__name__}.sync", resolved, lambda: Rows(self.rows(), facts)
-        ).tensors
+        call = f"{type(self).__name__}.sync"
+        logits, targets = gather_agreed(call, resolved, lambda: Offer(None, facts, tensors=self.rows())).tensors
         assert logits is not None
         assert targets is not None
         return logits, targets

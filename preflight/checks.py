@@ -24,7 +24,7 @@ from ..losses.ranking import RankingLoss
 from .site import Place, Site
 
 _FEATURES, CLASSES = 5, 3
-_QUEUE = 48
+QUEUE = 48
 
 
 class Failed(Exception):
@@ -45,7 +45,16 @@ def placement(site: Site) -> str:
     place = site.places[site.rank]
     if place.visible == 0:
         return "the CPU"
-    others = [rank for rank, other in enumerate(site.places) if rank != site.rank and _share(place, other)]
+
+    def is_mine(other: Place) -> bool:
+        if place.host != other.host or other.visible == 0:
+            return False
+        if place.uuid and other.uuid:
+            return place.uuid == other.uuid
+        # Without a name, device 0 of a process that sees one device may be any.
+        return place.current == other.current and max(place.visible, other.visible) > 1
+
+    others = [rank for rank, other in enumerate(site.places) if rank != site.rank and is_mine(other)]
     hint = "" if place.local_rank is not None else "; LOCAL_RANK is not set"
     _demand(not others, f"computes on device {place.current}, and so does rank {', '.join(map(str, others[:4]))}{hint}")
     told = place.local_rank
@@ -56,15 +65,6 @@ def placement(site: Site) -> str:
         f"the current device is {place.current}, but LOCAL_RANK is {told}: set the device before anything uses it",
     )
     return f"device {told}, as LOCAL_RANK"
-
-
-def _share(one: Place, other: Place) -> bool:
-    if one.host != other.host or other.visible == 0:
-        return False
-    if one.uuid and other.uuid:
-        return one.uuid == other.uuid
-    # Without a name, device 0 of a process that sees one device may be any.
-    return one.current == other.current and max(one.visible, other.visible) > 1
 
 
 def _split(site: Site, sizes: list[int]) -> slice:
@@ -122,12 +122,8 @@ def reduce_scatter(site: Site) -> str:
     return "gradients of different losses add up"
 
 
-def _binary(targets: Tensor) -> Tensor:
-    return (targets == 0).long()
-
-
 def make_losses(
-    device: torch.device, queue_size: int = _QUEUE
+    device: torch.device, queue_size: int = QUEUE
 ) -> dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]]:
     """Return each loss, and the function that gives targets their form; with a fixed or an automatic temperature."""
 
@@ -167,15 +163,16 @@ def gradient_of(name: str) -> Callable[[Site], str]:
             model.bias.zero_()
         whole, spread = copy.deepcopy(model), site.wrap(model)
         sizes = _uneven(site)
-        own, worst = _split(site, sizes), 0.0
+        own, found = _split(site, sizes), []
         for step in range(2):  # the second has a queue
             inputs = site.draw(10 + step, sum(sizes), _FEATURES)
             targets = form(torch.arange(sum(sizes), device=site.device) * 7 % CLASSES).to(site.device)
             targets = targets.to(site.dtype) if targets.is_floating_point() else targets
-            value = _backward(spread, loss, inputs[own], targets[own])
-            truth = _backward(whole, alone, inputs, targets)
-            worst = max(worst, _difference(model, whole), _or_infinite(abs(value / truth - 1)))
-        worst = max(site.gather(worst))
+            value, gradient = _backward(spread, loss, inputs[own], targets[own])
+            true_value, true_gradient = _backward(whole, alone, inputs, targets)
+            found += [float((gradient - true_gradient).norm() / true_gradient.norm()), abs(value / true_value - 1)]
+        # No NaN compares as too large, so it becomes infinity.
+        worst = max(site.gather(max(value if value == value else float("inf") for value in found)))
         _demand(worst <= site.tolerance, f"off by {worst:.1e}, more than {site.tolerance:.0e}")
         if isinstance(loss, RankingLoss):
             loss.queue.assert_synchronized()
@@ -184,22 +181,12 @@ def gradient_of(name: str) -> Callable[[Site], str]:
     return check
 
 
-def _backward(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+def _backward(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    """Return the loss, and the gradient of all parameters in one tensor."""
     model.zero_grad()
     value = loss(model(inputs), targets)
     value.backward()
-    return float(value.detach())
-
-
-def _difference(model: nn.Module, whole: nn.Module) -> float:
-    """Return the norm of the difference of two models' gradients over the norm of the second; infinite for NaN."""
-    ours, truth = (torch.cat([p.grad.flatten() for p in net.parameters()]) for net in (model, whole))  # type: ignore[union-attr]
-    return _or_infinite(float((ours - truth).norm() / truth.norm()))
-
-
-def _or_infinite(value: float) -> float:
-    """Return ``value``, or infinity for NaN, since no NaN compares as too large."""
-    return value if value == value else float("inf")
+    return float(value.detach()), torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
 
 
 def control(site: Site) -> str:
@@ -220,9 +207,9 @@ def control(site: Site) -> str:
 
 def agreement(site: Site) -> str:
     """Check that every rank raises when the last one fails, and that the next step is not affected."""
-    loss, twin = (SmoothAPLoss(1, queue_size=_QUEUE).to(site.device) for _ in range(2))
+    loss, twin = (SmoothAPLoss(1, queue_size=QUEUE).to(site.device) for _ in range(2))
     logits = site.draw(6, 4 * site.world_size, 1)[site.rank :: site.world_size]
-    targets = _binary(torch.arange(4, device=site.device))
+    targets = (torch.arange(4, device=site.device) == 0).long()
     if site.world_size == 1:
         raise NeedsRanks("one process has nobody to agree with: start with torchrun")
     raised = None

@@ -78,30 +78,19 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
     dtype, tolerance = (torch.float64, 1e-12) if is_wide else (torch.float32, 2e-6)
     try:
         # Through the store: two ranks on one device could not even start a collective of NCCL.
-        told = _exchange(store, rank, world_size, [place_of(place), _facts(place)])
+        store.set(f"fullrank/{rank}", json.dumps([place_of(place), facts_of(place)]))
+        told = [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
         places, facts = tuple(Place(*values[0]) for values in told), tuple(values[1] for values in told)
         yield Site(rank, world_size, dist.get_backend(), place, dtype, tolerance, places, facts)
-        _wait_for_all(store, world_size)
+        # Wait until every rank has finished its last collective: gloo kills a process whose peer leaves earlier. A
+        # barrier would not do, because it is a collective too: over a slow network one rank finishes it before another.
+        # The wait ends with the timeout if a rank is lost.
+        if store.add("fullrank/done", 1) == world_size:
+            store.set("fullrank/all done", "")
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(["fullrank/all done"])
     finally:
         dist.destroy_process_group()
-
-
-def _exchange(store: dist.Store, rank: int, world_size: int, value: Any) -> list[Any]:
-    """Return the values of all ranks as JSON stores them, in rank order, without a collective."""
-    store.set(f"fullrank/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
-
-
-def _wait_for_all(store: dist.Store, world_size: int) -> None:
-    """Wait until every rank has finished its last collective: gloo kills a process whose peer leaves earlier.
-
-    A barrier would not do, because it is a collective too: over a slow network one rank finishes it before another. The
-    wait ends with the timeout if a rank is lost.
-    """
-    if store.add("fullrank/done", 1) == world_size:
-        store.set("fullrank/all done", "")
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait(["fullrank/all done"])
 
 
 def _find_device(name: str | None) -> torch.device:
@@ -128,54 +117,43 @@ def place_of(device: torch.device) -> Place:
     return Place(socket.gethostname(), known, current, torch.accelerator.device_count(), uuid)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished its work."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-
-
 def describe(site: Site, version: str) -> dict[str, Any]:
     """Return versions, settings and devices of all ranks: one value where they are equal, all where they differ."""
-    facts = {key: _one_or_all([held[key] for held in site.facts]) for key in site.facts[0]}
+    facts = {}
+    for key in site.facts[0]:
+        distinct = list(dict.fromkeys(held[key] for held in site.facts))
+        facts[key] = distinct[0] if len(distinct) == 1 else "DIFFERENT: " + ", ".join(distinct)
     hosts = len({place.host for place in site.places})
     return {"fullrank": version, **facts, "backend": site.backend, "world size": site.world_size, "hosts": hosts}
 
 
-def _facts(device: torch.device) -> dict[str, str]:
+def facts_of(device: torch.device) -> dict[str, str]:
+    """Return versions and settings of this process, and what ``device`` says about itself."""
+    toolkits = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    module: Any = torch.get_device_module(device)
+    has_nccl = dist.is_nccl_available() and hasattr(module, "nccl")
+    deterministic = "warns" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
     return {
         "torch": torch.__version__,
-        "built for": _built_for(),
-        "collectives": _collectives(device),
+        "built for": ", ".join(f"{name} {version}" for name, version in toolkits.items() if version) or "cpu",
+        "collectives": "nccl " + ".".join(map(str, module.nccl.version())) if has_nccl else "-",
         "python": platform.python_version(),
         "device": _name(device),
         "threads": str(torch.get_num_threads()),
         "float32 products": products(device),
-        "deterministic": _deterministic(),
+        "deterministic": deterministic if torch.are_deterministic_algorithms_enabled() else "off",
     }
 
 
-def _built_for() -> str:
-    """Return the toolkits of accelerators that torch was built for."""
-    versions = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "cpu"
-
-
-def _collectives(device: torch.device) -> str:
-    """Return the version of the device's library of collectives, if its module of torch knows one."""
-    library = getattr(torch.get_device_module(device), "nccl", None)
-    if library is None or not dist.is_nccl_available():
-        return "-"
-    return "nccl " + ".".join(map(str, library.version()))
-
-
 def _name(device: torch.device) -> str:
-    name: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_name", None)
-    if name is None:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_name"):
         return device.type
     properties = _properties(device)
     memory = getattr(properties, "total_memory", None)
     units = getattr(properties, "multi_processor_count", None)
-    parts = [str(name(device)), f"{memory / 2**30:.0f} GiB" if memory else "", f"{units} processors" if units else ""]
+    parts = [str(module.get_device_name(device)), f"{memory / 2**30:.0f} GiB" if memory else ""]
+    parts.append(f"{units} processors" if units else "")
     return f"{device.type} ({', '.join(part for part in parts if part)})"
 
 
@@ -202,14 +180,3 @@ def products(device: torch.device) -> str:
 def _rounds(device: torch.device) -> bool:
     numbers = torch.full((256, 256), 1 + 2.0**-13, device=device)  # TF32 keeps 10 bits after the point, bfloat16 7
     return bool((numbers @ torch.eye(256, device=device) != numbers).any())
-
-
-def _deterministic() -> str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return "off"
-    return "warns" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
-
-
-def _one_or_all(values: list[str]) -> str:
-    distinct = list(dict.fromkeys(values))
-    return distinct[0] if len(distinct) == 1 else "DIFFERENT: " + ", ".join(distinct)

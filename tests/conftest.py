@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import device as simulated
 import pytest
@@ -62,3 +63,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def no_waits(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """A context in which waiting for the device is an error; on the CPU nothing waits."""
     return partial(simulated.no_waits, device)
+
+
+@pytest.fixture
+def simulated_device() -> ModuleType:
+    """The module device.py, for tests that count waits and launches on the simulated accelerator."""
+    return simulated

@@ -18,7 +18,7 @@ from device import DEVICE, count
 from scripts import run_script
 from torch import Tensor
 
-from fullrank.distributed import payload
+from fullrank.distributed import exchange
 from fullrank.losses import SmoothAPLoss
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "launches.py"
@@ -149,8 +149,8 @@ def test_unpacking_launches_the_same_for_any_number_of_ranks(world_size: int) ->
     rows, padded = uneven(world_size)
     expected = torch.cat([padded[rank, :number] for rank, number in enumerate(rows)])
     with count() as counts:
-        places = payload.padded_places(rows, DEVICE)
-        ours = payload._unpack(padded.to(DEVICE, non_blocking=True), rows, places)
+        places = exchange.padded_places(rows, DEVICE)
+        ours = exchange._unpack(padded.to(DEVICE, non_blocking=True), rows, places)
     assert torch.equal(ours.cpu(), expected)
     assert (counts.waits, counts.launches) == (0, 7), counts.report()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank.distributed import header
+from fullrank.distributed import group
 from fullrank.distributed.header import Checksum, DeviceCheck, Offer, agree_on
 
 # --- agreement ---------------------------------------------------------------------------------------------------
@@ -97,15 +97,15 @@ def call_after_disagreement(rank: int) -> list[float]:
 
 def known_groups(rank: int) -> list[bool]:
     """Return whether a group is not known, then known, and no longer known once it is gone."""
-    group = dist.new_group([0, 1])
-    before = len(header._BACKENDS)
-    fullrank.all_gather_no_grad(torch.ones(1), group)
-    known = [group in header._BACKENDS, len(header._BACKENDS) == before + 1]
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-    del group
+    new = dist.new_group([0, 1])
+    before = len(group._BACKENDS)
+    fullrank.all_gather_no_grad(torch.ones(1), new)
+    known = [new in group._BACKENDS, len(group._BACKENDS) == before + 1]
+    dist.barrier(new)
+    dist.destroy_process_group(new)
+    del new
     gc.collect()
-    return [*known, len(header._BACKENDS) > before]
+    return [*known, len(group._BACKENDS) > before]
 
 
 def inside_checkpoint(rank: int, reentrant: bool, name: str) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from workers import WorkerPool, class_of, get_pool, process_context
 
 import fullrank
-from fullrank.distributed import collectives
+from fullrank.distributed import exchange
 from fullrank.losses.distributed_loss import DistributedLoss
 
 
@@ -269,7 +269,7 @@ def _die_in_collective(number: int, *names: str) -> None:
         return collective
 
     for name in names:
-        setattr(collectives, name, deadly(getattr(collectives, name)))
+        setattr(exchange, name, deadly(getattr(exchange, name)))
 
 
 def killed_in_forward(rank: int, name: str, number: int) -> None:

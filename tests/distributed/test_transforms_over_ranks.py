@@ -13,8 +13,7 @@ from torch import Tensor
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank.distributed import gather
-from fullrank.distributed.header import agree_on
+from fullrank.distributed import header
 
 TARGETS = torch.arange(6) % 3 // 2
 
@@ -83,7 +82,8 @@ def transformed(rank: int, odd: int | None) -> dict[tuple[str, str, int], tuple[
 def without_check(rank: int) -> list[tuple[str, str]]:
     """Return the errors of every transform around ``gather_rows`` on all ranks, without the check."""
     call, rows = make_calls()["gather_rows"], rows_of(rank, 0)
-    with mock.patch.object(gather, "agree_untransformed", agree_on), mock.patch.object(gather, "check_no_tangents"):
+    unseen = dict.fromkeys(("func_transforms_are_active", "has_tangent"), lambda *_: False)
+    with mock.patch.multiple(header, **unseen):
         return [error_of(lambda apply=apply: apply(call, rows)) for apply in TRANSFORMS.values()]
 
 

@@ -1,12 +1,22 @@
-"""What a step of each loss costs on this device: its waits, its operators, its time and that of a copy of its bytes."""
+"""What a step of each loss costs on this machine: its waits, its operators, its time and that of a copy of its bytes.
+
+Usage: python benchmarks/steps.py [--device cuda] [--backend gloo] [--quick] [--out FOLDER]
+       torchrun --nproc-per-node 2 benchmarks/steps.py
+
+Every loss of the preflight, forward and backward, float32, on 1,000 and 100,000 rows of each rank, which are gathered;
+retrieval takes quadratic time and stops at 2,048 embeddings. docs/accelerators.md explains the columns. The first line
+has the constants of the model in launches.py, each measured alone. Takes a minute or two on a machine that does nothing
+else, and writes steps.json only where ``--out`` says.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,15 +24,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from report import interleave, machine, print_machine, print_table, write_json
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..losses import RetrievalSmoothAPLoss
-from ..losses.distributed_loss import DistributedLoss
-from . import checks
-from .checks import CLASSES
-from .site import Site
-from .speed import Step, interleave, seconds_together
-from .torch_private import OperatorCount
+import fullrank
+from fullrank.losses import DistributedLoss, RetrievalSmoothAPLoss
+from fullrank.preflight import checks
+from fullrank.preflight.checks import CLASSES
+from fullrank.preflight.site import Site, open_site
+from fullrank.preflight.speed import Step, seconds_together
 
 ROWS = (1_000, 100_000)  # of each rank
 QUEUE = 1_024
@@ -30,8 +41,44 @@ RARE = 0.01  # share of each class but the first
 MOST_EMBEDDINGS, WIDTH = 2_048, 64  # a step of retrieval takes quadratic time
 PRODUCT = 2_048  # rows of the matrices that are multiplied
 MOST_BYTES = 2**28  # of a copy; the time of a larger one is extrapolated
-_WARM, _COUNTED = 3, 4  # steps: first fill queue and caches, then count
-_PACKAGE, _FOLDERS = Path(__file__).resolve().parents[1], ("distributed", "kernels", "losses", "queues")
+WARM, COUNTED = 3, 4  # steps: first fill queue and caches, then count
+PACKAGE, FOLDERS = Path(fullrank.__file__).parent, ("distributed", "kernels", "losses", "queues")
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts the operators that run inside, of the backward too, and the bytes of their inputs and outputs.
+
+    Views and allocations are free. An operator may be several kernels, a sort for example.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.__name__.partition(".")[0]
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if not is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            self.operators += 1
+            self.num_bytes += sum(map(_bytes_of, _tensors([args, list(kwargs.values()), result])))
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    number = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        number *= size if stride else 1  # an expanded dimension is read once
+    return number
 
 
 class Machine(NamedTuple):
@@ -91,7 +138,7 @@ def _measure(site: Site, name: str, rows: int) -> StepCost:
     local = copy.deepcopy(loss)
     local.gather_distributed = False
     alone = partial(_gradient, local, inputs, *step.args[2:])
-    for _ in range(_WARM):
+    for _ in range(WARM):
         step()
     waited = count_waits(site.device, step)
     with OperatorCount() as counted:
@@ -167,9 +214,9 @@ def count_waits(device: torch.device, step: Step) -> dict[str, float] | None:
     CUDA warns about each wait on request. Its count leaves out collectives and what waits outside torch.
     """
     with _warned(device) as found:
-        for _ in range(_COUNTED):
+        for _ in range(COUNTED):
             step()
-    return None if found is None else {line: number / _COUNTED for line, number in found.most_common()}
+    return None if found is None else {line: number / COUNTED for line, number in found.most_common()}
 
 
 @contextmanager
@@ -205,7 +252,60 @@ def _line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(_PACKAGE) and file.relative_to(_PACKAGE).parts[0] in _FOLDERS:
-            return f"{file.relative_to(_PACKAGE).as_posix()}:{frame.f_lineno}"
+        if file.is_relative_to(PACKAGE) and file.relative_to(PACKAGE).parts[0] in FOLDERS:
+            return f"{file.relative_to(PACKAGE).as_posix()}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
+
+
+def print_steps(constants: Machine, found: list[StepCost]) -> None:
+    """Print the constants, the table of the steps, then what waits and what raises."""
+    print(
+        f"one operator {constants.launch * 1e6:.3g} us, with its result read {constants.wait * 1e6:.3g} us, "
+        f"copy {constants.copy / 1e9:.3g} GB/s, float32 matrix products {constants.product / 1e12:.3g} TFLOP/s"
+    )
+    lines = [
+        [
+            step.loss,
+            str(step.rows),
+            "-" if step.waits is None else f"{step.waits:g}",
+            str(step.operators),
+            *(f"{value:.3g}" for value in (step.num_bytes / 1e6, step.seconds * 1e3, step.copy_seconds * 1e3)),
+            f"{step.repeat:.0e}" if step.repeat else "exact",
+            "yes" if step.deterministic == "yes" else "raises",
+        ]
+        for step in found
+    ]
+    header = ("loss", "rows", "waits", "operators", "MB", "ms", "copy ms", "repeat", "deterministic")
+    title = f"Steps, forward and backward, float32: {CLASSES} classes, queue of {QUEUE:,}, rows of each rank"
+    print_table(title, header, lines)
+    for step in found:
+        if step.waited:
+            waited = ", ".join(f"{line} {number:g}" for line, number in step.waited.items())
+            print(f"{step.loss}, {step.rows} rows, waits of a step: {waited}")
+        if step.deterministic != "yes":
+            print(f"{step.loss}, {step.rows} rows, deterministic algorithms: {step.deterministic[:200]}")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator if there is one)")
+    parser.add_argument("--backend", help="backend of torch.distributed (default: that of the device)")
+    parser.add_argument("--quick", action="store_true", help="few rows, seconds; only shows that it runs")
+    parser.add_argument("--out", type=Path, help="folder for steps.json")
+    arguments = parser.parse_args()
+    rows, product, num_bytes = ((20,), 8, 1_000) if arguments.quick else (ROWS, PRODUCT, MOST_BYTES)
+    with open_site(arguments.backend, arguments.device, 60) as site:
+        constants, found = measure_machine(site.device, product, num_bytes), measure_steps(site, rows)
+        if site.rank == 0:
+            print_machine(info := machine())
+            print_steps(constants, found)
+            if arguments.out is not None:
+                steps = [step._asdict() for step in found]
+                head = {"machine": info, "device": str(site.device), "quick": arguments.quick}
+                write_json(arguments.out / "steps.json", head | {"constants": constants._asdict(), "steps": steps})
+
+
+if __name__ == "__main__":
+    main()

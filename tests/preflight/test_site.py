@@ -1,0 +1,82 @@
+"""What the preflight finds out about devices: which one each rank computes on, and whether its products are rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from device import DEVICE, Backend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullrank.preflight import checks, command, site
+from fullrank.preflight.site import Place, Site
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_wrong_current_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device stays at device 0, whatever is set: with two devices to see, that is wrong for rank 1."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(command, "CHECKS", {"placement": checks.placement})
+    outcomes = {}
+    for visible in (1, 2):
+        monkeypatch.setattr(Backend, "device_count", lambda self, visible=visible: visible)
+        with site.open_site("gloo", "sim", 60) as opened:
+            assert opened.device == torch.device("sim", visible - 1)
+            (result,) = command.run_checks(opened)
+        outcomes[visible] = (result.outcome, result.detail)
+    assert outcomes[1] == ("passed", "device 0, of 1 that the process sees")
+    assert outcomes[2][0] == "FAILED"
+    assert "the current device is 0, but LOCAL_RANK is 1" in outcomes[2][1]
+
+
+def _placed(*places: Place) -> list[str]:
+    found = []
+    for rank in range(len(places)):
+        try:
+            found.append(checks.placement(Site(rank, len(places), "", DEVICE, torch.float64, 0.0, places)))
+        except checks.Failed as failure:
+            found.append(str(failure))
+    return found
+
+
+def test_ranks_on_one_device_are_found() -> None:
+    both = _placed(Place("a", None, 0, 2, ""), Place("a", None, 0, 2, ""))
+    assert both[0] == "computes on device 0, and so does rank 1; LOCAL_RANK is not set"
+    assert "rank 0" in both[1]
+    named = _placed(Place("a", 0, 0, 1, "x"), Place("a", 1, 0, 1, "x"))
+    assert "and so does rank 1" in named[0]
+    for right in (
+        [Place("a", 0, 0, 2, ""), Place("a", 1, 1, 2, "")],
+        [Place("a", 0, 0, 2, ""), Place("b", 0, 0, 2, "")],
+        [Place("a", 0, 0, 1, "x"), Place("a", 1, 0, 1, "y")],
+        [Place("a", 0, 0, 1, ""), Place("a", 1, 0, 1, "")],
+    ):
+        assert all(text.startswith("device ") for text in _placed(*right)), right
+
+
+class Rounding(TorchDispatchMode):
+    """Rounds the factors of matrix products to bfloat16; unless ``always``, not while full products are asked for."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_full = torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none")
+        if func is torch.ops.aten.mm.default and (self.always or not is_full):
+            args = tuple(arg.bfloat16().float() for arg in args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_rounded_products_are_found(device: torch.device) -> None:
+    assert site.products(device) == "full"
+    with Rounding(always=True):
+        assert site.products(device) == "ROUNDED, also inside the losses"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with Rounding(always=False):
+            assert site.products(device) == "rounded, full inside the losses"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
