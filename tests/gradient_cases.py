@@ -17,6 +17,7 @@ import fullrank
 
 NUM_FEATURES = 6
 NUM_STEPS = 4
+COMBINED = ("smooth_ap", "cross_entropy")
 
 
 class Case(NamedTuple):
@@ -47,6 +48,17 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss == "softmax_focal":
         alpha = [0.2, 1.0, 3.0] if case.reduction == "mean_weighted" else None
         return fullrank.SoftmaxFocalLoss(alpha, reduction=case.reduction, gather_distributed=gather, **options)
+    if case.loss == "binary_cross_entropy":
+        factors = {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)} if case.weighted else {}
+        return fullrank.BCEWithLogitsLoss(reduction=case.reduction, gather_distributed=gather, **factors, **options)
+    if case.loss == "cross_entropy":
+        weight = torch.tensor([0.2, 1.0, 3.0]) if case.weighted else None
+        return fullrank.CrossEntropyLoss(
+            weight, reduction=case.reduction, label_smoothing=0.1, gather_distributed=gather, **options
+        )
+    if case.loss == "combined":
+        parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
+        return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
     pooled: dict[str, Any] = dict(  # noqa: C408
         queue_size=case.queue_size,
         gather_distributed=gather,
@@ -102,7 +114,7 @@ def make_step(case: Case, step: int) -> Step:
     dtype = getattr(torch, case.dtype)
     count, columns = 37 + 3 * step, num_outputs(case)
     features = torch.randn(count, NUM_FEATURES, dtype=torch.float64, generator=generator).to(dtype)
-    if case.loss == "sigmoid_focal":
+    if case.loss in ("sigmoid_focal", "binary_cross_entropy"):
         targets = (torch.rand(count, columns, generator=generator) < 0.3).to(dtype)
     elif case.multi_hot:
         targets = (torch.rand(count, columns, generator=generator) < 0.3).long()
@@ -116,7 +128,7 @@ def make_step(case: Case, step: int) -> Step:
 
 def num_outputs(case: Case) -> int:
     """Return the number of logits per row."""
-    return 3 if case.loss == "softmax_focal" else case.num_classes
+    return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined") else case.num_classes
 
 
 def split(count: int, world_size: int, step: int) -> list[int]:

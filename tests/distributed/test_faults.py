@@ -419,7 +419,7 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
     gathers = {name for name, value in public.items() if getattr(value, "__module__", "") in modules}
     losses = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, DistributedLoss)}
     assert {"gather_rows", "global_mean"} <= gathers
-    assert gathers | losses | {"LossWarmupWrapper"} == names
+    assert gathers | losses | {"LossWarmupWrapper", "CombinedLoss"} == names
 
 
 def test_the_number_of_combinations() -> None:
@@ -453,9 +453,10 @@ TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and l
 DEATH_S = 10  # what a rank waits that nobody lets notice a death, long compared with a broken connection
 SHORT_S = 2  # where the timeout itself is what ends the others
 
+OF_ELEMENTS = ("softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "global_mean")
 # Each call, and its collectives in the forward.
 FORWARD = [(name, 1) for name in CALLS if "_by_" not in name]  # the forms of a sharded pool have one header
-FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoid_focal", "global_mean")]
+FORWARD += [(name, 2) for name in CALLS if name not in OF_ELEMENTS]
 FORWARD.remove(("wrapper_in_warmup", 2))
 FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
 # What is reduced in a collective after the header; elsewhere rows are gathered.
@@ -480,8 +481,8 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
     """The middle one of three, so that both a lower and a higher rank are left."""
     fates = run_group(3, TIMEOUT_S, killed_in_forward, name, number)
     assert fates[DOOMED].exit_code == -signal.SIGKILL
-    # In the blend the second collective is the header of the main loss: the warm-up loss has one.
-    is_header = number == 1 or name == "wrapper_in_blend"
+    # With two losses the second collective is the header of the second one: the first has one.
+    is_header = number == 1 or name in ("wrapper_in_blend", "combined")
     what = f"the all-gather of the {'headers' if is_header else 'rows'}"
     if (name, number) in REDUCED:
         what = f"the all-reduce of the {REDUCED[name, number]}"

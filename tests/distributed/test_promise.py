@@ -68,7 +68,7 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 # float64: rounding of sums in another order. float32: the model's own products, summed over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
-LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal"]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined"]
 
 
 def assert_exact(pool: WorkerPool, case: Case) -> None:
@@ -122,6 +122,8 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("softmax_focal", reduction="mean_weighted", weighted=True),
         Case("sigmoid_focal", reduction="mean_weighted"),
         Case("sigmoid_focal", reduction="mean_weighted", weighted=True),
+        Case("cross_entropy", reduction="sum", weighted=True),
+        Case("binary_cross_entropy", reduction="sum"),
         Case("smooth_ap", num_classes=3, reduction="sum"),
     ],
     ids=str,

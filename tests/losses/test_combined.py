@@ -167,33 +167,6 @@ def test_it_is_the_main_loss_of_a_warm_up_and_a_part_of_another() -> None:
     assert {name: fact.value for name, fact in facts.items()} == {"schedule": 1.0, "weights": {"ap": 0.5, "ce": 0.5}}
 
 
-AP, CE = SmoothAPLoss(1), BCEWithLogitsLoss()
-BAD: list[tuple[Any, type[Exception], str]] = [
-    (lambda: CombinedLoss([AP, CE]), TypeError, "losses: expected a mapping from names to losses"),
-    (lambda: CombinedLoss({}), ValueError, "losses: expected at least one loss"),
-    (
-        lambda: CombinedLoss({"ap": SmoothAPLoss}),
-        TypeError,
-        r"losses\['ap'\]: expected an instance.*Construct it first",
-    ),
-    (lambda: CombinedLoss({"a.p": AP}), ValueError, "losses: expected names of attributes, got 'a.p'"),
-    (lambda: CombinedLoss({"keys": AP}), ValueError, "losses: expected names of attributes, got 'keys'"),
-    (lambda: CombinedLoss({1: AP}), ValueError, "losses: expected names of attributes, got 1"),
-    (lambda: CombinedLoss({"ap": AP}, [1.0]), TypeError, "weights: expected a number for each of 'ap'"),
-    (lambda: CombinedLoss({"ap": AP, "ce": CE}, {"ap": 1.0}), ValueError, "for each of 'ap', 'ce', got {'ap': 1.0}"),
-    (lambda: CombinedLoss({"ap": AP}, {"ap": -1}), ValueError, r"weights\['ap'\]: expected a finite number >= 0"),
-    (lambda: CombinedLoss({"ap": AP}, {"ap": float("nan")}), ValueError, r"weights\['ap'\]: expected a finite"),
-    (lambda: CombinedLoss({"ap": AP}, {"ap": "1"}), TypeError, r"weights\['ap'\]: expected a number"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "text"), BAD, ids=[text for *_, text in BAD])
-def test_mistakes_say_what_to_do(call: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text) as caught:
-        call()
-    assert len(str(caught.value)) < 400
-
-
 def test_a_part_must_return_a_tensor() -> None:
     class Pair(nn.Module):
         def forward(self, logits: Tensor, targets: Tensor) -> Any:
