@@ -148,8 +148,8 @@ def _check_alpha_gamma(alpha: float, gamma: float) -> None:
 class SigmoidFocalLoss(FocalLoss):
     """Focal loss of independent binary problems, averaged over the elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.sigmoid_focal`. ``SigmoidFocalLoss(alpha=-1, gamma=0)`` is binary
-    cross-entropy whose mean is exact over ranks with different numbers of rows.
+    The formula is that of :func:`~fullrank.losses.sigmoid_focal`. With ``gamma=0`` it is cross-entropy
+    weighted by class; without weights that is :class:`~fullrank.BCEWithLogitsLoss`.
 
     Args:
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.

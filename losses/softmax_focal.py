@@ -197,10 +197,8 @@ def _class_weights(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor | None:
 class SoftmaxFocalLoss(FocalLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.softmax_focal`. ``SoftmaxFocalLoss(gamma=0)`` is cross-entropy whose
-    mean is exact over ranks with different numbers of valid elements, and
-    ``SoftmaxFocalLoss(alpha=weights, gamma=0, reduction="mean_weighted")`` is
-    ``torch.nn.CrossEntropyLoss(weight=weights)``, with the weights of all ranks in the divisor.
+    The formula is that of :func:`~fullrank.losses.softmax_focal`. With ``gamma=0`` it is cross-entropy, and
+    with ``reduction="mean_weighted"`` too that of torch, which :class:`~fullrank.CrossEntropyLoss` is more directly.
 
     Args:
         alpha: C weights >= 0, one per class; None for all 1.

@@ -40,8 +40,8 @@ class LossWarmupWrapper(LossOfParts):
     With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks.
     The losses of torch average on each rank. They are given the targets in the form they need: floats in the shape of
     the logits for ``torch.nn.BCEWithLogitsLoss``, class indices for ``torch.nn.CrossEntropyLoss``. Binary cross-entropy
-    of torch knows no ``ignore_index``. For one logit use ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
-    cross-entropy. For several classes use ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
+    of torch knows no ``ignore_index``. Use :class:`~fullrank.BCEWithLogitsLoss` for one logit and
+    :class:`~fullrank.CrossEntropyLoss` for several classes, which average over all ranks.
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
@@ -74,8 +74,8 @@ class LossWarmupWrapper(LossOfParts):
 
     Example:
         >>> import torch
-        >>> from fullrank import SmoothAPLoss, SoftmaxFocalLoss
-        >>> loss = LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), SmoothAPLoss(num_classes=2), warmup_steps=10)
+        >>> from fullrank import CrossEntropyLoss, SmoothAPLoss
+        >>> loss = LossWarmupWrapper(CrossEntropyLoss(), SmoothAPLoss(num_classes=2), warmup_steps=10)
         >>> loss.on_train_batch_start(0)
         >>> loss.in_warmup, loss.main_weight
         (True, 0.0)

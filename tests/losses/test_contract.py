@@ -73,7 +73,7 @@ SUBJECTS = {
         {"queries": torch.ones(3), "keys": torch.ones(5), "weights": torch.ones(5, 1), "temperature": 1.0},
     ),
     "LossWarmupWrapper": Subject(
-        LossWarmupWrapper, ROWS, {"warmup_loss": SoftmaxFocalLoss(gamma=0), "main_loss": SmoothAPLoss(3)}
+        LossWarmupWrapper, ROWS, {"warmup_loss": CrossEntropyLoss(), "main_loss": SmoothAPLoss(3)}
     ),
     "RetrievalSmoothAPLoss": Subject(RetrievalSmoothAPLoss, EMBEDDINGS, {}),
     "retrieval_smooth_ap": Subject(losses.retrieval_smooth_ap, EMBEDDINGS),

@@ -25,6 +25,13 @@ fullrank.RetrievalSmoothAPLoss()(embeddings, torch.tensor([0, 0, 1, 1])).backwar
 assert embeddings.grad is not None
 """,
 }
+# Subpackages are attributes without an import of their own, and those that are not used are not imported.
+ATTRIBUTES = """
+assert 'torchmetrics' not in sys.modules and 'fullrank.data' not in sys.modules
+assert fullrank.data.until_all_end and fullrank.integrations.__doc__
+assert 'torchmetrics' not in sys.modules
+assert fullrank.metrics.RecallAtQuantile
+"""
 # The control: after it, the compiler must be found.
 COMPILE = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))"
 
@@ -33,7 +40,7 @@ COMPILE = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))"
 def test_using_the_package_does_not_import_the_compiler() -> None:
     """A new process imports fullrank and uses it, then it compiles."""
     parts = ["import sys, torch, fullrank"]
-    for code in ("\n".join(USE.values()), COMPILE):
+    for code in ("\n".join([*USE.values(), ATTRIBUTES]), COMPILE):
         parts += [code, "print('torch._dynamo' in sys.modules)"]
     command = [sys.executable, "-W", "ignore", "-c", "\n".join(parts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
