@@ -123,11 +123,8 @@ def run_out_of_data(rank: int, case: Case) -> float:
     model, whole_model = (gradient_cases.Scorer(gradient_cases.num_outputs(case)) for _ in range(2))
     wrapped = DistributedDataParallel(model)
 
-    most = torch.tensor(len(batches))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     worst = 0.0
-    for index in range(int(most)):
-        batch = batches[index] if index < len(batches) else gradient_cases.shard(batches[0], [0], 0)  # no rows
+    for index, batch in enumerate(fullrank.data.until_all_end(batches)):
         wrapped.zero_grad()
         loss(wrapped(batch.features), batch.targets).backward()
         whole_model.zero_grad()
@@ -550,7 +547,7 @@ def test_a_rank_that_validates_alone_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
+    "loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal", "combined"]
 )
 def test_a_rank_without_data_continues_with_zero_rows(pool: WorkerPool, loss: str) -> None:
     assert max(pool(run_out_of_data, Case(loss))) <= 1e-12
