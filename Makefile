@@ -40,17 +40,15 @@ $(BENCH_STAMP): $(STAMP)
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 
-full: RUN_OPTIONS := --full
-full: test
+# Lint, types and documentation are jobs next to those of the tests.
+test: $(STAMP)
+	@$(BIN)/python tests/run.py --checks
 
-# The tests read the site that `docs` has built and the cache that `types` has filled. These two take one core each.
-test: $(STAMP) lint
-	@$(MAKE) --no-print-directory types & types=$$!; $(MAKE) --no-print-directory docs; docs=$$?; \
-		wait $$types && exit $$docs
-	@FULLRANK_SITE="$(CURDIR)/site" $(BIN)/python tests/run.py $(RUN_OPTIONS)
+full: $(STAMP)
+	@$(BIN)/python tests/run.py --checks --full
 
-quick: $(STAMP) lint types
-	@$(BIN)/python tests/run.py --quick
+quick: $(STAMP)
+	@$(BIN)/python tests/run.py --checks --quick
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -142,17 +142,14 @@ class StreamedScores:
         gradient = torch.zeros_like(scores)
         if self._mistake is None:
             try:
-                gradient = self._gradient(index, batch, scores)
+                assert self._loss is not None
+                rows = self._rows_of(batch)
+                found = self._loss.gradient(scores, *rows)
+                self.num_changed = self.num_changed + (checksum_of(rows) != self._checksums[index]).double()
+                gradient = found
             except Exception as error:
                 self._mistake = error
         self._forwarded = save_rng(self._devices)  # targets and weights may be drawn too
-        return gradient
-
-    def _gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
-        assert self._loss is not None
-        rows = self._rows_of(batch)
-        gradient = self._loss.gradient(scores, *rows)
-        self.num_changed = self.num_changed + (checksum_of(rows) != self._checksums[index]).double()
         return gradient
 
 

@@ -18,7 +18,6 @@ All of it is computed in float64: for small lambda float32 would round l / lambd
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,19 +165,11 @@ def _or_one(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1.0, total)
 
 
-def _fake_risks(queries: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(queries, dtype=torch.float64)
-
-
-def _fake_gradients(grad: Tensor, queries: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(queries), torch.empty_like(keys)
-
-
 _entropic_risk = register(
     "entropic_risk",
     forward=_risks,
-    fake=_fake_risks,
+    fake=lambda queries, *_: torch.empty_like(queries, dtype=torch.float64),
     saved=lambda inputs, output: (inputs[:4], inputs[4:]),
     backward=_gradients,
-    fake_backward=_fake_gradients,
+    fake_backward=lambda grad, queries, keys, *_: (torch.empty_like(queries), torch.empty_like(keys)),
 )

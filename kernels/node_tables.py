@@ -63,8 +63,13 @@ def _chebyshev(count: int) -> Tensor:
     return torch.cos((2 * torch.arange(count, dtype=torch.float64) + 1) * math.pi / (2 * count))
 
 
-@functools.lru_cache(maxsize=8)
-def _constants_on_cpu(order: Order) -> Constants:
+@functools.lru_cache(maxsize=16)
+def constants(order: Order, device: torch.device) -> Constants:
+    """Return the matrices of ``order`` on ``device``."""
+    if device.type != "cpu":  # a blocking copy, so that the matrices are there for calls in other streams
+        *matrices, order = constants(order, torch.device("cpu"))
+        to_weights, to_coarse, to_coefficients, lagrange, nodes = (matrix.to(device) for matrix in matrices)
+        return Constants(to_weights, to_coarse, to_coefficients, lagrange, nodes, order)
     with torch.device("cpu"):  # not on the default device: the matrices are cached for calls under other defaults
         fine_nodes, nodes = _chebyshev(order.p), _chebyshev(order.q)
         vandermonde = fine_nodes[None, :] ** torch.arange(order.p)[:, None]  # [degree, node]
@@ -77,19 +82,6 @@ def _constants_on_cpu(order: Order) -> Constants:
         lagrange = at_places @ at_nodes.T / order.q
         to_coarse = torch.einsum("mk,fmq->kfq", to_weights, lagrange.view(order.fine, order.p, order.q))
         return Constants(to_weights, to_coarse.reshape(-1, order.q), to_coefficients, lagrange, nodes, order)
-
-
-def constants(order: Order, device: torch.device) -> Constants:
-    """Return the matrices of ``order`` on ``device``."""
-    return _constants_on_cpu(order) if device.type == "cpu" else _constants_on(order, device)
-
-
-@functools.lru_cache(maxsize=8)
-def _constants_on(order: Order, device: torch.device) -> Constants:
-    # A blocking copy, so that the matrices are there for calls in other streams.
-    *matrices, order = _constants_on_cpu(order)
-    to_weights, to_coarse, to_coefficients, lagrange, nodes = (matrix.to(device) for matrix in matrices)
-    return Constants(to_weights, to_coarse, to_coefficients, lagrange, nodes, order)
 
 
 class Kernel(NamedTuple):
@@ -110,14 +102,10 @@ def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) 
     if isinstance(temperature, Tensor):
         reach = math.ceil(CUTOFF / 2)
         return _kernel(matrices.nodes, reach, width, temperature.double()[:, None, None, None])
-    nodes = matrices.nodes
-    return _cached_kernel(matrices.order, nodes.device, _stream_of(nodes.device), width, temperature)
-
-
-def _stream_of(device: torch.device) -> int:
-    """Return what tells the streams of ``device`` apart: what one has computed must not be read by another."""
-    has_streams = device.type not in ("cpu", "mps")
-    return torch.accelerator.current_stream(device).stream_id if has_streams else 0
+    device = matrices.nodes.device
+    # What one stream has computed must not be read by another.
+    stream = 0 if device.type in ("cpu", "mps") else torch.accelerator.current_stream(device).stream_id
+    return _cached_kernel(matrices.order, device, stream, width, temperature)
 
 
 @functools.lru_cache(maxsize=8)  # some 100 KiB each; a constant temperature needs one

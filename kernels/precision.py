@@ -30,36 +30,25 @@ def full_products() -> Iterator[None]:
     global _calls
     with _lock:
         if _calls == 0:
-            _before[:] = _raise_precision()
+            found: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+            settings = [setting for setting in found if hasattr(setting, "fp32_precision")]  # from torch 2.9 on
+            if settings:
+                _before[:] = [(one, one.fp32_precision) for one in settings if one.fp32_precision not in _FULL]
+                for setting, _ in _before:
+                    setting.fp32_precision = "ieee"
+            else:
+                _before[:] = [(None, torch.get_float32_matmul_precision())]
+                torch.set_float32_matmul_precision("highest")
         _calls += 1
     try:
         yield
     finally:
         with _lock:
             _calls -= 1
-            if _calls == 0:
-                _restore_precision(_before)
-
-
-def _raise_precision() -> list[tuple[Any, str]]:
-    """Set full precision, and return the settings that this has changed with their values before."""
-    found: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    settings = [setting for setting in found if hasattr(setting, "fp32_precision")]  # from torch 2.9 on
-    if not settings:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        return [(None, before)]
-    changed = [(setting, setting.fp32_precision) for setting in settings if setting.fp32_precision not in _FULL]
-    for setting, _ in changed:
-        setting.fp32_precision = "ieee"
-    return changed
-
-
-def _restore_precision(before: list[tuple[Any, str]]) -> None:
-    for setting, value in before:
-        if setting is None:
-            torch.set_float32_matmul_precision(value)
-            continue
-        setting.fp32_precision = "none"  # inherits from the settings above it, such as torch.backends.fp32_precision
-        if setting.fp32_precision != value:
-            setting.fp32_precision = value
+            for setting, value in _before if _calls == 0 else []:
+                if setting is None:
+                    torch.set_float32_matmul_precision(value)
+                    continue
+                setting.fp32_precision = "none"  # inherits from the settings above it, as torch.backends.fp32_precision
+                if setting.fp32_precision != value:
+                    setting.fp32_precision = value

@@ -147,7 +147,10 @@ def _for_transforms(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
             pass
 
-        backward = staticmethod(_refuse_second_derivative)
+        @staticmethod
+        def backward(*_: Any) -> Any:
+            raise second_derivative("a ranking loss")
+
         jvp = staticmethod(_refuse_forward_mode)
         vmap = staticmethod(_refuse_vmap)
 
@@ -173,10 +176,6 @@ def _for_transforms(
         vmap = staticmethod(_refuse_vmap)
 
     return Transformed.apply
-
-
-def _refuse_second_derivative(*_: Any, **__: Any) -> Any:
-    raise second_derivative("a ranking loss")
 
 
 def _refuse_forward_mode(*_: Any, **__: Any) -> Any:

@@ -306,23 +306,18 @@ def _tables_if_faster(request: _Request, ends: Tensor | None) -> Tables | None:
 # The differentiable function
 
 
-def _fake_sums(queries: Tensor, keys: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    ends = torch.empty(3, queries.shape[0], dtype=queries.dtype, device="cpu")
-    return queries.new_empty(*queries.shape, weights.shape[-1]), ends
-
-
-def _fake_gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, weights: Tensor, *values: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    of_weights = torch.empty_like(weights) if values[-1] else weights.new_empty(0)  # with_weights
-    return torch.empty_like(queries), torch.empty_like(keys), of_weights
-
-
 _sigmoid_sums = register(
     "sigmoid_sums",
     forward=_sums,
-    fake=_fake_sums,
+    fake=lambda queries, keys, weights, *_: (
+        queries.new_empty(*queries.shape, weights.shape[-1]),
+        torch.empty(3, queries.shape[0], dtype=queries.dtype, device="cpu"),
+    ),
     saved=lambda inputs, outputs: ((*inputs[:3], inputs[5], outputs[1]), (*inputs[3:5], inputs[6])),
     backward=_gradients,
-    fake_backward=_fake_gradients,
+    fake_backward=lambda grad, queries, keys, weights, *values: (
+        torch.empty_like(queries),
+        torch.empty_like(keys),
+        torch.empty_like(weights) if values[-1] else weights.new_empty(0),  # with_weights
+    ),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,18 +216,62 @@ def _make_finite(
     if bool((low.isfinite() & high.isfinite()).all()):
         return problem._replace(scores=scores), low, high, None
     undefined = scores.isnan().any(dim=1)
-    finite = scores.isfinite()
-    limit = torch.finfo(scores.dtype).max
-    for sign in (-1.0, 1.0):
-        infinite = scores == sign * math.inf
+    scores, _, clashes = move_infinities(scores, positive, member, problem.temperature)
+    return problem._replace(scores=scores), *_edges(scores), undefined | clashes
+
+
+def move_infinities(
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    temperature: float,
+    largest: Callable[[Tensor], Tensor] | None = None,
+    add: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Move infinite scores beyond the reach of every finite one, in one of several parts of the rows.
+
+    Args:
+        scores: (C, M). NaN becomes 0.
+        positive: (C, M) bool.
+        member: (C, M) bool: the rows whose infinities are moved; None for all.
+        temperature: > 0.
+        largest: returns the largest numbers (2, C) float64 over the parts; None if there are no others.
+        add: returns the sums of numbers (4, C) float64 over the parts; None if there are no others.
+
+    Returns:
+        The scores, the negated lowest and the highest of them over the parts (2, C) float64, and in which classes two
+        equal infinities, one of them of a positive, have no difference, (C,) bool.
+    """
+    ends = ends_of(scores, scores.isfinite())
+    counts = ends.new_zeros(4, scores.shape[0])
+    infinities = [scores == end for end in (-math.inf, math.inf)]
+    for k, infinite in enumerate(infinities):
         if member is not None:
             infinite &= member
-        undefined |= (infinite.sum(dim=1) > 1) & (infinite & positive).any(dim=1)
-        edge = (scores * sign).masked_fill(~finite, -math.inf).amax(dim=1).nan_to_num(neginf=0.0)
-        beyond = (edge + (edge.abs() * 1e-3).clamp_min(64 * problem.temperature)).clamp_max(limit)
+        counts[2 * k], counts[2 * k + 1] = infinite.sum(dim=1), (infinite & positive).sum(dim=1)
+    ends = ends if largest is None else largest(ends)
+    counts = counts if add is None else add(counts)
+    ends = ends.nan_to_num(neginf=0.0)
+    for k, (sign, infinite) in enumerate(zip((-1.0, 1.0), infinities)):
+        edge = ends[k].to(scores.dtype)
+        beyond = edge + (edge.abs() * 1e-3).clamp_min(64 * temperature)
+        beyond = beyond.clamp_max(torch.finfo(scores.dtype).max)
         scores = torch.where(infinite, sign * beyond[:, None], scores)
-    scores = scores.nan_to_num(nan=0.0)
-    return problem._replace(scores=scores), *_edges(scores), undefined
+        ends[k] = torch.where(counts[2 * k] > 0, beyond.double(), ends[k])
+    clashes = ((counts[::2] > 1) & (counts[1::2] > 0)).any(dim=0)
+    return scores.nan_to_num(nan=0.0), ends, clashes
+
+
+def ends_of(scores: Tensor, inside: Tensor | None) -> Tensor:
+    """Return (2, C) float64: the negated lowest, and the highest, of the scores (C, M) that are ``inside``.
+
+    Without one they are -inf; with a NaN among them they are NaN.
+    """
+    if scores.shape[1] == 0:
+        return torch.full((2, scores.shape[0]), -math.inf, dtype=torch.float64, device=scores.device)
+    low = (scores if inside is None else scores.masked_fill(~inside, math.inf)).amin(dim=1)
+    high = (scores if inside is None else scores.masked_fill(~inside, -math.inf)).amax(dim=1)
+    return torch.stack([-low, high]).double()
 
 
 def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,20 +283,14 @@ def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _fake(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    with_grad = others[4]
-    loss, valid = (scores.new_empty(scores.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool))
-    return loss, torch.empty_like(scores) if with_grad else scores.new_empty(0), valid
-
-
-def _scaled(grad_loss: Tensor, gradient: Tensor) -> tuple[Tensor]:
-    return (scaled(gradient, grad_loss),)
-
-
 _smooth_ap = register(
     "smooth_ap",
     forward=_loss_and_gradient,
-    fake=_fake,
+    fake=lambda scores, *others: (
+        scores.new_empty(scores.shape[0], dtype=torch.float64),
+        torch.empty_like(scores) if others[4] else scores.new_empty(0),  # with_grad
+        scores.new_empty(scores.shape[0], dtype=torch.bool),
+    ),
     saved=lambda inputs, outputs: ((outputs[1],), ()),
-    backward=_scaled,
+    backward=lambda grad_loss, gradient: (scaled(gradient, grad_loss),),
 )

@@ -38,58 +38,124 @@ from .node_tables import (
 from .soft_ranks_pairs import Problem
 
 
-def smooth_ap_binned(problem: Problem, bins: Bins, order: Order, with_grad: bool) -> tuple[Tensor, Tensor]:
+def smooth_ap_binned(
+    problem: Problem,
+    bins: Bins,
+    order: Order,
+    with_grad: bool,
+    sums: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``; all scores are finite.
+
+    The rows may be one of several parts::
+
+        each part -> moments, added up -> fields -> loss, polynomials -> gradient of the rows of each part
 
     Args:
         problem: the rows.
         bins: bins that hold all of them.
         order: the numbers of fine bins and of nodes.
         with_grad: compute the gradient too.
+        sums: the moments of all parts, see :func:`solve`; None if there are no others. Those of everyone are
+            overwritten.
+        factor: (C,) what the weights in ``sums`` are multiplied by.
     """
     scores, positive, member, class_of, row_of, share, temperature, _ = problem
     gradient = scores.new_empty(scores.shape if with_grad else 0)
-    step = max(1, costs_of(scores.device).tables_at_once // bins.num_coarse)  # classes whose tables fit
-    if step >= scores.shape[0]:
-        return _sum_by_bins(problem, bins, order, gradient if with_grad else None), gradient
-    loss = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
-    firsts = torch.arange(0, scores.shape[0] + step, step, device=scores.device)
-    ends = torch.searchsorted(class_of, firsts).tolist()  # of the positives of each part
-    for number, first in enumerate(range(0, scores.shape[0], step)):
-        part, own = slice(first, first + step), slice(*ends[number : number + 2])
+    runs = runs_of_classes(bins)
+    if len(runs) == 1:
+        return _sum_by_bins(problem, bins, order, gradient if with_grad else None, sums, factor), gradient
+    loss = torch.empty(scores.shape[0], dtype=torch.float64, device=scores.device)
+    stops = torch.arange(runs[0].stop, runs[-1].stop + 1, runs[0].stop, device=scores.device)
+    ends = torch.searchsorted(class_of, stops).tolist()  # of the positives of each run
+    for part, first, end in zip(runs, [0, *ends], ends):
         some = Problem(
             scores[part],
             positive[part],
             None if member is None else member[part],
-            class_of[own] - first,
-            row_of[own],
-            share[own],
+            class_of[first:end] - part.start,
+            row_of[first:end],
+            share[first:end],
             temperature,
         )
-        into = gradient[part] if with_grad else None
-        loss[part] = _sum_by_bins(some, bins._replace(first=bins.first[part]), order, into)
+        loss[part] = _sum_by_bins(
+            some,
+            bins._replace(first=bins.first[part]),
+            order,
+            gradient[part] if with_grad else None,
+            None if sums is None else sums[:, :, part],
+            None if factor is None else factor[part],
+        )
     return loss, gradient
 
 
-def _sum_by_bins(problem: Problem, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
+def runs_of_classes(bins: Bins) -> list[slice]:
+    """Return the classes in runs whose tables fit in the memory together."""
+    num_classes = bins.first.numel()
+    step = max(1, costs_of(bins.first.device).tables_at_once // bins.num_coarse)
+    return [slice(first, first + step) for first in range(0, max(1, num_classes), step)]
+
+
+def _sum_by_bins(
+    problem: Problem, bins: Bins, order: Order, gradient: Tensor | None, sums: Tensor | None, factor: Tensor | None
+) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
-    grid = make_grid(bins, order, problem.scores.device, problem.temperature)
-    rows = locate_rows(problem, bins)
-    positives = locate_positives(problem, bins, rows)
-    # With many bins a table is as large as the rows: none is kept for longer than it is needed.
-    counted, weighted = sum_positives(problem, bins, order, positives)
-    weights = weights_of(weighted, grid)
-    moments = split_moments(sum_rows(problem, bins, order, rows), counted)
-    del counted, weighted
-    fields = fields_of(moments, grid)
-    del moments
-    loss = loss_at_nodes(fields, weights)
-    if gradient is None:
-        return loss
-    polynomials = polynomials_of(fields, weights, grid)
-    del fields, weights
-    read_gradient(polynomials, problem, bins, rows, positives, gradient)
+    places = find_places(problem, bins)
+    moments = moments_of(problem, bins, order, places) if sums is None else [*sums]
+    loss, polynomials = solve(moments, bins, order, problem.temperature, factor, gradient is not None)
+    if gradient is not None and polynomials is not None:
+        read_gradient(polynomials, problem, bins, places, gradient)
     return loss
+
+
+# Rows -> tables. The moments of a table add up over parts of the rows.
+
+
+class Places(NamedTuple):
+    """Where the rows are in the bins, see :func:`locate`."""
+
+    rows: tuple[Tensor, Tensor] | None  # of all rows, (C, M) each; None if too many to be kept: each use locates again
+    bin_of: Tensor  # [1, P] int64: fine bin of each positive, in one table of all classes with B F + 1 bins each
+    u: Tensor  # [1, P] float64: its position in the bin
+
+
+def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None = None) -> Places:
+    """Return the places of the rows, which are ``rows`` if these are known, and of the listed positives."""
+    scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
+    if rows is None and len([*chunks(scores)]) <= 1:
+        rows = _locate_chunk(problem, bins, slice(None), slice(None))
+    if rows is not None:
+        bin_of, u = (values[class_of, row_of] for values in rows)
+    else:
+        # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
+        values = scores[class_of, row_of][:, None]
+        own = bins._replace(first=bins.first[class_of])
+        bin_of, u = (found.view(-1) for found in locate(own, values, slice(None)))
+    if scores.shape[0] > 1:
+        bin_of = bin_of + class_of * (bins.num_fine + 1)
+    return Places(rows, bin_of[None], u.double()[None])
+
+
+def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> list[Tensor]:
+    """Return the moments of all rows, of the listed positives, and of each of these times its share.
+
+    (p, C, B F + 1) float64 each; the last bin holds the rows that take no part.
+    """
+    scores, size = problem.scores, bins.num_fine + 1
+    lanes = num_lanes(scores, size)
+    everyone = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
+    for c, m in chunks(scores):
+        add_moments(everyone[:, c] if lanes == 1 else everyone, *(places.rows or _locate_chunk(problem, bins, c, m)))
+    everyone = everyone if lanes == 1 else everyone.sum(dim=1, keepdim=True)
+    shape = scores.shape[0], size
+    positives = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=scores.device)
+    weights = torch.stack([torch.ones_like(problem.share), problem.share])
+    add_moments(positives, places.bin_of.expand(2, -1), places.u.expand(2, -1), weights)
+    return [everyone, *positives.unflatten(-1, shape).unbind(dim=1)]
+
+
+# Tables -> the loss, and the gradient as a function of the score.
 
 
 class Grid(NamedTuple):
@@ -99,14 +165,6 @@ class Grid(NamedTuple):
     matrices: Constants
     kernel: Kernel
     ids: Tensor | None  # [B] int64 numbers of the coarse bins; None if they are contiguous
-    layout: tuple[int, int]  # (B, F)
-
-
-class Places(NamedTuple):
-    """Where the positives are."""
-
-    bin_of: Tensor  # [1, P] int64: fine bin, in one table of all classes with B F + 1 bins each
-    u: Tensor  # [1, P] float64: position in the bin
 
 
 class Fields(NamedTuple):
@@ -118,91 +176,46 @@ class Fields(NamedTuple):
     slope_p: Tensor
 
 
-def make_grid(bins: Bins, order: Order, device: torch.device, temperature: float) -> Grid:
-    """Return the matrices, the kernel and the numbers of ``bins``."""
-    matrices = constants(order, device)
+def solve(
+    moments: list[Tensor], bins: Bins, order: Order, temperature: float, factor: Tensor | None, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss (C,) float64 and, ``with_grad``, its gradient as polynomials, see :func:`polynomials_of`.
+
+    Args:
+        moments: (p, C, B F + 1) of all rows, which are overwritten, of the positives and, where they differ, of the
+            weights of these. The list is emptied: with many bins a table is as large as the rows, and none is kept for
+            longer than it is needed.
+        bins: the bins.
+        order: the numbers of fine bins and of nodes.
+        temperature: > 0.
+        factor: (C,) what the weights are multiplied by, None for 1.
+        with_grad: compute the polynomials too.
+    """
+    matrices = constants(order, moments[0].device)
     kernel = make_kernel(matrices, bins.width, temperature)
-    return Grid(order, matrices, kernel, compact_ids(bins, kernel.reach), (bins.num_coarse, bins.fine))
-
-
-# Rows -> tables. The moments of a table add up over parts of the rows.
-
-
-class RowPlaces(NamedTuple):
-    """The places of all rows in one chunk, (C, M) each; see :func:`locate`."""
-
-    bin_of: Tensor
-    u: Tensor
-
-
-def locate_rows(problem: Problem, bins: Bins) -> RowPlaces | None:
-    """Return the places of the rows, or None if they are too many to be kept: then each use computes them again."""
-    if len([*chunks(problem.scores)]) > 1:
-        return None
-    return RowPlaces(*_locate_chunk(problem, bins, slice(None), slice(None)))
-
-
-def sum_rows(problem: Problem, bins: Bins, order: Order, rows: RowPlaces | None = None) -> Tensor:
-    """Return the moments (p, C, B F + 1) float64 of all rows; the last bin holds the rows that take no part."""
-    scores, size = problem.scores, bins.num_fine + 1
-    lanes = num_lanes(scores, size)
-    table = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
-    for c, m in chunks(scores):
-        add_moments(table[:, c] if lanes == 1 else table, *(rows or _locate_chunk(problem, bins, c, m)))
-    return table if lanes == 1 else table.sum(dim=1, keepdim=True)
-
-
-def locate_positives(problem: Problem, bins: Bins, rows: RowPlaces | None = None) -> Places:
-    """Return the bins and positions of the listed positives."""
-    if rows is not None:
-        bin_of, u = (values[problem.class_of, problem.row_of] for values in rows)
-        if problem.scores.shape[0] > 1:
-            bin_of = bin_of + problem.class_of * (bins.num_fine + 1)
-        return Places(bin_of[None], u.double()[None])
-    # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
-    values = problem.scores[problem.class_of, problem.row_of][:, None]
-    index, u = locate(bins._replace(first=bins.first[problem.class_of]), values, slice(None))
-    return Places((index.view(-1) + problem.class_of * (bins.num_fine + 1))[None], u.double().view(1, -1))
-
-
-def sum_positives(problem: Problem, bins: Bins, order: Order, positives: Places) -> tuple[Tensor, Tensor]:
-    """Return the moments (p, C, B F + 1) float64 of the listed positives, and those of each times its share."""
-    shape = problem.scores.shape[0], bins.num_fine + 1
-    table = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=problem.scores.device)
-    weights = torch.stack([torch.ones_like(problem.share), problem.share])
-    add_moments(table, positives.bin_of.expand(2, -1), positives.u.expand(2, -1), weights)
-    counted, weighted = table.unflatten(-1, shape).unbind(dim=1)
-    return counted, weighted
-
-
-def split_moments(everyone: Tensor, positives: Tensor) -> Tensor:
-    """Return (p, C, 2, B F) the moments of negatives and positives; ``everyone`` is overwritten."""
+    grid = Grid(order, matrices, kernel, compact_ids(bins, kernel.reach))
+    layout = bins.num_coarse, bins.fine
+    weights = fine_weights(moments[-1][..., :-1].unflatten(-1, layout), matrices)  # [C, B, F p]
+    weights = weights if factor is None else weights * factor[:, None, None]
     # Positives are few. Negatives = all - positives, which is cheaper than masking every row.
-    return torch.stack([everyone.sub_(positives), positives], dim=2)[..., :-1]
-
-
-# Tables -> the loss, and the gradient as a function of the score.
+    both = torch.stack([moments[0].sub_(moments[1]), moments[1]], dim=2)[..., :-1]  # [p, C, 2, B F]
+    moments.clear()
+    both = both.unflatten(-1, layout)
+    fields = fields_of(both, grid)
+    del both
+    loss = (weights * (fields.r_n / (fields.r_n + fields.r_p))).sum(dim=(1, 2))
+    return loss, polynomials_of(fields, weights, grid) if with_grad else None
 
 
 def fields_of(moments: Tensor, grid: Grid) -> Fields:
-    """Return the sums over negatives and positives at the fine nodes from the moments (p, C, 2, B F) of both."""
-    moments, matrices, kernel = moments.unflatten(-1, grid.layout), grid.matrices, grid.kernel
+    """Return the sums over negatives and positives at the fine nodes from the moments (p, C, 2, B, F) of both."""
+    matrices, kernel = grid.matrices, grid.kernel
     sources, q = sources_of(moments, matrices), matrices.nodes.numel()  # [C, 2, B, q]
     near = interact(sources, kernel.both, kernel.reach, grid.ids)  # [C, 2, B, 2q]
     far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, grid.ids)  # [C, 2, B]
     values = at_fine_nodes(near[..., :q], matrices).add_(far[..., None])
     slopes = at_fine_nodes(near[..., q:], matrices).neg_()
     return Fields(values[:, 0], values[:, 1].add_(0.5), slopes[:, 0], slopes[:, 1])
-
-
-def weights_of(moments: Tensor, grid: Grid) -> Tensor:
-    """Return (C, B, F p) the weights of the positives at the fine nodes, from the moments (p, C, B F + 1) of these."""
-    return fine_weights(moments[..., :-1].unflatten(-1, grid.layout), grid.matrices)
-
-
-def loss_at_nodes(fields: Fields, weights: Tensor) -> Tensor:
-    """Return the loss (C,) float64."""
-    return (weights * (fields.r_n / (fields.r_n + fields.r_p))).sum(dim=(1, 2))
 
 
 def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
@@ -224,19 +237,17 @@ def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
 # The gradient at rows.
 
 
-def read_gradient(
-    polynomials: Tensor, problem: Problem, bins: Bins, rows: RowPlaces | None, positives: Places, gradient: Tensor
-) -> None:
+def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Places, gradient: Tensor) -> None:
     """Write the gradient of the rows of ``problem`` into ``gradient`` (C, M)."""
     # Every row is treated as a negative first, then the positives are overwritten.
     pull = polynomials[:, 0].to(problem.scores.dtype)
     for c, m in chunks(problem.scores):
-        gradient[c, m] = evaluate(pull[:, c], *(rows or _locate_chunk(problem, bins, c, m)))
+        gradient[c, m] = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
     # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
     # either, so it is taken before the values are rounded to the dtype of the scores.
     tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)]
     for _, some in chunks(problem.share[None]):
-        at = positives.bin_of[:, some].expand(2, -1), positives.u[:, some].expand(2, -1)
+        at = places.bin_of[:, some].expand(2, -1), places.u[:, some].expand(2, -1)
         pushed, own = evaluate(tables, *at)
         value = (pushed + own * problem.share[some]).to(gradient.dtype)
         gradient[problem.class_of[some], problem.row_of[some]] = value

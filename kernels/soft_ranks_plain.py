@@ -62,7 +62,13 @@ def loss_and_gradient(
     tiny = torch.finfo(scores.dtype).tiny
     share = mass / torch.maximum(total_mass, scores.amax(dim=1, keepdim=True).clamp(tiny, tiny))
 
-    difference = _above_itself((scores[:, None, :] - scores[:, :, None]) / temperature)  # [C, M, M]
+    difference = (scores[:, None, :] - scores[:, :, None]) / temperature  # [C, M, M]
+    # inf on the diagonal: a row with itself adds 1, and has no slope.
+    if torch.compiler.is_compiling():
+        place = torch.arange(num_rows, device=scores.device)
+        difference = torch.where(place == place[:, None], math.inf, difference)
+    else:
+        difference.diagonal(dim1=1, dim2=2).fill_(math.inf)
     # Two negatives at one infinity have no difference, and need none.
     sums = torch.where(positive[:, :, None], _product(torch.sigmoid(difference), groups), marks)  # (r, -n)
     minus_total = sums[:, :, 1] - sums[:, :, 0]
@@ -80,15 +86,6 @@ def loss_and_gradient(
     if member is not None:
         gradient = gradient.masked_fill(~member, 0.0)
     return loss, gradient, valid
-
-
-def _above_itself(difference: Tensor) -> Tensor:
-    """Return ``difference`` (C, M, M) with inf on the diagonal: a row with itself adds 1, and has no slope."""
-    if not torch.compiler.is_compiling():
-        difference.diagonal(dim1=1, dim2=2).fill_(math.inf)
-        return difference
-    place = torch.arange(difference.shape[1], device=difference.device)
-    return torch.where(place == place[:, None], math.inf, difference)
 
 
 def _product(matrix: Tensor, columns: Tensor) -> Tensor:

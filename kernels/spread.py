@@ -16,7 +16,6 @@ same spread.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy
 import torch
@@ -152,7 +151,9 @@ def _of_sample(sample: Tensor) -> float:
     # fast as torch.
     last = sample.shape[1] - 1
     widths = []
-    for row in numpy.sort(_on_host(sample), axis=1):
+    # Inside a transform a tensor is a wrapper that has no array.
+    values = numpy.array(sample.tolist()) if func_transforms_are_active() else sample.cpu().numpy()
+    for row in numpy.sort(values, axis=1):
         least, low, high, most = row.item(0), row.item(last // 4), row.item(last - last // 4), row.item(last)
         half = 0.5 * high - 0.5 * low  # the difference of two finite scores may be infinite
         width = half * (2 / IQR_OF_NORMAL)
@@ -162,13 +163,6 @@ def _of_sample(sample: Tensor) -> float:
             return _mean_of_positive(_widths(*_sorted(sample), _rounding(sample))).item()
         widths.append(width)
     return math.fsum(width / len(widths) for width in widths)
-
-
-def _on_host(sample: Tensor) -> Any:
-    """Return the scores as an array of numpy."""
-    if func_transforms_are_active():  # then a tensor is a wrapper that has no array
-        return numpy.array(sample.tolist())
-    return sample.cpu().numpy()
 
 
 def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,16 +178,12 @@ def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:
 
 def _widths(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     """Return the spread of each class (c,), 0 if it has none, from what :func:`_sorted` returned."""
-    ranges, deviations = _quartile_widths(values, count, rounding), _deviations(values, count, rounding)
-    return torch.where(ranges >= TIGHT * deviations, ranges, deviations)
-
-
-def _quartile_widths(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
-    """Return the interquartile range of each class (c,), over that of normal scores; 0 if it is rounding alone."""
     last = (count - 1).clamp_min(0)
     low, high = (values.gather(1, place[:, None])[:, 0] for place in (last // 4, last - last // 4))  # [c]
-    wide = high - low > 2 * rounding * torch.maximum(low.abs(), high.abs())
-    return torch.where(wide, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
+    wide = high - low > 2 * rounding * torch.maximum(low.abs(), high.abs())  # not rounding alone
+    ranges = torch.where(wide, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
+    deviations = _deviations(values, count, rounding)
+    return torch.where(ranges >= TIGHT * deviations, ranges, deviations)
 
 
 def _deviations(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,15 +159,11 @@ def _write_relative_slopes(
     return sums
 
 
-def _fake_gradient(grad: Tensor, scores: Tensor, *_: Any) -> tuple[Tensor]:
-    return (scores.new_empty(scores.shape),)
-
-
 _carry = register(
     "threshold_gradient",
     forward=_points,
     fake=_points,
     saved=lambda inputs, outputs: (inputs[:5], inputs[5:]),
     backward=_gradient,
-    fake_backward=_fake_gradient,
+    fake_backward=lambda grad, scores, *_: (scores.new_empty(scores.shape),),
 )

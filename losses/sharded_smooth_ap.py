@@ -21,46 +21,22 @@ The form is the cheapest by ``COSTS``. Where gathering the rows is cheaper, they
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.bins import Bins, cover, most_bins
-from ..kernels.costs import costs_of
 from ..kernels.node_tables import Order, order_for
 from ..kernels.registration import exact
 from ..kernels.sigmoid_sums import sigmoid_sums
-from ..kernels.soft_ranks_binned import (
-    Grid,
-    Places,
-    fields_of,
-    locate_positives,
-    locate_rows,
-    loss_at_nodes,
-    make_grid,
-    polynomials_of,
-    read_gradient,
-    split_moments,
-    sum_positives,
-    sum_rows,
-    weights_of,
-)
+from ..kernels.soft_ranks import ends_of, move_infinities
+from ..kernels.soft_ranks_binned import find_places, moments_of, smooth_ap_binned
 from ..kernels.soft_ranks_pairs import Problem
 from .pool import PerClass, Pool
 from .sharded import PoolFacts, needs_gradient, with_gradient
 
 # Of a byte in each form; the cheapest form is taken. That of the positives computes more, in float64.
 COSTS = {"moments": 1.0, "positives": 16.0, "gather": 1.0}
-
-
-class _Range(NamedTuple):
-    """The range of the finite scores of each class over all ranks, and the classes that are NaN."""
-
-    low: Tensor  # [C] float64, 0 without a row
-    high: Tensor  # [C]
-    undefined: Tensor  # [C] bool: the class has a NaN
-    clashes: Tensor  # [C] bool: two equal infinities, one of them of a positive, have no difference
 
 
 def smooth_ap_of_part(pool: Pool, shared: PoolFacts, temperature: float) -> PerClass | None:
@@ -79,9 +55,9 @@ def smooth_ap_of_part(pool: Pool, shared: PoolFacts, temperature: float) -> PerC
         "positives": sum(shared.positives) * (size + 60.0),
         "moments": math.inf,
     }
-    scores, (low, high, undefined, clashes) = _make_finite(pool, shared, temperature)
+    scores, ends, undefined, clashes = _make_finite(pool, shared, temperature)
     order = order_for(scores, shared.num_rows)
-    bins = cover(low.to(scores.dtype), high.to(scores.dtype), temperature, order.fine)
+    bins = cover(-ends[0].to(scores.dtype), ends[1].to(scores.dtype), temperature, order.fine)
     if bins.window <= most_bins(shared.num_rows):
         tables = 3.0 if shared.weighted else 2.0
         bytes_of["moments"] = 16.0 * tables * order.p * num_classes * bins.num_fine
@@ -98,66 +74,39 @@ def smooth_ap_of_part(pool: Pool, shared: PoolFacts, temperature: float) -> PerC
     return PerClass(with_gradient(loss, gradient, pool, shared), valid)
 
 
-def _make_finite(pool: Pool, shared: PoolFacts, temperature: float) -> tuple[Tensor, _Range]:
-    """Return this rank's scores, infinite ones replaced as in a gathered pool, and their range over all ranks.
+def _make_finite(pool: Pool, shared: PoolFacts, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return this rank's scores, infinite ones replaced as in a gathered pool, and what is known of all ranks.
 
     With one class the header has the range. Only infinite scores take two more exchanges.
+
+    Returns:
+        The scores, the negated lowest and the highest of each class over all ranks (2, C) float64, 0 without a row, and
+        (C,) bool which classes have a NaN, and in which two equal infinities, one of them of a positive, have no
+        difference.
     """
-    scores, member, device = pool.scores.detach(), pool.member, pool.scores.device
-    num_classes = scores.shape[0]
-    if num_classes == 1:
-        ends = torch.tensor([[-shared.low], [shared.high]], dtype=torch.float64, device=device)
+    scores, member, exchange = pool.scores.detach(), pool.member, shared.exchange
+    if scores.shape[0] == 1:
+        ends = torch.tensor([[-shared.low], [shared.high]], dtype=torch.float64, device=scores.device)
         undefined = ends[0].isnan()
     else:
-        ends = torch.full((3, num_classes), -math.inf, dtype=torch.float64, device=device)
-        if scores.shape[1]:
-            for sign, end in ((-1.0, ends[0]), (1.0, ends[1])):
-                end.copy_(_largest(scores, sign, member))
-        ends[2] = ends[:2].isnan().any(dim=0)
-        ends[:2].masked_fill_(ends[2] > 0, -math.inf)  # some reductions drop a NaN
-        ends = shared.exchange.largest(ends, "the ranges of the classes")
-        undefined = ends[2] > 0
-    low, high = -ends[0], ends[1]
-    empty = (low == math.inf) & (high == -math.inf) | undefined
-    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-    if bool(undefined.any()):
-        scores = scores.masked_fill(undefined[:, None], 0.0)
-    if bool((low.isfinite() & high.isfinite()).all()):
-        return scores, _Range(low, high, undefined, torch.zeros_like(undefined))
-
-    # An infinite score moves beyond the reach of every finite one, see soft_ranks.py.
-    finite = scores.isfinite() if member is None else scores.isfinite() & member
-    edges = torch.full((2, num_classes), -math.inf, dtype=torch.float64, device=device)
-    counts = torch.zeros(4, num_classes, dtype=torch.float64, device=device)
-    for k, sign in enumerate((-1.0, 1.0)):
-        if scores.shape[1]:
-            edges[k] = _largest(scores, sign, finite)
-        infinite = scores == sign * math.inf
-        infinite = infinite if member is None else infinite & member
-        counts[2 * k], counts[2 * k + 1] = infinite.sum(dim=1), (infinite & pool.positive).sum(dim=1)
-    edges = shared.exchange.largest(edges, "the ends of the finite scores")
-    counts = shared.exchange.sum(counts, "the numbers of infinite scores")
-    edges.nan_to_num_(neginf=0.0)
-    low, high, clashes = -edges[0], edges[1], torch.zeros_like(undefined)
-    for k, sign in enumerate((-1.0, 1.0)):
-        edge = edges[k].to(scores.dtype)
-        beyond = edge + (edge.abs() * 1e-3).clamp_min(64 * temperature)
-        beyond = beyond.clamp_max(torch.finfo(scores.dtype).max)
-        scores = torch.where(scores == sign * math.inf, sign * beyond[:, None], scores)
-        moved = counts[2 * k] > 0
-        clashes = clashes | ((counts[2 * k] > 1) & (counts[2 * k + 1] > 0))
-        if sign < 0:
-            low = torch.where(moved, -beyond.double(), low)
-        else:
-            high = torch.where(moved, beyond.double(), high)
-    return scores, _Range(low, high, undefined, clashes)
-
-
-def _largest(scores: Tensor, sign: float, part: Tensor | None) -> Tensor:
-    """Return the largest of ``sign`` times the scores (C, M) of each class in ``part``; NaN if one of these is NaN."""
-    if part is not None:
-        scores = scores.masked_fill(~part, -sign * math.inf)
-    return scores.amax(dim=1) if sign > 0 else -scores.amin(dim=1)
+        own = ends_of(scores, member)
+        has_nan = own.isnan().any(dim=0)
+        own = torch.cat([own.masked_fill(has_nan, -math.inf), has_nan[None]])  # some reductions drop a NaN
+        ends, undefined = exchange.largest(own, "the ranges of the classes").split([2, 1])
+        undefined = undefined[0] > 0
+    ends = ends.masked_fill((ends == -math.inf).all(dim=0) | undefined, 0.0)
+    scores = scores.masked_fill(undefined[:, None], 0.0) if bool(undefined.any()) else scores
+    if bool(ends.isfinite().all()):
+        return scores, ends, undefined, torch.zeros_like(undefined)
+    moved, ends, clashes = move_infinities(
+        scores if member is None else scores.masked_fill(~member, math.nan),
+        pool.positive,
+        None,
+        temperature,
+        lambda ends: exchange.largest(ends, "the ends of the finite scores"),
+        lambda counts: exchange.sum(counts, "the numbers of infinite scores"),
+    )
+    return moved, ends, undefined, clashes
 
 
 def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Problem:
@@ -179,20 +128,10 @@ def shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
 
 
-def read_tables(moments: Tensor, factor: Tensor, grid: Grid, with_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the loss (C,) float64 and its gradient as polynomials, see :func:`polynomials_of`.
-
-    Args:
-        moments: (2 or 3, p, C, B F + 1) of all rows, which are overwritten, of the positives and, where they differ, of
-            the weights of these.
-        factor: (C,) what the weights are multiplied by.
-        grid: the bins.
-        with_grad: compute the polynomials too.
-    """
-    weights = weights_of(moments[-1], grid) * factor[:, None, None]
-    fields = fields_of(split_moments(moments[0], moments[1]), grid)
-    loss = loss_at_nodes(fields, weights)
-    return loss, polynomials_of(fields, weights, grid) if with_grad else None
+def shares_of_moments(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same from ``sums``, the moments of all rows of all ranks, see :func:`solve`."""
+    members, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, -1))
+    return shares_of(total, positives, members)
 
 
 @exact
@@ -201,47 +140,25 @@ def _by_moments(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the live rows (C, N), and the validity (C,)."""
     rows = _rows_of(scores, pool, temperature)
-    located = locate_rows(rows, bins)
-    places = locate_positives(rows, bins, located)
-    counted, weighted = sum_positives(rows, bins, order, places)
-    tables = [sum_rows(rows, bins, order, located), counted, *([weighted] if shared.weighted else [])]
-    sums = shared.exchange.sum(torch.stack(tables), "the moments")  # [2 or 3, p, C, B F + 1]
-    del tables, counted, weighted
-    members, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, sums.shape[0] - 1))
-    factor, valid = shares_of(total, positives, members)
-    with_grad, num_live = needs_gradient(pool), shared.num_live
-    gradient = scores.new_empty(scores.shape[0], num_live) if with_grad else None
-    live = rows.row_of < num_live
-    # What is read: the live rows, and the live positives with their shares.
-    rows = rows._replace(
-        scores=scores[:, :num_live],
-        member=None if pool.member is None else pool.member[:, :num_live],
-        class_of=rows.class_of[live],
-        row_of=rows.row_of[live],
-        share=(rows.share * factor[rows.class_of])[live],
+    moments = moments_of(rows, bins, order, find_places(rows, bins))
+    sums = shared.exchange.sum(torch.stack(moments[: 3 if shared.weighted else 2]), "the moments")
+    del moments
+    factor, valid = shares_of_moments(sums)
+    with_grad = needs_gradient(pool)
+    num_read = shared.num_live if with_grad else 0
+    live = (rows.row_of < num_read).nonzero()[:, 0]
+    class_of = rows.class_of[live]
+    rows = Problem(
+        scores[:, :num_read],
+        pool.positive[:, :num_read],
+        None if pool.member is None else pool.member[:, :num_read],
+        class_of,
+        rows.row_of[live],
+        rows.share[live] * factor[class_of],
+        temperature,
     )
-    places = Places(places.bin_of[:, live], places.u[:, live])
-    grid = make_grid(bins, order, scores.device, temperature)
-    loss = torch.empty_like(factor)
-    step = max(1, costs_of(scores.device).tables_at_once // bins.num_coarse)
-    for first in range(0, scores.shape[0], step):
-        part = slice(first, first + step)
-        loss[part], polynomials = read_tables(sums[:, :, part], factor[part], grid, with_grad)
-        if gradient is None or polynomials is None:
-            continue
-        own = slice(None)
-        if step < scores.shape[0]:
-            own = slice(*torch.searchsorted(rows.class_of, rows.class_of.new_tensor([first, first + step])).tolist())
-        some = rows._replace(
-            scores=rows.scores[part],
-            member=None if rows.member is None else rows.member[part],
-            class_of=rows.class_of[own] - first,
-            row_of=rows.row_of[own],
-            share=rows.share[own],
-        )
-        at = Places(places.bin_of[:, own] - first * (bins.num_fine + 1), places.u[:, own])
-        read_gradient(polynomials, some, bins._replace(first=bins.first[part]), None, at, gradient[part])
-    return loss, gradient, valid
+    loss, gradient = smooth_ap_binned(rows, bins, order, with_grad, sums, factor)
+    return loss, gradient if with_grad else None, valid
 
 
 @exact

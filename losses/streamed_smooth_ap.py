@@ -29,19 +29,12 @@ from ..kernels.bins import MOST_EMPTY, Bins, cover, locate
 from ..kernels.costs import costs_of
 from ..kernels.node_tables import Order, order_for
 from ..kernels.registration import exact
-from ..kernels.soft_ranks_binned import (
-    RowPlaces,
-    locate_positives,
-    locate_rows,
-    make_grid,
-    read_gradient,
-    sum_positives,
-    sum_rows,
-)
+from ..kernels.soft_ranks import ends_of
+from ..kernels.soft_ranks_binned import find_places, moments_of, read_gradient, runs_of_classes, solve
 from ..kernels.soft_ranks_pairs import Problem
 from .batch import TargetRule, check_batch
 from .pool import PerClass, one_vs_rest, reduce_values
-from .sharded_smooth_ap import read_tables, shares_of
+from .sharded_smooth_ap import shares_of_moments
 
 MOST_BINS = MOST_EMPTY  # coarse bins of a table: scores over a wider range are refused
 MOST_BYTES = 2**28  # of the table of all classes; the peak is several times that, with polynomials and copies
@@ -117,12 +110,10 @@ class StreamedTable:
             exact(self._add)(rows.scores, rows)
 
     def _add(self, scores: Tensor, rows: Problem) -> None:
-        below, above = scores, scores
-        if rows.member is not None:
-            below, above = (scores.masked_fill(~rows.member, end) for end in (math.inf, -math.inf))
-        if scores.numel() == 0 or bool(below.amin() > above.amax()):  # no row takes part
+        below, high = ends_of(scores, rows.member).amax(dim=1).tolist()
+        low = -below
+        if low > high:  # no row takes part
             return
-        low, high = float(below.amin()), float(above.amax())
         self._low, self._high = min(self._low, low), max(self._high, high)
         if self._bins(self._low, self._high) is None:
             self._table = None  # finish raises on every rank
@@ -135,10 +126,8 @@ class StreamedTable:
         if self._stream.weighted:
             self._set_unit(unit_of(rows.share))
             rows = rows._replace(share=rows.share / self._unit)
-        located = locate_rows(rows, bins)
-        counted, weighted = sum_positives(rows, bins, order, locate_positives(rows, bins, located))
         start = (int(bins.first[0]) - self._first) * order.fine
-        for held, new in zip(self._table, (sum_rows(rows, bins, order, located), counted, weighted)):
+        for held, new in zip(self._table, moments_of(rows, bins, order, find_places(rows, bins))):
             held[..., start : start + bins.num_fine] += new[..., :-1]
 
     def finish(self) -> StreamedLoss:
@@ -171,8 +160,8 @@ class StreamedTable:
             sums = exchange.sum(torch.cat([table.view(-1), undefined]), "the moments")
             table, undefined = sums[: table.numel()].view(table.shape), sums[table.numel() :]
         bins = bins._replace(first=bins.first.to(table.device).expand(stream.rule.num_classes))
-        loss, factor, polynomials = exact(self._read)(table, bins)
-        return StreamedLoss(stream, scale, self._empty.dtype, bins, loss, factor, polynomials, undefined > 0, unit)
+        sums = F.pad(table, (0, 1))  # the bin of rows that take no part
+        return StreamedLoss(stream, scale, self._order, self._empty.dtype, bins, sums, undefined > 0, unit)
 
     def _too_large(self, low: float, high: float) -> ValueError:
         """Return the error for scores from ``low`` to ``high``; equal on all ranks."""
@@ -189,33 +178,19 @@ class StreamedTable:
             fix = "Raise the temperature, bound the scores or use fewer classes; without stream there is no table."
         return ValueError(expected(f"{stream.call} with stream=True", what, Words(found), fix))
 
-    def _read(self, sums: Tensor, bins: Bins) -> tuple[PerClass, Tensor, Tensor]:
-        """Return the loss of each class, what weights are multiplied by (C,), and (p, 3, C, B F + 1) polynomials."""
-        members, positives, total = (sums[k, 0].sum(dim=1) for k in (0, 1, sums.shape[0] - 1))
-        factor, valid = shares_of(total, positives, members)
-        grid = make_grid(bins, self._order, sums.device, self._stream.temperature)
-        sums = F.pad(sums, (0, 1))  # the bin of rows that take no part
-        loss, polynomials = torch.empty_like(factor), []
-        step = max(1, costs_of(sums.device).tables_at_once // bins.num_coarse)
-        for first in range(0, factor.numel(), step):
-            part = slice(first, first + step)
-            loss[part], found = read_tables(sums[:, :, part], factor[part], grid, True)
-            assert found is not None
-            polynomials.append(found)
-        return PerClass(loss, valid), factor, torch.cat(polynomials, dim=2)
-
     @property
     def _order(self) -> Order:
         return order_for(self._empty, 0)  # that of few rows: the number of all is not known in the first pass
 
     @property
-    def _bytes_per_bin(self) -> int:
-        """The memory of a coarse bin of all classes in the table."""
-        return 8 * self._num_tables * self._order.p * self._stream.rule.num_classes * self._order.fine
+    def _shape(self) -> tuple[int, int, int]:
+        """The shape of the table without that of its bins."""
+        return 3 if self._stream.weighted else 2, self._order.p, self._stream.rule.num_classes
 
     @property
-    def _num_tables(self) -> int:
-        return 3 if self._stream.weighted else 2
+    def _bytes_per_bin(self) -> int:
+        """The memory of a coarse bin of all classes in the table."""
+        return 8 * math.prod(self._shape) * self._order.fine
 
     def _bins(self, low: float, high: float, most: int | None = None) -> Bins | None:
         """Return bins from ``low`` to ``high``, (1,) and on the host, one bin without scores; None if too many.
@@ -245,8 +220,8 @@ class StreamedTable:
         """Let the table hold ``bins``: pad it with empty ones."""
         order, first = self._order, int(bins.first[0])
         if self._table is None:
-            shape = self._num_tables, order.p, self._stream.rule.num_classes, bins.num_fine
-            self._first, self._table = first, self._empty.new_zeros(shape, dtype=torch.float64)
+            self._first = first
+            self._table = self._empty.new_zeros(*self._shape, bins.num_fine, dtype=torch.float64)
         held = self._table.shape[-1] // order.fine
         left, right = max(0, self._first - first), max(0, first + bins.window - self._first - held)
         if left or right:
@@ -266,18 +241,24 @@ class StreamedLoss:
         self,
         stream: Stream,
         scale: int,
+        order: Order,
         dtype: torch.dtype,
         bins: Bins,
-        per_class: PerClass,
-        factor: Tensor,
-        polynomials: Tensor,
+        sums: Tensor,
         undefined: Tensor,
         unit: float,
     ) -> None:
-        self._stream, self._scale, self._bins, self._factor = stream, scale, bins, factor
-        self._polynomials, self._undefined, self._unit = polynomials, undefined, unit
-        self._per_class = per_class.values.masked_fill(undefined, math.nan).requires_grad_()
-        self.value = reduce_values(PerClass(self._per_class, per_class.valid), stream.reduction, dtype)
+        self._stream, self._scale, self._bins, self._undefined, self._unit = stream, scale, bins, undefined, unit
+        self._factor, valid = shares_of_moments(sums)  # [C] what weights are multiplied by
+
+        def solve_classes(sums: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+            given = bins, order, stream.temperature
+            return [solve([*sums[:, :, part]], *given, self._factor[part], True) for part in runs_of_classes(bins)]
+
+        losses, polynomials = zip(*exact(solve_classes)(sums))
+        self._polynomials = torch.cat(polynomials, dim=2)  # [p, 3, C, B F + 1]
+        self._per_class = torch.cat(losses).masked_fill(undefined, math.nan).requires_grad_()
+        self.value = reduce_values(PerClass(self._per_class, valid), stream.reduction, dtype)
 
     def start(self, value: Tensor) -> None:
         """Let :meth:`gradient` be that of ``value``, a function of the attribute ``value`` alone."""
@@ -297,7 +278,6 @@ class StreamedLoss:
         if rows.member is not None:
             index.masked_fill_(~rows.member, self._bins.num_fine)
         rows = rows._replace(share=rows.share / self._unit * self._factor[rows.class_of])
-        located, gradient = RowPlaces(index, u), torch.empty_like(scores)
-        positives = locate_positives(rows, self._bins, located)
-        read_gradient(self._polynomials, rows, self._bins, located, positives, gradient)
+        gradient = torch.empty_like(scores)
+        read_gradient(self._polynomials, rows, self._bins, find_places(rows, self._bins, (index, u)), gradient)
         return gradient

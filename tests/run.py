@@ -1,76 +1,177 @@
-"""Run the tests in several pytest processes side by side, and end with the sum of their counts.
+"""Run the tests and the checks as jobs, as many at a time as there are cores, and end with the sum of their counts.
 
-One pytest process leaves a core idle whenever a test needs no worker, starts a program or waits for a network. So the
-folders are shared out: most of the tests over ranks, most of those that compute in one process together with the
-gradients, and those that start many programs.
-The output of the first share is printed as it comes, that of the others after it. The fast tests are shared by two
-processes, since starting a third one costs more than it brings. Further arguments are passed on to all::
+A server imports torch once and forks each folder of tests as a pytest process, and the workers of all of them. What a
+job prints is shown when it ends. Further arguments are passed on to pytest::
 
-    python tests/run.py               all but the tests marked `full` (see tests/pytest.ini)
-    python tests/run.py --quick -x    the fast tests
-    python tests/run.py --full        all
+    python tests/run.py                all tests but those marked `full` (see tests/pytest.ini)
+    python tests/run.py --quick -x     the fast tests
+    python tests/run.py --full         all tests
+    python tests/run.py --checks       also lint, types and, unless --quick, the documentation
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import IO
+from typing import Any, NamedTuple
+
+from processes import end_with_parent, process_context
 
 TESTS = Path(__file__).resolve().parent
-APART = [("gradients", "kernels", "losses", "metrics"), ("integrations", "preflight", "queues", "repository")]
-APART_QUICK = [("integrations", "kernels", "losses", "metrics", "preflight", "queues", "repository")]
-NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a share of the tests
+CORES = max(2, os.cpu_count() or 2)
+NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of the tests
+
+# The order in which jobs start, the longest first; a folder that is not here comes after them.
+FIRST = ["types", "distributed", "docs", "accumulation", "losses", "integrations", "repository", "gradients", "queues"]
+# What a job reads: the cache of mypy, the site.
+AFTER = {"losses": "types", "repository": "docs"}
+
+
+class Job(NamedTuple):
+    """Files and folders of tests for one pytest process; without any, the target of the Makefile with that name."""
+
+    name: str
+    paths: list[str]
+
+
+class Running(NamedTuple):
+    """A job that has started: its process, the file of its output and the time at which it started."""
+
+    job: Job
+    process: Any
+    output: Path
+    start: float
 
 
 def main(arguments: list[str]) -> int:
-    """Return 0 if all processes passed."""
-    apart, select = APART, "not full"
-    if arguments[:1] == ["--quick"]:
-        apart, select, arguments = APART_QUICK, "not slow and not full", arguments[1:]
-    elif arguments[:1] == ["--full"]:
-        select, arguments = "", arguments[1:]
-    arguments = ["-m", select, *arguments] if select else arguments
-    # The first share is whatever the others leave, so that no file is forgotten.
-    shares = [[str(TESTS), *(f"--ignore={TESTS / name}" for names in apart for name in names)]]
-    shares += [[str(TESTS / name) for name in names] for names in apart]
-    counts = Counter({"passed": 0, "failed": 0, "skipped": 0})
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in apart]
-        processes = []
-        for share, output in zip(shares, [subprocess.PIPE, *outputs]):
-            command = [sys.executable, "-m", "pytest", *share, *arguments]
-            processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
-            stack.callback(processes[-1].kill)
-        counts.update(_counts(_echo(processes[0].stdout)))
-        for process, output in zip(processes[1:], outputs):
-            process.wait()
-            output.seek(0)
-            counts.update(_counts(_echo(output)))
-        codes = {process.wait() for process in processes}
-    for code in codes - {0, 1, NOTHING_COLLECTED}:
-        print(f"a share broke off: pytest ended with status {code}")
+    """Return 0 if all jobs passed."""
+    parser = argparse.ArgumentParser(usage="python tests/run.py [--quick | --full] [--checks] [arguments of pytest]")
+    for name in ("--quick", "--full", "--checks"):
+        parser.add_argument(name, action="store_true")
+    own, arguments = parser.parse_known_args(arguments)
+    checks = ["types", "lint", *([] if own.quick else ["docs"])] if own.checks else []
+    if "docs" in checks:
+        os.environ["FULLRANK_SITE"] = str(TESTS.parent / "site")
+    if not own.full:
+        arguments = ["-m", "not slow and not full" if own.quick else "not full", *arguments]
+    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
+        try:
+            failed, counts = run_all([*(Job(name, []) for name in checks), *test_jobs()], arguments, Path(folder))
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        if failed:
+            print(f"== workers\n{Path(folder, 'workers').read_text('utf-8', 'replace')}")
+    for reason in failed:
+        print(reason)
     print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
-    return 0 if codes <= {0, NOTHING_COLLECTED} else 1
+    return 1 if failed else 0
 
 
-def _echo(stream: IO[bytes]) -> str:
-    """Print what comes, as it comes, and return the last part of it."""
-    text = b""
-    while part := os.read(stream.fileno(), 65536):
-        sys.stdout.buffer.write(part)
-        sys.stdout.buffer.flush()
-        text = (text + part)[-10_000:]
-    return text.decode(errors="replace")
+def test_jobs() -> list[Job]:
+    """Return one job for each folder of tests, and one for the files next to this one."""
+    folders = sorted({path.parent for path in TESTS.rglob("test_*.py")} - {TESTS})
+    jobs = [Job(folder.relative_to(TESTS).as_posix(), [str(folder)]) for folder in folders]
+    return [*jobs, Job("tests", [str(path) for path in sorted(TESTS.glob("test_*.py"))])]
 
 
-def _counts(output: str) -> dict[str, int]:
+def run_all(jobs: list[Job], arguments: list[str], folder: Path) -> tuple[list[str], Counter[str]]:
+    """Run the jobs; return a reason for each that failed, and the sum of the counts."""
+    failed: list[str] = []
+    counts = Counter({"passed": 0, "failed": 0, "skipped": 0})
+    waiting = sorted(jobs, key=lambda job: FIRST.index(job.name) if job.name in FIRST else len(FIRST))
+    running: list[Running] = []
+    start_server(folder / "workers")
+    try:
+        while waiting or running:
+            names = {job.name for job in waiting} | {one.job.name for one in running}
+            ready = [job for job in waiting if AFTER.get(job.name) not in names]
+            for job in ready[: CORES - len(running)]:
+                waiting.remove(job)
+                running.append(start(job, arguments, folder / job.name.replace("/", "-")))
+            time.sleep(0.05)
+            for one in [one for one in running if status_of(one.process) is not None]:
+                running.remove(one)
+                failed += finish(one, counts)
+    finally:
+        for one in running:
+            one.process.terminate()
+    return failed, counts
+
+
+def start_server(output: Path) -> None:
+    """Start the server of all processes. It and the workers write to a file, which is shown after a failure."""
+    process_context(costly=True)
+    kept = [os.dup(1), os.dup(2)]
+    write_to(output)
+    forkserver.ensure_running()
+    for number, saved in enumerate(kept, start=1):
+        os.dup2(saved, number)
+        os.close(saved)
+
+
+def start(job: Job, arguments: list[str], output: Path) -> Running:
+    """Start a job."""
+    process: Any
+    if job.paths:
+        process = process_context(costly=True).Process(target=run_pytest, args=([*job.paths, *arguments], output))
+        process.start()
+    else:
+        command = ["make", "--no-print-directory", job.name]
+        with output.open("wb") as file:
+            process = subprocess.Popen(command, cwd=TESTS.parent, stdout=file, stderr=subprocess.STDOUT)
+    return Running(job, process, output, time.monotonic())
+
+
+def status_of(process: Any) -> int | None:
+    """Return how a process has ended: an exit status, or a signal below 0; None if it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
+def run_pytest(arguments: list[str], output: Path) -> None:
+    """Be a pytest process."""
+    end_with_parent()
+    write_to(output)
+    import pytest
+
+    # The server has imported plugins of pytest, which have no assertions of tests that pytest would rewrite.
+    sys.exit(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]))
+
+
+def write_to(output: Path) -> None:
+    """Send what this process prints to a file."""
+    sys.stdout.flush()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+
+
+def finish(one: Running, counts: Counter[str]) -> list[str]:
+    """Print the output of a job that has ended, add its counts, and return why it failed."""
+    text, status = one.output.read_text("utf-8", "replace"), status_of(one.process)
+    print(f"== {one.job.name}: {time.monotonic() - one.start:.0f} s\n{text}", flush=True)
+    found = counts_of(text)
+    counts.update(found)
+    if one.job.paths and status in (0, 1, NOTHING_COLLECTED):
+        # A test that ends the process with status 0 ends it before the summary.
+        broke_off, failed = not found, status == 1
+    else:
+        broke_off, failed = bool(one.job.paths), status != 0
+    if broke_off:
+        return [f"{one.job.name} broke off with status {status}"]
+    return [f"{one.job.name} failed"] if failed else []
+
+
+def counts_of(output: str) -> dict[str, int]:
     """Return the counts of pytest's summary, the last line with a time; a run that broke off has none."""
     summary = next((line for line in reversed(output.splitlines()) if re.search(r" in \d+\.\d+s", line)), "")
     kinds = r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?)"

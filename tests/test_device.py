@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
+from fullrank.kernels.node_tables import beyond_reach
 from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, smooth_ap
 from fullrank.losses.batch import _has_float64
+from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+from fullrank.metrics.ranking_metric import RankingMetric
 
 ROWS = torch.arange(6.0)
 
@@ -224,6 +227,30 @@ def test_large_pools_equal_those_of_the_cpu(
         results.append((value.detach().cpu(), leaf.grad.cpu()))
     for theirs, ours in zip(*results):
         assert relative(ours, theirs) <= limits[dtype]
+
+
+@pytest.mark.parametrize("count", [256, 700, 256 * 256 + 300])
+def test_sums_over_all_to_the_right(count: int) -> None:
+    """In one block, in several, and where these are more than a block too: an accelerator sums no running total."""
+    values = torch.randn(2, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = beyond_reach(values.to(DEVICE), 0, torch.arange(count, device=DEVICE))
+    expected = beyond_reach(values, 0, torch.arange(count))
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "metric", [RecallAtQuantile(2, 0.2, quantile_interpolation="linear"), PAUCAtBudget(2, beta=0.3)], ids=repr
+)
+def test_a_metric_equals_that_of_the_cpu(metric: RankingMetric) -> None:
+    generator, found = torch.Generator().manual_seed(2), []
+    batches = [(torch.randn(90, 2, generator=generator), torch.arange(90) % 3 - 1) for _ in range(2)]
+    for device in ("cpu", DEVICE):
+        own = copy.deepcopy(metric).to(device)
+        for logits, targets in batches:
+            own.update(logits.to(device), targets.where(targets >= 0, -100).to(device))
+        assert own.compute().device.type == torch.device(device).type
+        found.append(own.compute().cpu())
+    assert torch.equal(*found)
 
 
 def test_accumulating_and_clipping_give_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,36 +10,16 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from processes import end_with_parent, process_context
 
 LIMIT_S = 60  # a hang must fail the test, never the whole run
 GRACE_S = 5  # how long the others may take to report after one rank has failed
-
-
-# What nearly every worker imports, at four seconds of a core. The server that forks the workers imports it once. The
-# compiler and the sharded wrappers are here because DDP and the first gather import them.
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "fullrank"]
-# What the workers of some files import, at one second and more; the server does if the collected files have.
-COSTLY = ["hypothesis", "sklearn.metrics", "torchmetrics"]
-
-
-def process_context() -> Any:
-    """Return the multiprocessing context of the tests: fresh processes, which have imported torch already if possible.
-
-    The server that forks them is started by ``exec`` and runs nothing but imports, so they share no state with pytest.
-    """
-    if "forkserver" not in mp.get_all_start_methods():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *(name for name in COSTLY if name in sys.modules)])
-    return context
 
 
 class RemoteError(AssertionError):
@@ -52,11 +32,12 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
 
     import torch.distributed as dist
 
+    end_with_parent()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # pytest's filters do not reach here; tests of warnings set their own
     timeout = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
-    while (task := _next(tasks)) is not None:
+    while (task := tasks.get()) is not None:
         function, args = task
         try:
             results.put((rank, True, function(rank, *args)))
@@ -67,17 +48,6 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
     results.close()
     results.join_thread()
     os._exit(0)  # gloo's threads may abort the interpreter's own teardown
-
-
-def _next(tasks: Any) -> Any:
-    """Return the next task. A worker ends when its pytest process was killed: no task would ever come."""
-    while True:
-        try:
-            return tasks.get(timeout=GRACE_S)
-        except queue.Empty:
-            parent = mp.parent_process()
-            if parent is None or not parent.is_alive():
-                os._exit(1)
 
 
 class WorkerPool:

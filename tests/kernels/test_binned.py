@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import gradient_cases
 import pytest
 import torch
 from gradient_cases import Case
+from parts import Meet, together
 from score_sets import ROWS, SETS, generator, normal
 from torch import Tensor
 from workers import WorkerPool
@@ -170,6 +173,43 @@ def test_infinite_scores_are_what_the_definition_makes_of_them(positives_at: tup
         assert_same(ours, reference, torch.float32)
 
 
+# The class, the row and the sign of infinities among 600 rows, of which rows 0 and 300 are positives.
+INFINITIES = {
+    "both ends": [(0, 5, 1), (2, 400, -1)],
+    "of a positive": [(1, 300, 1)],
+    "two negatives": [(1, 5, 1), (1, 400, 1)],
+    "two, one of them positive": [(1, 5, -1), (1, 300, -1)],
+}
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("kind", INFINITIES)
+def test_infinite_scores_move_alike_in_parts_of_the_rows(kind: str, is_masked: bool) -> None:
+    scores, positive = torch.randn(3, 600, generator=generator()), torch.arange(600).expand(3, -1) % 300 == 0
+    scores[0] += 1e6
+    scores[2, 250:] = math.nan  # rows that take no part
+    for class_of, row, sign in INFINITIES[kind]:
+        scores[class_of, row] = sign * math.inf
+    member = ~scores.isnan() if is_masked else None
+    whole, ends, clashes = soft_ranks.move_infinities(scores, positive, member, 0.1)
+
+    def of_part(own: slice, add: Meet, largest: Meet) -> tuple[Tensor, Tensor, Tensor]:
+        part = None if member is None else member[:, own]
+        return soft_ranks.move_infinities(scores[:, own], positive[:, own], part, 0.1, largest, add)
+
+    moved, rounds = together([partial(of_part, slice(*part)) for part in pairwise([0, 0, 250, 600])])
+    assert rounds == 2
+    assert torch.equal(torch.cat([part[0] for part in moved], dim=1), whole)
+    for part in moved:
+        assert torch.equal(part[1], ends)
+        assert torch.equal(part[2], clashes)
+    assert clashes.tolist() == [False, kind == "two, one of them positive", False]
+    assert torch.equal(ends[:, :2], soft_ranks.ends_of(whole, None)[:, :2])
+    for class_of, row, sign in INFINITIES[kind]:
+        others = sign * scores[class_of][scores[class_of].isfinite()]
+        assert 6.4 <= sign * whole[class_of, row] - others.max() <= max(6.5, 1.1e-3 * others.abs().max())
+
+
 def test_a_nan_makes_its_class_nan_and_no_other() -> None:
     scores = torch.randn(2, 1000, generator=generator())
     positive = torch.rand(2, 1000, generator=generator()) < 0.1
@@ -261,7 +301,7 @@ def test_the_promise_holds_with_bins(pool_of_two: WorkerPool, loss: str, dtype: 
 
 def test_the_default_device_is_not_kept_in_the_tables():
     scores, positive = normal(5_000)[None], torch.arange(5_000)[None] % 50 == 0
-    node_tables._constants_on_cpu.cache_clear()
+    node_tables.constants.cache_clear()
     with torch.device("meta"):
         found = smooth_ap_sums(scores, positive, None, None, 0.1, "binned")[0]
     again = smooth_ap_sums(scores, positive, None, None, 0.1, "binned")[0]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from parts import Meet, together
 from torch import Tensor
 
 from fullrank.kernels import selection
 from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels
-from fullrank.kernels.selection import select_levels
+from fullrank.kernels.selection import Selected, select_levels
 
 FRACTIONS = [0.005, 0.5, 0.1, 0.9, 0.0, 1.0, 1 / 3]
 
@@ -36,40 +37,17 @@ def scores_of(kind: str, num_classes: int, dtype: torch.dtype) -> Tensor:
     return scores.to(dtype)
 
 
-class Together:
-    """Adds up what several parts bring, one round after another."""
+def of_parts(
+    scores: Tensor, member: Tensor | None, bounds: list[int], interpolation: str, fractions: list[float] = FRACTIONS
+) -> tuple[list[Selected], int]:
+    """Return the quantiles that each part finds with the others, and the number of rounds."""
 
-    def __init__(
-        self, parts: list[tuple[Tensor, Tensor | None]], interpolation: str, fractions: list[float] | None = None
-    ) -> None:
-        self.parts, self.interpolation, self.fractions = parts, interpolation, fractions or FRACTIONS
-        self.sums: list[Tensor] = []
+    def of_part(own: slice, add: Meet, _: Meet) -> Selected:
+        mask = None if member is None else member[:, own]
+        extra = torch.tensor([1.0, float(own.start)], dtype=torch.float64)
+        return select_levels(scores[:, own], mask, fractions, interpolation, add, extra)
 
-    def run(self) -> Any:
-        """Replay all parts until no round is left: a part that asks for a round that is not known yet stops there."""
-        while True:
-            asked: list[Tensor] = []
-            results = []
-            for number, (scores, member) in enumerate(self.parts):
-                given = iter(self.sums)
-
-                def add(values: Tensor, given: Any = given, asked: list[Tensor] = asked) -> Tensor:
-                    known = next(given, None)
-                    if known is None:
-                        asked.append(values)
-                        raise StopIteration
-                    return known
-
-                extra = torch.tensor([1.0, float(number)], dtype=torch.float64)
-                try:
-                    results.append(select_levels(scores, member, self.fractions, self.interpolation, add, extra))
-                except StopIteration:
-                    continue
-            if not asked:
-                return results
-            assert len(asked) == len(self.parts)
-            assert len({part.shape for part in asked}) == 1
-            self.sums.append(torch.stack(asked).sum(dim=0))
+    return together([partial(of_part, slice(*ends)) for ends in pairwise(bounds)])
 
 
 @pytest.mark.slow
@@ -82,18 +60,17 @@ def test_equal_to_the_quantiles_of_all(kind: str, dtype: torch.dtype, masked: bo
         member = torch.rand(scores.shape, generator=torch.Generator().manual_seed(4)) < 0.8 if masked else None
         for interpolation in INTERPOLATIONS if kind == "tied" else ["linear"]:
             expected = upper_levels(scores, member, FRACTIONS, interpolation)
-            bounds = [0, 0, 1, 250, 600]  # a part without rows, one with a single row
-            parts = [(scores[:, a:b], None if member is None else member[:, a:b]) for a, b in pairwise(bounds)]
-            together = Together(parts, interpolation)
-            for levels, count, extra in together.run():
+            # A part without rows, one with a single row.
+            found, rounds = of_parts(scores, member, [0, 0, 1, 250, 600], interpolation)
+            for levels, count, extra in found:
                 assert torch.equal(levels.base.nan_to_num(nan=7.0), expected.base.nan_to_num(nan=7.0))
                 if expected.offset is None:
                     assert levels.offset is None
                 else:
                     assert torch.equal(levels.offset.nan_to_num(nan=7.0), expected.offset.nan_to_num(nan=7.0))
                 assert torch.equal(count, (member if masked else torch.ones_like(scores)).sum(dim=1).double())
-                assert extra.tolist() == [4.0, 6.0]
-            assert len(together.sums) == (3 if dtype == torch.float32 else 6)
+                assert extra.tolist() == [4.0, 251.0]
+            assert rounds == (3 if dtype == torch.float32 else 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -104,18 +81,16 @@ def test_one_quantile(kind: str, dtype: torch.dtype, fraction: float) -> None:
     for num_classes in (1, 3):
         scores = scores_of(kind, num_classes, dtype)
         expected = upper_levels(scores, None, [fraction], "higher")
-        together = Together([(scores[:, :250], None), (scores[:, 250:], None)], "higher", [fraction])
-        for found in together.run():
+        for found in of_parts(scores, None, [0, 250, 600], "higher", [fraction])[0]:
             assert torch.equal(found.levels.base, expected.base)
 
 
 def test_many_classes_take_more_rounds_of_shorter_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "MOST_COUNTS", 512)
     scores = scores_of("normal", 3, torch.float32)
-    together = Together([(scores[:, :50], None), (scores[:, 50:], None)], "linear")
-    levels = together.run()[1].levels
-    assert torch.equal(levels.value, upper_levels(scores, None, FRACTIONS, "linear").value)
-    assert len(together.sums) > 3
+    found, rounds = of_parts(scores, None, [0, 50, 600], "linear")
+    assert torch.equal(found[1].levels.value, upper_levels(scores, None, FRACTIONS, "linear").value)
+    assert rounds > 3
 
 
 def test_control_the_quantiles_of_one_part_are_others() -> None:

@@ -1,0 +1,44 @@
+"""The server that forks the processes of the tests. It imports torch once, for four seconds of a core."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from multiprocessing import forkserver
+from typing import Any
+
+# What nearly every worker imports. The compiler and the sharded wrappers are here because DDP and the first gather
+# import them.
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "fullrank"]
+# What the workers of some files import, at one second and more; the server does if the collected files have.
+COSTLY = ["hypothesis", "sklearn.metrics", "torchmetrics"]
+
+
+def process_context(costly: bool = False) -> Any:
+    """Return the multiprocessing context of the tests: fresh processes, which have imported torch already if possible.
+
+    The server that forks them is started by ``exec`` and runs nothing but imports, so they share no state with pytest.
+    A process that came from the server uses it too, where Python would start another one.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    server = forkserver._forkserver
+    if sys.version_info < (3, 14) and server._forkserver_address is not None and server._forkserver_pid is None:
+        server.ensure_running = lambda: None
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *(name for name in COSTLY if costly or name in sys.modules)])
+    return context
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended, also if it was killed."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=wait, daemon=True).start()
