@@ -25,8 +25,8 @@ class CombinedLoss(LossOfParts):
     .. math:: L = \sum_k w_k \, L_k
 
     Equal to ``weights["ce"] * losses["ce"](logits, targets) + weights["ap"] * losses["ap"](logits, targets) + ...``,
-    as one module: with the value of each part for logging, one state, and the calls that belong to a training loop,
-    which it passes on to the parts that have them.
+    as one module. After a call, the dict ``parts`` has the value of each part by name, without its weight and its
+    graph, for logging. The calls of a training loop are passed on to the parts that have them.
 
     With several ranks, the gradient equals that of one process only if each part is a loss of this package. The losses
     of torch average on each rank: use :class:`~fullrank.CrossEntropyLoss` and :class:`~fullrank.BCEWithLogitsLoss`
@@ -36,9 +36,6 @@ class CombinedLoss(LossOfParts):
     Args:
         losses: the parts, modules that are called with ``(logits, targets)``, by name. The names have no dots.
         weights: a number >= 0 for each name; None for all 1. May be assigned between steps, the same on every rank.
-
-    Attributes:
-        parts: the value of each part in the last call, without its weight and its graph, by name.
 
     Shape:
         Inputs as for the parts, which must take the same. Output a scalar, if those of the parts are.

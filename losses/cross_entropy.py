@@ -46,7 +46,7 @@ class TorchLikeLoss(FocalLoss):
             return "None"
         version, known = version_of(weight), self._texts.get(name)
         if known is None or known[0] is not weight or known[1] != version:
-            values = weight.detach().double().cpu()
+            values = weight.detach().cpu().double()
             text = str(values.tolist())
             if values.numel() > _FEW:
                 found = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=4).hexdigest()
