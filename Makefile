@@ -1,8 +1,11 @@
 # Every target starts from nothing: it creates .venv, and renews it when a file that decides its contents has changed.
+# There is one .venv: the demo installs a part of what the checks need, and the checks add the rest.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEMO_STAMP := .venv/.installed-demo
 BENCH_STAMP := .venv/.installed-bench
+export PYTHON
 # The package is the repository root, so a type checker finds it under its name only through a link.
 TYPECHECK := .venv/typecheck
 
@@ -23,21 +26,27 @@ help:
 	@echo "make clean   remove .venv, site, build products and caches"
 	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
 
+# Without bytecode: the demo imports a small part of what is installed, and Python compiles that part when it does.
+$(DEMO_STAMP): setup.cfg constraints.txt pyproject.toml
+	@echo "installing what the demo needs into .venv: 1.2 GB with torch for the CPU, a few minutes the first time"
+	@.ci/install demo --no-compile
+	@touch $@
+
 $(STAMP): setup.cfg constraints.txt pyproject.toml
-	@echo "installing into .venv (a few minutes the first time)"
-	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,demo,integrations,docs]"
+	@echo "installing what the checks need into .venv: 2.1 GB with torch for the CPU, a few minutes the first time"
+	@.ci/install test,demo,integrations,docs
 	@mkdir -p $(TYPECHECK)
 	@ln -sfn ../.. $(TYPECHECK)/fullrank
-	@touch $@
+	@touch $@ $(DEMO_STAMP)
 
 # The peers of the benchmarks, for `make bench` alone.
 $(BENCH_STAMP): $(STAMP)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bench]"
+	@echo "installing what the benchmarks compare with"
+	@.ci/install test,bench
 	@touch $@
 
 # One thread per process: the processes share the cores, and torchrun warns when the number is not set.
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 
 # Lint, types and documentation are jobs next to those of the tests.

@@ -16,16 +16,14 @@ minutes and 6 GiB, and writes nothing.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from report import RESULTS, machine, print_machine, print_records, write_json
+from report import Record, Run, print_records
 from torch import Tensor
 
 from fullrank.kernels import bins as binning
@@ -41,7 +39,6 @@ METHODS = ("direct", "binned")
 MOST_ROWS, MOST_COARSE, MOST_TEMPERATURE = 20_000_000, 261_500, 1.0  # the window: just below the limit of bins.py
 PAIRS = 2**18  # summed together
 BAR_32, TIMES_DIRECT, BAR_ROW, BAR_LOSS, BAR_64 = 2e-6, 1.5, 5e-6, 1e-8, 1e-12
-Record = dict[str, Any]
 
 
 def normal(size: int) -> Tensor:
@@ -230,25 +227,16 @@ def measure_many_bins() -> Record:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases and rows, a few seconds")
-    parser.add_argument("--many-bins", action="store_true", help="one case with more than 2^24 fine bins")
-    parser.add_argument("--out", type=Path, help=f"folder for accuracy.json (default: {RESULTS})")
-    arguments = parser.parse_args()
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    info = machine()
-    print_machine(info)
-    if arguments.many_bins:
+    script = Run(__doc__, "accuracy")
+    script.parser.add_argument("--many-bins", action="store_true", help="one case with more than 2^24 fine bins")
+    if script.start().many_bins:
         print_records("More than 2^24 fine bins, against the same method in float64", [measure_many_bins()])
         return
     digits = np.finfo(np.longdouble).nmant + 1
-    print(
-        f"long double has {digits} bits" + ("" if is_extended() else ", no more than double: no reference for float64")
-    )
-    records = measure(arguments.quick)
+    print(f"long double has {digits} bits{'' if is_extended() else ', so there is no reference for float64'}")
+    records = measure(script.options.quick)
     print_results(records)
-    if out is not None:
-        write_json(out / "accuracy.json", {"machine": info, "quick": arguments.quick, "cases": records})
+    script.write(cases=records)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ writes balanced_batches.json; a quick one writes only where ``--out`` says. Need
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from quality_data import Rows
 from real_data import split
-from report import RESULTS, machine, print_machine, print_records, write_json
+from report import Run, print_records
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler
@@ -100,23 +97,17 @@ def run(name: str, sampler: str, size: int, steps: int, data: str, seed: int) ->
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps, seconds")
-    parser.add_argument("--out", type=Path, help=f"folder for balanced_batches.json (full run: {RESULTS})")
-    arguments = parser.parse_args()
-    steps, seeds, sets = (4, (0,), SETS[:1]) if arguments.quick else (400, (0, 1, 2), SETS)
     torch.set_num_threads(1)
-    info, records = machine(), []
-    print_machine(info)
+    script = Run(__doc__, "balanced_batches")
+    steps, seeds, sets = (4, (0,), SETS[:1]) if script.start().quick else (400, (0, 1, 2), SETS)
+    records = []
     for name in LOSSES:
         for sampler in SAMPLERS:
             found = [run(name, sampler, SIZE, steps, data, seed) for data in sets for seed in seeds]
-            record: dict[str, Any] = {"loss": name, "sampler": sampler}
-            records.append(record | {key: round(mean(each[key] for each in found), 4) for key in found[0]})
+            means = {key: round(mean(each[key] for each in found), 4) for key in found[0]}
+            records.append({"loss": name, "sampler": sampler} | means)
     print_records("On test rows, averaged over sets and splits", records)
-    folder = arguments.out or (None if arguments.quick else RESULTS)
-    if folder is not None:
-        write_json(folder / "balanced_batches.json", {"balanced_batches": records, "machine": info})
+    script.write(balanced_batches=records)
 
 
 if __name__ == "__main__":

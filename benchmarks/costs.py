@@ -17,16 +17,14 @@ not use the values of a quick run.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from report import RESULTS, Step, interleave, machine, print_machine, write_json
+from report import CPU, Record, Run, Step, interleave
 from torch import Tensor
 
 from fullrank.kernels.bins import find_bins
@@ -38,7 +36,6 @@ from fullrank.losses import retrieval_smooth_ap
 SHARE = 0.01  # of positives
 WIDE, NARROW = 0.1, 0.002  # temperatures: few and many coarse bins
 FACTORS = (0.25, 1.0, 4.0)  # of the value in use
-Record = dict[str, Any]
 
 
 class Measurement:
@@ -212,20 +209,12 @@ def _as_source(value: float) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="device (default: cpu)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds; only shows that it runs")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each measurement (default: 5)")
-    parser.add_argument("--out", type=Path, help=f"folder for costs.json (default: {RESULTS})")
-    arguments = parser.parse_args()
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    info = machine()
-    print_machine(info)
-    records = measure_costs(arguments.device, arguments.quick, 1 if arguments.quick else arguments.repeats)
-    print(f"\n{entry_of(arguments.device, records)}")
-    if out is not None:
-        head = {"machine": info, "device": str(arguments.device), "quick": arguments.quick}
-        write_json(out / "costs.json", head | {"constants": records})
+    script = Run(__doc__, "costs", repeats=5)
+    script.parser.add_argument("--device", type=torch.device, default=CPU, help="device (default: cpu)")
+    options = script.start()
+    records = measure_costs(options.device, options.quick, 1 if options.quick else options.repeats)
+    print(f"\n{entry_of(options.device, records)}")
+    script.write(device=str(options.device), constants=records)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,15 @@ figure has no white ground in the dark scheme. Figures are 5.5 inches wide: thei
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 WIDTH = 5.5
 INK, MUTED, LINE, GRID, SHADE = "#333333", "#666666", "#888888", "#e6e6e6", "#e3eef7"
@@ -34,10 +41,18 @@ RC = {
 }
 
 
+@contextmanager
+def panels_of(rows: int, height: float, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Return a figure with the look of all figures, and its axes as an array (rows, columns)."""
+    with plt.rc_context({**RC, "axes.titlepad": 12}):
+        size = (WIDTH, height)
+        figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+        figure.get_layout_engine().set(h_pad=0.12)
+        yield figure, axes
+
+
 def save(figure: Any, path: Path) -> None:
     """Store ``figure`` in the format that the suffix of ``path`` names, close it, and print the path."""
-    import matplotlib.pyplot as plt
-
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

@@ -11,20 +11,16 @@ run takes about half a minute and writes gather.json; a quick run writes only wi
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import imbalanced_losses
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import RESULTS, START_METHOD, bar_cells, machine, make_rows, print_machine, print_table, write_json
+from report import Run, make_rows, on_ranks, print_records
 
 import fullrank
 from fullrank.distributed.header import Offer, agree_on
@@ -71,11 +67,9 @@ def calls(rank: int, case: Case) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(rank: int, folder: str, cases: tuple[Case, ...], repeats: int, answers: Any) -> None:
-    """Time the calls on one rank, interleaved; rank 0 answers with the medians in seconds of each case."""
-    torch.set_num_threads(1)
+def measure(rank: int, cases: tuple[Case, ...], repeats: int) -> list[dict[str, float]]:
+    """Return the medians in seconds of the calls on one rank, interleaved, for each case."""
     warnings.simplefilter("ignore")  # warnings of the peer
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     medians = []
     for case in cases:
         steps = calls(rank, case)
@@ -86,52 +80,20 @@ def measure(rank: int, folder: str, cases: tuple[Case, ...], repeats: int, answe
                 call()
                 times[name].append(time.perf_counter() - start)
         medians.append({name: median(held[WARM_UP:]) for name, held in times.items()})
-    if rank == 0:
-        answers.put(medians)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
-    """Start the two processes, and return the medians in microseconds and the ratio of each case."""
-    context = mp.get_context(START_METHOD)
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, cases, repeats, answers)
-        mp.start_processes(measure, arguments, nprocs=WORLD_SIZE, start_method=START_METHOD)
-        medians = answers.get()
-    results: list[dict[str, Any]] = []
-    for case, seconds in zip(cases, medians):
-        times = {f"{name}_us": value * 1e6 for name, value in seconds.items()}
-        results.append(case._asdict() | times | {"ratio": seconds["ours"] / seconds["peer"]})
-    return results
-
-
-def print_results(results: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    lines = []
-    for row in results:
-        times = [f"{row[f'{name}_us']:,.0f}" for name in ("peer", "ours", "header", "bare")]
-        rows = " + ".join(f"{count:,}" for count in row["rows"])
-        lines.append([rows, *times, f"{row['ratio']:.2f}", *bar_cells(row["ratio"], row["bar"], False)])
-    header = ("rows", "peer us", "ours us", "our header us", "bare collectives us", "ours / peer", "bar", "met")
-    print_table("Gather of float32 logits (N, 1) and int64 targets (N,), two gloo ranks, median", header, lines)
+    return medians
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
-    parser.add_argument("--repeats", type=int, default=300, help="repetitions of each call (default: 300)")
-    parser.add_argument("--out", type=Path, help=f"folder for gather.json (default: {RESULTS})")
-    arguments = parser.parse_args()
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "repeats": arguments.repeats}
-    print_machine(results["machine"])
-    results["gather"] = run(QUICK if arguments.quick else FULL, arguments.repeats)
-    print_results(results["gather"])
-    if out is not None:
-        write_json(out / "gather.json", results)
+    script = Run(__doc__, "gather", repeats=300)
+    options = script.start()
+    cases = QUICK if options.quick else FULL
+    results = []
+    for case, seconds in zip(cases, on_ranks(WORLD_SIZE, measure, cases, options.repeats)[0]):
+        times = {f"{name}_us": value * 1e6 for name, value in seconds.items()}
+        results.append(case._asdict() | times | {"ratio": seconds["ours"] / seconds["peer"]})
+    print_records("Gather of float32 logits (N, 1) and int64 targets (N,), two gloo ranks, median", results)
+    script.write(gather=results)
 
 
 if __name__ == "__main__":

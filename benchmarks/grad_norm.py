@@ -10,15 +10,12 @@ runs. The error is that of the returned norm, relative to float64. Writes grad_n
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from report import RESULTS, bar_cells, machine, print_machine, print_table, write_json
+from report import Record, Run, print_records
 from torch import Tensor, nn
 
 import fullrank
@@ -58,7 +55,7 @@ def shortest(calls: list[Callable[[], Tensor]], repeats: int) -> list[float]:
     return [min(taken) for taken in times]
 
 
-def compare(parameters: list[nn.Parameter], norm_type: float, repeats: int) -> dict[str, Any]:
+def compare(parameters: list[nn.Parameter], norm_type: float, repeats: int) -> Record:
     """Return times and errors of both for one p."""
     calls = [
         lambda: torch.nn.utils.clip_grad_norm_(parameters, NEVER, norm_type),
@@ -69,41 +66,24 @@ def compare(parameters: list[nn.Parameter], norm_type: float, repeats: int) -> d
     seconds = shortest(calls, repeats)
     return {
         "norm_type": str(norm_type),
-        "seconds": dict(zip(("torch", "fullrank"), seconds)),
+        **dict(zip(("torch_seconds", "fullrank_seconds"), seconds)),
         "ratio": seconds[1] / seconds[0],
-        "errors": dict(zip(("torch", "fullrank"), errors)),
+        **dict(zip(("torch_error", "fullrank_error"), errors)),
     }
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model, a second")
-    parser.add_argument("--repeats", type=int, default=30, help="runs for p = 2; a tenth for the others (default: 30)")
-    parser.add_argument("--out", type=Path, help=f"folder for grad_norm.json (default: {RESULTS})")
-    arguments = parser.parse_args()
-    info = machine()
-    print_machine(info)
-    parameters = make_model(64, 2) if arguments.quick else make_model(584, 11)
+    script = Run(__doc__, "grad_norm", repeats=30)
+    options = script.start()
+    parameters = make_model(64, 2) if options.quick else make_model(584, 11)
     total = sum(parameter.numel() for parameter in parameters)
     # Other powers take many times as long and have no required ratio.
-    runs = {norm_type: arguments.repeats if norm_type == 2 else -(-arguments.repeats // 10) for norm_type in POWERS}
+    runs = {norm_type: options.repeats if norm_type == 2 else -(-options.repeats // 10) for norm_type in POWERS}
     cases = [compare(parameters, norm_type, repeats) for norm_type, repeats in runs.items()]
-    lines = []
-    for case in cases:
-        times = [f"{case['seconds'][name] * 1e3:.1f}" for name in ("torch", "fullrank")]
-        errors = [f"{case['errors'][name]:.0e}" for name in ("torch", "fullrank")]
-        # A small model measures the overhead of a call; the bar does not apply to that.
-        bar = bar_cells(case["ratio"], BAR if case["norm_type"] == "2.0" and not arguments.quick else None, False)
-        lines.append([case["norm_type"], *times, f"{case['ratio']:.2f}", *bar, *errors])
-    header = ("p", "torch ms", "fullrank ms", "ratio", "bar", "met", "torch error", "fullrank error")
-    print_table(
-        f"clip_grad_norm_, {total:,} float32 parameters in {len(parameters)} tensors, shortest run", header, lines
-    )
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    if out is not None:
-        result = {"machine": info, "quick": arguments.quick, "repeats": arguments.repeats, "parameters": total}
-        write_json(out / "grad_norm.json", result | {"tensors": len(parameters), "cases": cases})
+    title = f"clip_grad_norm_, {total:,} float32 parameters in {len(parameters)} tensors, shortest run; bar {BAR}"
+    print_records(title, cases)
+    script.write(parameters=total, tensors=len(parameters), cases=cases)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,15 @@ Writes gradient_scale.json; a quick run (only W = 2) writes only with ``--out``.
 
 from __future__ import annotations
 
-import argparse
 import math
-import tempfile
 import warnings
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import RESULTS, START_METHOD, machine, print_machine, print_table, write_json
+from report import Record, Run, on_ranks, print_records
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -211,10 +207,8 @@ def compare(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, floa
     }
 
 
-def measure(rank: int, world_size: int, folder: str, answers: Any) -> None:
-    """Compare every convention with one process, on one rank of ``world_size``; rank 0 answers."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def measure(rank: int, world_size: int) -> list[Record]:
+    """Return how every convention compares with one process, on one rank of ``world_size``."""
     features, targets = make_rows()
     alone = make_model()
     true = gradients(alone, alone(features, targets, loss_of_pool))
@@ -225,51 +219,26 @@ def measure(rank: int, world_size: int, folder: str, answers: Any) -> None:
         own = shard(rank, world_size, convention.uneven)
         found = gradients(model, wrapped(features[own], targets[own], convention.loss))
         logged = fullrank.all_gather_no_grad(found["loss"][None]).mean()
-        named = {"world_size": world_size, "key": convention.key, "label": convention.label}
+        named = {"label": convention.label, "world_size": world_size, "key": convention.key}
         results.append(named | compare(found | {"loss": logged}, true))
-    if rank == 0:
-        answers.put(results)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(world_size: int) -> list[dict[str, Any]]:
-    """Return the results of all conventions on ``world_size`` processes."""
-    answers = mp.get_context(START_METHOD).SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(measure, (world_size, folder, answers), nprocs=world_size, start_method=START_METHOD)
-        return answers.get()
-
-
-def print_results(world_size: int, results: list[dict[str, Any]]) -> None:
-    """Print the table of one number of processes."""
-    lines = []
-    for row in results:
-        cells = [f"{row['encoder']:.3f}", f"{row['error']:.1e}", f"{row['scale']:.3f}", f"{row['loss']:.3f}"]
-        lines.append([row["label"], *cells])
-    header = ("gather", "encoder", "its error", "scale after it", "logged loss")
-    print_table(f"W = {world_size}, gradients averaged by DDP, relative to one process with all rows", header, lines)
+    return results
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)")
-    parser.add_argument("--quick", action="store_true", help="two processes only")
-    parser.add_argument("--out", type=Path, help=f"folder for gradient_scale.json (default: {RESULTS})")
-    arguments = parser.parse_args()
-    worlds = [2] if arguments.quick else arguments.worlds
+    script = Run(__doc__, "gradient_scale")
+    script.parser.add_argument(
+        "--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)"
+    )
+    options = script.start()
+    worlds = [2] if options.quick else options.worlds
     if any(world_size < 2 or ROWS % (world_size * EVERY) for world_size in worlds):
-        parser.error(f"--worlds: expected numbers >= 2 that divide {ROWS // EVERY}, got {worlds}")
-    info = machine()
-    print_machine(info)
+        script.parser.error(f"--worlds: expected numbers >= 2 that divide {ROWS // EVERY}, got {worlds}")
     results = []
     for world_size in worlds:
-        results += (found := run(world_size))
-        print_results(world_size, found)
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    if out is not None:
-        write_json(out / "gradient_scale.json", {"machine": info, "quick": arguments.quick, "gradient_scale": results})
+        results += (found := on_ranks(world_size, measure, world_size)[0])
+        print_records("Gradients averaged by DDP, relative to one process with all rows", found)
+    script.write(gradient_scale=results)
 
 
 if __name__ == "__main__":

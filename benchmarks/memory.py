@@ -10,26 +10,13 @@ quick run writes only with ``--out``.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from report import (
-    PEER_MOST_BYTES,
-    RESULTS,
-    bar_cells,
-    machine,
-    make_rows,
-    peer_bytes,
-    print_machine,
-    print_table,
-    write_json,
-)
+from report import PEER_MOST_BYTES, Run, apart, make_rows, peer_bytes, print_records
 
 SHARE = 0.01  # of positives
 WARM_ROWS = 1_000
@@ -70,6 +57,7 @@ def resident(field: str) -> int:
 
 def measure(library: str, name: str, rows: int) -> int:
     """Return the peak of one forward and backward above the resident set before it, in bytes."""
+    warnings.simplefilter("ignore")  # warnings of the peer
     loss = getattr(importlib.import_module(library), name)(num_classes=1, queue_size=0)
     logits, targets = make_rows(rows, 1, SHARE)
     if library != "fullrank" and peer_bytes(int(targets.sum()), rows) > PEER_MOST_BYTES:
@@ -82,49 +70,19 @@ def measure(library: str, name: str, rows: int) -> int:
     return resident("VmHWM") - before
 
 
-def measure_apart(case: Case, repeats: int) -> dict[str, Any]:
-    """Return the median over fresh processes."""
-    command = [sys.executable, __file__, "--measure", case.library, case.loss, str(case.rows)]
-    peaks = [int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(repeats)]
-    peak = median(peaks)
-    return case._asdict() | {"peak_bytes": peak, "bytes_per_row": peak / case.rows}
-
-
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
-    parser.add_argument("--repeats", type=int, default=3, help="processes for each measurement (default: 3)")
-    parser.add_argument("--out", type=Path, help=f"folder for memory.json (default: {RESULTS})")
-    parser.add_argument("--measure", nargs=3, metavar=("LIBRARY", "LOSS", "ROWS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # warnings of the peer
-    if arguments.measure is not None:
-        library, name, rows = arguments.measure
-        print(measure(library, name, int(rows)))
-        return
+    script = Run(__doc__, "memory", repeats=3)
+    options = script.start()
     if not CLEAR.exists():
         print("skipped: without Linux's /proc the peak of a single step cannot be read")
         return
-    info = machine()
-    print_machine(info)
-    cases = [measure_apart(case, arguments.repeats) for case in (QUICK if arguments.quick else FULL)]
-    print_results(cases)
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    if out is not None:
-        result = {"machine": info, "quick": arguments.quick, "repeats": arguments.repeats, "cases": cases}
-        write_json(out / "memory.json", result)
-
-
-def print_results(cases: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    lines = []
-    for case in cases:
-        numbers = [f"{case['rows']:,}", f"{case['peak_bytes'] / 2**20:,.1f}", f"{case['bytes_per_row']:,.1f}"]
-        name = case["loss"].removesuffix("Loss")
-        lines.append([case["library"], name, *numbers, *bar_cells(case["bytes_per_row"], case["bar"], False)])
-    header = ("library", "loss", "rows", "peak MiB", "bytes a row", "bar", "met")
-    print_table(f"Memory beyond the inputs, forward + backward, {SHARE:.0%} positive, median", header, lines)
+    cases = []
+    for case in QUICK if options.quick else FULL:
+        peak = median(apart(measure, case.library, case.loss, case.rows) for _ in range(options.repeats))
+        cases.append(case._asdict() | {"peak_bytes": peak, "bytes_per_row": peak / case.rows})
+    print_records(f"Memory beyond the inputs, forward + backward, {SHARE:.0%} positive, median", cases)
+    script.write(cases=cases)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ of fewer rows takes seconds and writes only where ``--out`` says. Needs the ``be
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 from accuracy import choose_positives, normal, relative_error, run
-from report import RESULTS, machine, print_machine, print_records, write_json
+from report import Record, Run, print_records
 from torch import Tensor
 
 from fullrank.kernels import node_tables, soft_ranks, soft_ranks_binned
@@ -29,7 +27,6 @@ CUTOFFS = (12.0, 16.0, 20.0, 24.0, 34.0)
 GAPS = (12.0, 18.0, 24.0, 30.0)
 FINE_NODES, COARSE_NODES = range(2, 11), range(4, 31, 2)
 WIDEST = 0.25  # a power of two as temperature makes a coarse bin 4 temperatures wide, the most there is
-Record = dict[str, Any]
 
 
 def ellipse(half_width: float) -> float:
@@ -142,14 +139,10 @@ def measure(rows: int, many: int) -> Record:
 
 def draw(orders: dict[str, list[Record]], path: Path) -> None:
     """Draw the error over the number of nodes, with the bound."""
-    import matplotlib
+    from figures import BLUE, INK, MUTED, ORANGE, panels_of, save
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from figures import BLUE, INK, MUTED, ORANGE, RC, WIDTH, save
-
-    with plt.rc_context(RC):
-        figure, (upper, lower) = plt.subplots(2, 1, figsize=(WIDTH, 7.2), layout="constrained")
+    with panels_of(2, 7.2) as (figure, axes_of):
+        upper, lower = axes_of[:, 0]
         panels = [(upper, 8, BLUE), (upper, 32, ORANGE), (lower, None, BLUE)]
         for axes, fine, colour in panels:
             kind, key = ("coarse", "q") if fine is None else ("fine", "p")
@@ -179,17 +172,11 @@ def draw(orders: dict[str, list[Record]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rows, a few seconds")
-    parser.add_argument("--out", type=Path, help=f"folder for order.json and the figure (default: {RESULTS})")
-    arguments = parser.parse_args()
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    info = machine()
-    print_machine(info)
-    result = measure(*((2_000, 20_000) if arguments.quick else (20_000, 1_000_000)))
-    if out is not None:
-        write_json(out / "order.json", {"machine": info, "quick": arguments.quick} | result)
-        draw(result["orders"], out / "error_over_order.svg")
+    script = Run(__doc__, "order")
+    result = measure(*((2_000, 20_000) if script.start().quick else (20_000, 1_000_000)))
+    script.write(**result)
+    if (folder := script.folder()) is not None:
+        draw(result["orders"], folder / "error_over_order.svg")
 
 
 if __name__ == "__main__":

@@ -28,19 +28,17 @@ run, so that an interrupted benchmark can resume. Needs the ``test`` extra.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quality_data import Splits, best_scores, linear_scores, make_digits, make_fraud
-from quality_figure import PICTURES, draw_quality
+from quality_figure import draw_quality
 from quality_methods import BASELINE, METHODS, Config, build, draw
-from quality_runs import METRICS, Cache, Figures, Interval, Setting, evaluate, paired, score, train
-from report import RESULTS, machine, print_machine, print_table, write_json
+from quality_runs import METRICS, Cache, Figures, Interval, Setting, evaluate, say, score, summary, train
+from report import PICTURES, Record, Run, print_table
 from torch import Tensor
 
 TUNING_SEED = 0
@@ -100,9 +98,9 @@ class Study:
         shared = [*self.task.setting, self.size.rows if self.task.name == "fraud" else None]
         return self.cache.get([self.task.name, shared, method, config, seed], compute)
 
-    def tune(self) -> dict[str, dict[str, Any]]:
+    def tune(self) -> dict[str, Record]:
         """Return for each method the best configuration, and the goal of every trial, the best first."""
-        trials: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+        trials: dict[str, list[Record]] = {method: [] for method in METHODS}
         for trial in range(self.size.trials):
             for method in METHODS:
                 config = draw(method, trial)
@@ -113,7 +111,7 @@ class Study:
             found.sort(key=lambda trial: -trial["goal"])
         return {method: {"config": found[0]["config"], "trials": found} for method, found in trials.items()}
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Record:
         """Tune, run every seed, and return the results to store."""
         best = self.tune()
         runs: dict[str, list[Figures]] = {method: [] for method in METHODS}
@@ -121,13 +119,13 @@ class Study:
             for method in METHODS:
                 runs[method].append(self.run(method, best[method]["config"], seed))
             say(f"{self.task.name}: seed {seed} of {self.size.seeds}")
-        methods = [summary(method, best[method], runs[method], runs[BASELINE]) for method in METHODS]
+        methods = [{"method": method, **best[method], **summary(runs[method], runs[BASELINE])} for method in METHODS]
         shared = {"budget": self.task.setting.budget, "steps": self.task.setting.steps}
         shared["batch_size"] = self.task.setting.batch_size
         references = self.references(best[BASELINE]["config"]) if self.task.name == "fraud" else {}
         return {"task": self.task.name, **shared, "methods": methods, "references": references}
 
-    def references(self, config: Config) -> dict[str, Any]:
+    def references(self, config: Config) -> Record:
         """Return the references of the fraud task, as means over the seeds.
 
         They are the best possible and the best linear ranking, and cross-entropy with more steps than any method,
@@ -154,23 +152,7 @@ def _means(runs: list[Figures]) -> Figures:
     return {metric: Interval.of([run[metric] for run in runs]).mean for metric in METRICS}
 
 
-def summary(method: str, best: dict[str, Any], runs: list[Figures], base: list[Figures]) -> dict[str, Any]:
-    """Return the results of one method: how it was tuned, its figures, and their differences from the baseline."""
-    result: dict[str, Any] = {"method": method, **best}
-    for metric in METRICS:
-        values = [run[metric] for run in runs]
-        interval, gain = Interval.of(values), paired(values, [run[metric] for run in base])
-        result[metric] = {"mean": interval.mean, "width": interval.width, "seeds": values}
-        result[metric] |= {"gain": gain.mean, "gain_width": gain.width, "sign": gain.sign}
-    return result
-
-
-def say(text: str) -> None:
-    """Print the progress of the run, with the time."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
-def print_results(task: dict[str, Any], size: Size) -> None:
+def print_results(task: Record, size: Size) -> None:
     """Print the results of the search of one task, then the means and the differences."""
     labels = ("AP", f"recall at {task['budget']:.1%}", f"pAUC, FPR to {task['budget']:.1%}")
     lines = []
@@ -192,7 +174,7 @@ def print_results(task: dict[str, Any], size: Size) -> None:
     print_table(title, ("method", *labels, *(f"{metric} gain" for metric in METRICS), "sign"), lines)
 
 
-def print_choices(task: dict[str, Any]) -> None:
+def print_choices(task: Record) -> None:
     """Print the results of the trials of the ranking losses, by surrogate and by what the queue keeps."""
     goals: dict[tuple[str, str, str], list[float]] = {}
     for method in task["methods"]:
@@ -207,29 +189,23 @@ def print_choices(task: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--full", action="store_true", help="2,000,000 rows, 10 trials, 8 seeds")
-    amount.add_argument("--quick", action="store_true", help="a few steps of each method, seconds")
-    parser.add_argument("--tasks", nargs="+", choices=["fraud", "digits"], default=["fraud", "digits"])
-    parser.add_argument("--seeds", type=int, help="number of seeds that are reported (default: by the size)")
-    parser.add_argument("--trials", type=int, help="trials of each random search (default: by the size)")
-    parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
-    parser.add_argument("--out", type=Path, help=f"folder for quality.json and quality.svg (--full: {RESULTS})")
-    arguments = parser.parse_args()
-    size = SIZES["full" if arguments.full else "quick" if arguments.quick else "default"]
-    size = size._replace(seeds=arguments.seeds or size.seeds, trials=arguments.trials or size.trials)
-    info = machine()
-    print_machine(info)
-    cache = Cache(arguments.cache)
-    tasks = [Study(make_task(name, size), size, cache).report() for name in arguments.tasks]
+    script = Run(__doc__, "quality", full="2,000,000 rows, 10 trials, 8 seeds")
+    add = script.parser.add_argument
+    add("--tasks", nargs="+", choices=["fraud", "digits"], default=["fraud", "digits"])
+    add("--seeds", type=int, help="number of seeds that are reported (default: by the size)")
+    add("--trials", type=int, help="trials of each random search (default: by the size)")
+    add("--cache", type=Path, help="file of finished runs, one line of JSON each")
+    options = script.start()
+    size = SIZES[script.size]
+    size = size._replace(seeds=options.seeds or size.seeds, trials=options.trials or size.trials)
+    cache = Cache(options.cache)
+    tasks = [Study(make_task(name, size), size, cache).report() for name in options.tasks]
     for task in tasks:
         print_results(task, size)
         print_choices(task)
-    out = arguments.out or (RESULTS if arguments.full else None)
-    if out is not None:
-        write_json(out / "quality.json", {"machine": info, "size": size._asdict(), "tasks": tasks})
-        draw_quality(tasks, (arguments.out or PICTURES) / "quality.svg")
+    script.write(size=size._asdict(), tasks=tasks)
+    if (folder := script.folder(PICTURES)) is not None:
+        draw_quality(tasks, folder / "quality.svg")
 
 
 if __name__ == "__main__":

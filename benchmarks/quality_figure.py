@@ -1,26 +1,13 @@
-"""The figures of the quality benchmarks: dots and intervals of each method, and recall against the queue capacity.
-
-Usage: python benchmarks/quality_figure.py [--results FOLDER] [--out FOLDER]
-
-Redraws quality.svg and quality_queue.svg from the stored results; quality.py and queue_scale.py call the functions.
-"""
+"""The figures of the quality benchmarks: dots and intervals of each method, and recall against the queue capacity."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE, RC, WIDTH, save
+from figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE, panels_of, save
 from matplotlib.axes import Axes
-from report import RESULTS
+from report import Record
 
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "images"
 COLOURS = {"SmoothAP": BLUE, "RecallAtQuantile": ORANGE, "PAUCAtBudget": GREEN}
 REFERENCES = {  # label, dashes, and how far below the first label
     "best possible ranking": ("best possible", (0, (5, 3)), 0.0),
@@ -29,18 +16,15 @@ REFERENCES = {  # label, dashes, and how far below the first label
 TITLES = {"fraud": "Fraud-like task with hard decoys", "digits": "Digits, one made rare"}
 
 
-def draw_quality(tasks: list[dict[str, Any]], path: Path) -> None:
+def draw_quality(tasks: list[Record], path: Path) -> None:
     """Draw the average precision of every method, a panel for each task, and print the path of the figure."""
-    with plt.rc_context({**RC, "axes.titlepad": 12}):
-        size = (WIDTH, 3.9 * len(tasks))
-        figure, axes = plt.subplots(len(tasks), 1, figsize=size, layout="constrained", squeeze=False)
-        figure.get_layout_engine().set(h_pad=0.12)
+    with panels_of(len(tasks), 3.9 * len(tasks)) as (figure, axes):
         for place, task in zip(axes[:, 0], tasks):
             _draw_task(place, task)
         save(figure, path)
 
 
-def _draw_task(axes: Axes, task: dict[str, Any]) -> None:
+def _draw_task(axes: Axes, task: Record) -> None:
     """Draw the mean and the interval of every method; the band is the interval of cross-entropy."""
     methods = task["methods"]
     base = methods[0]["ap"]
@@ -63,12 +47,11 @@ def _draw_task(axes: Axes, task: dict[str, Any]) -> None:
     axes.set(xlabel="average precision", title=TITLES[task["task"]])
 
 
-def draw_queue(results: list[dict[str, Any]], path: Path) -> None:
+def draw_queue(results: list[Record], path: Path) -> None:
     """Draw recall at the budget, and the processor time of a step, against the capacity of the queue."""
     capacities = sorted({row["capacity"] for row in results})
-    with plt.rc_context(RC):
-        figure, (recall, time) = plt.subplots(2, 1, figsize=(WIDTH, 6.4), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.12)
+    with panels_of(2, 6.4) as (figure, panels):
+        recall, time = panels[:, 0]
         for shift, loss in enumerate(dict.fromkeys(row["loss"] for row in results)):
             rows = [row for row in results if row["loss"] == loss]
             style = {"color": COLOURS[loss], "lw": 1.8, "markersize": 5}
@@ -86,18 +69,3 @@ def draw_queue(results: list[dict[str, Any]], path: Path) -> None:
         time.set_title("Processor time of a step, ms")
         time.set_ylim(bottom=0)
         save(figure, path)
-
-
-def main() -> None:
-    """Draw the stored results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
-    parser.add_argument("--out", type=Path, default=PICTURES, help=f"folder of the figures (default: {PICTURES})")
-    arguments = parser.parse_args()
-    draw_quality(json.loads((arguments.results / "quality.json").read_text())["tasks"], arguments.out / "quality.svg")
-    queue = json.loads((arguments.results / "queue_scale.json").read_text())
-    draw_queue(queue["queue_scale"], arguments.out / "quality_queue.svg")
-
-
-if __name__ == "__main__":
-    main()

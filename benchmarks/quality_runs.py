@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from quality_data import Rows
+from report import Record
 from scipy.stats import t as student_t
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
@@ -116,6 +118,11 @@ def evaluate(scores: Tensor, targets: Tensor, budget: float) -> Figures:
     return figures
 
 
+def say(text: str) -> None:
+    """Print the progress of a run, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
 class Interval(NamedTuple):
     """A mean and half the width of its interval, of 95 % by default, by Student's t; NaN for a single value."""
 
@@ -139,3 +146,14 @@ class Interval(NamedTuple):
 def paired(values: list[float], base: list[float]) -> Interval:
     """Return the mean of the differences, run by run, and its interval."""
     return Interval.of([value - other for value, other in zip(values, base, strict=True)])
+
+
+def summary(runs: list[Figures], base: list[Figures]) -> Record:
+    """Return for each metric the figures of ``runs``, and their differences from those of ``base``."""
+    result: Record = {}
+    for metric in METRICS:
+        values = [run[metric] for run in runs]
+        interval, gain = Interval.of(values), paired(values, [run[metric] for run in base])
+        result[metric] = {"mean": interval.mean, "width": interval.width, "seeds": values}
+        result[metric] |= {"gain": gain.mean, "gain_width": gain.width, "sign": gain.sign}
+    return result

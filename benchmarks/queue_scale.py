@@ -17,19 +17,18 @@ The default takes a minute or two on fewer rows and ``--quick`` seconds; they wr
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from quality import SIZES, Task, make_task, say
-from quality_figure import PICTURES, draw_queue
+from quality import SIZES, Task, make_task
+from quality_figure import draw_queue
 from quality_methods import RANKING, Config, build
-from quality_runs import METRICS, Cache, Figures, Interval, evaluate, paired, score, train
-from report import RESULTS, machine, print_machine, print_table, write_json
+from quality_runs import METRICS, Cache, Figures, evaluate, say, score, summary, train
+from report import PICTURES, RESULTS, Record, Run, print_table
 
 FORMS = (" + queue", " + queue + warm-up")
 
@@ -70,30 +69,24 @@ def run(task: Task, method: str, config: Config, seed: int) -> Figures:
     return evaluate(score(model, rows.test.features), rows.test.targets, setting.budget) | cost
 
 
-def study(task: Task, scale: Scale, losses: list[str], quality: Path, cache: Cache) -> list[dict[str, Any]]:
+def study(task: Task, scale: Scale, chosen: dict[str, tuple[str, Config]], cache: Cache) -> list[Record]:
     """Return the intervals for each loss and capacity, and for the difference from no queue."""
-    chosen = {loss: tuned(quality, loss) for loss in losses}
-    runs: dict[tuple[str, int], list[Figures]] = {(loss, rows): [] for loss in losses for rows in scale.capacities}
+    runs: dict[tuple[str, int], list[Figures]] = {(loss, rows): [] for loss in chosen for rows in scale.capacities}
     for seed in range(1, scale.seeds + 1):
         for loss, capacity in runs:
             method, config = chosen[loss][0], chosen[loss][1] | {"queue_size": capacity}
             key = ["queue scale", scale.size, method, config, seed]
             runs[loss, capacity].append(cache.get(key, partial(run, task, method, config, seed)))
         say(f"seed {seed} of {scale.seeds}")
-    return [_summary(loss, capacity, found, runs[loss, 0]) for (loss, capacity), found in runs.items()]
+    return [
+        {"loss": loss, "capacity": capacity}
+        | summary(found, runs[loss, 0])
+        | {name: median(figures[name] for figures in found) for name in ("step_ms", "full_share")}
+        for (loss, capacity), found in runs.items()
+    ]
 
 
-def _summary(loss: str, capacity: int, runs: list[Figures], base: list[Figures]) -> dict[str, Any]:
-    result: dict[str, Any] = {"loss": loss, "capacity": capacity}
-    for metric in METRICS:
-        values = [figures[metric] for figures in runs]
-        interval, gain = Interval.of(values), paired(values, [figures[metric] for figures in base])
-        result[metric] = {"mean": interval.mean, "width": interval.width, "seeds": values}
-        result[metric] |= {"gain": gain.mean, "gain_width": gain.width, "sign": gain.sign}
-    return result | {name: median(figures[name] for figures in runs) for name in ("step_ms", "full_share")}
-
-
-def print_results(results: list[dict[str, Any]], scale: Scale) -> None:
+def print_results(results: list[Record], scale: Scale) -> None:
     """Print the table."""
     lines = []
     for row in results:
@@ -109,32 +102,22 @@ def print_results(results: list[dict[str, Any]], scale: Scale) -> None:
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--full", action="store_true", help="2,000,000 rows, queues to 1,000,000, 5 seeds")
-    amount.add_argument("--quick", action="store_true", help="a few steps, seconds")
-    parser.add_argument(
-        "--losses", nargs="+", choices=RANKING, default=list(RANKING[:2]), help="which losses (default: two)"
-    )
-    parser.add_argument("--seeds", type=int, help="number of seeds (default: by the size)")
-    parser.add_argument("--quality", type=Path, default=RESULTS / "quality.json", help="results of quality.py")
-    parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
-    parser.add_argument("--out", type=Path, help=f"folder for queue_scale.json and the figure (--full: {RESULTS})")
-    arguments = parser.parse_args()
-    scale = SCALES["full" if arguments.full else "quick" if arguments.quick else "default"]
-    scale = scale._replace(seeds=arguments.seeds or scale.seeds)
-    info = machine()
-    print_machine(info)
-    task = make_task("fraud", SIZES[scale.size])
-    results = study(task, scale, arguments.losses, arguments.quality, Cache(arguments.cache))
+    script = Run(__doc__, "queue_scale", full="2,000,000 rows, queues to 1,000,000, 5 seeds")
+    add = script.parser.add_argument
+    add("--losses", nargs="+", choices=RANKING, default=list(RANKING[:2]), help="which losses (default: two)")
+    add("--seeds", type=int, help="number of seeds (default: by the size)")
+    add("--quality", type=Path, default=RESULTS / "quality.json", help="results of quality.py")
+    add("--cache", type=Path, help="file of finished runs, one line of JSON each")
+    options = script.start()
+    scale = SCALES[script.size]
+    scale = scale._replace(seeds=options.seeds or scale.seeds)
+    chosen = {loss: tuned(options.quality, loss) for loss in options.losses}
+    results = study(make_task("fraud", SIZES[scale.size]), scale, chosen, Cache(options.cache))
     print_results(results, scale)
-    out = arguments.out or (RESULTS if arguments.full else None)
-    if out is not None:
-        found = [tuned(arguments.quality, loss) for loss in arguments.losses]
-        chosen = [{"method": method, "config": config} for method, config in found]
-        shared = {"machine": info, "scale": scale._asdict(), "chosen": chosen}
-        write_json(out / "queue_scale.json", shared | {"queue_scale": results})
-        draw_queue(results, (arguments.out or PICTURES) / "quality_queue.svg")
+    used = [{"method": method, "config": config} for method, config in chosen.values()]
+    script.write(scale=scale._asdict(), chosen=used, queue_scale=results)
+    if (folder := script.folder(PICTURES)) is not None:
+        draw_queue(results, folder / "quality_queue.svg")
 
 
 if __name__ == "__main__":

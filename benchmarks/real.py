@@ -37,7 +37,6 @@ Both are at 95 % after Bonferroni's correction for all comparisons of a table.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -48,11 +47,12 @@ from quality_runs import METRICS, Cache, Figures, Interval
 from real_data import BINARY, CLASSES, describe, missing, print_sets
 from real_methods import BASELINE, LONG, QUEUED, SEVERAL, SHORT, TREES, TUNED, draw
 from real_runs import Job, Workers
-from report import RESULTS, machine, print_machine, write_json
+from report import Record, Run
 
 BATCH = 512
 QUEUE_SETS = ("letter-H", "satimage-4", "nass-dead", "covid-tests", "stops-searched")
 QUEUE_BATCHES = (128, 1_024)
+FEW = ("letter-H", "satimage-4", "covid-tests")  # sets of the smaller sizes
 QUEUES = (0, 1_024)
 TAILS = {"heavy": 0.03, "light": 0.2, "none": 1.0}
 CLASS_METRICS = ("macro_ap_logits", "macro_ap_softmax", "balanced_accuracy")
@@ -87,25 +87,8 @@ class Size(NamedTuple):
 
 SIZES = {
     "full": Size("full", (400, 1_600), (1e-3, 3e-3, 1e-2), 5, 800, 5, 600, (3e-3, 1e-2), 5, 400, 3),
-    "default": Size(
-        "default", (400, 1_600), (3e-3,), 2, 400, 2, 600, (1e-2,), 2, 400, 2, ("letter-H", "satimage-4", "covid-tests")
-    ),
-    "quick": Size(
-        "quick",
-        (4, 8),
-        (3e-3,),
-        2,
-        4,
-        2,
-        4,
-        (1e-2,),
-        2,
-        4,
-        2,
-        ("satimage-4", "covid-tests"),
-        ("segment",),
-        ("letter-H",),
-    ),
+    "default": Size("default", (400, 1_600), (3e-3,), 2, 400, 2, 600, (1e-2,), 2, 400, 2, FEW),
+    "quick": Size("quick", (4, 8), (3e-3,), 2, 4, 2, 4, (1e-2,), 2, 4, 2, FEW[1:], ("segment",), FEW[:1]),
 }
 
 
@@ -115,7 +98,7 @@ class Study:
     def __init__(self, size: Size, workers: Workers) -> None:
         self.size, self.run = size, workers.run
 
-    def defaults(self) -> list[dict[str, Any]]:
+    def defaults(self) -> list[Record]:
         """Return a record per length, learning rate and method, with the figures of each set and split."""
         size, jobs = self.size, []
         for name in size.binary:
@@ -132,7 +115,7 @@ class Study:
             for method in (*LONG, *(SHORT if steps == size.lengths[0] else ()), TREES)
         ]
 
-    def tuned(self) -> list[dict[str, Any]]:
+    def tuned(self) -> list[Record]:
         """Return a record per method, with the chosen configurations and the figures of each set and split."""
         size, steps = self.size, (self.size.tuned_steps,)
         draws = {method: [draw(method, trial) for trial in range(size.trials)] for method in TUNED}
@@ -161,7 +144,7 @@ class Study:
             for method in (*TUNED, TREES)
         ]
 
-    def classes(self) -> list[dict[str, Any]]:
+    def classes(self) -> list[Record]:
         """Return a record per tail, learning rate and method, with the figures of each set and seed."""
         size = self.size
         jobs = {
@@ -182,7 +165,7 @@ class Study:
             for method in SEVERAL
         ]
 
-    def queue(self) -> list[dict[str, Any]]:
+    def queue(self) -> list[Record]:
         """Return a record per loss, batch, queue and learning rate, with the figures of each set and split."""
         size, steps = self.size, self.size.queue_steps
         settings = [(batch, queue, rate) for batch in QUEUE_BATCHES for queue in QUEUES for rate in size.rates]
@@ -208,7 +191,7 @@ class Runs:
     def __init__(self, jobs: list[Job], figures: list[Figures]) -> None:
         self.all = list(zip(jobs, figures, strict=True))
 
-    def of(self, steps: int | None, method: str, rate: float | None = None, **where: Any) -> dict[str, Any]:
+    def of(self, steps: int | None, method: str, rate: float | None = None, **where: Any) -> Record:
         """Return for each metric the figures of ``method``, a list per set with one entry per split."""
         queue = where.pop("queue", None)
         chosen = [
@@ -280,11 +263,11 @@ def markdown(title: str, header: list[str], rows: list[list[str]]) -> None:
         print("| " + " | ".join(line) + " |")
 
 
-def _select(records: list[dict[str, Any]], **where: Any) -> list[dict[str, Any]]:
+def _select(records: list[Record], **where: Any) -> list[Record]:
     return [record for record in records if all(record[key] == value for key, value in where.items())]
 
 
-def _values(records: list[dict[str, Any]], metric: str, **where: Any) -> list[dict[str, list[float]]]:
+def _values(records: list[Record], metric: str, **where: Any) -> list[dict[str, list[float]]]:
     return [record[metric] for record in _select(records, **where)]
 
 
@@ -292,11 +275,11 @@ def _mean(values: list[dict[str, list[float]]]) -> float:
     return mean(mean(splits) for run in values for splits in run.values())
 
 
-def _different(records: list[dict[str, Any]], key: str) -> list[Any]:
+def _different(records: list[Record], key: str) -> list[Any]:
     return list(dict.fromkeys(record[key] for record in records))
 
 
-def print_defaults(records: list[dict[str, Any]]) -> None:
+def print_defaults(records: list[Record]) -> None:
     """Print for each length the means by learning rate, the gains over cross-entropy, and AP by set."""
     comparisons = len({(record["steps"], record["method"]) for record in records if record["method"] != BASELINE})
     for steps in _different(records, "steps"):
@@ -323,7 +306,7 @@ def print_defaults(records: list[dict[str, Any]]) -> None:
             markdown(f"AP by set, defaults, {steps:,} steps, learning rate {rate:g}", ["loss", *names], lines)
 
 
-def print_tuned(records: list[dict[str, Any]]) -> None:
+def print_tuned(records: list[Record]) -> None:
     """Print the means and the gains over cross-entropy, all tuned alike."""
     comparisons, lines = len(records) - 1, []
     for record in records:
@@ -341,7 +324,7 @@ def print_tuned(records: list[dict[str, Any]]) -> None:
     markdown(title, header, lines)
 
 
-def print_classes(records: list[dict[str, Any]]) -> None:
+def print_classes(records: list[Record]) -> None:
     """Print for each tail the figures of every set, and the gains over the probabilities of cross-entropy."""
     comparisons = len(CLASS_METRICS) * sum(record["method"] != BASELINE for record in records)
     for tail, rate in dict.fromkeys((record["tail"], record["lr"]) for record in records):
@@ -361,7 +344,7 @@ def print_classes(records: list[dict[str, Any]]) -> None:
         markdown(title, header, lines)
 
 
-def print_queue(records: list[dict[str, Any]]) -> None:
+def print_queue(records: list[Record]) -> None:
     """Print the figures with and without a queue, by loss, batch and learning rate."""
     rates, lines = _different(records, "lr"), []
     comparisons = len(QUEUED) * len(QUEUE_BATCHES)
@@ -379,7 +362,7 @@ def print_queue(records: list[dict[str, Any]]) -> None:
     markdown(f"Queue; intervals corrected for {comparisons} comparisons", header, lines)
 
 
-PRINT: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+PRINT: dict[str, Callable[[list[Record]], None]] = {
     "defaults": print_defaults,
     "tuned": print_tuned,
     "classes": print_classes,
@@ -389,47 +372,38 @@ PRINT: dict[str, Callable[[list[dict[str, Any]]], None]] = {
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--full", action="store_true", help="all sets, five splits, three learning rates")
-    amount.add_argument("--quick", action="store_true", help="a few steps of each method, seconds")
-    parser.add_argument("--tables", nargs="+", choices=list(PRINT), default=list(PRINT))
-    parser.add_argument("--sets", nargs="+", choices=[*BINARY, *CLASSES], help="these sets only")
-    parser.add_argument("--rates", nargs="+", type=float, help="these learning rates only, in every table but tuned")
-    parser.add_argument("--splits", type=int, help="number of splits (default: by the size)")
-    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes (default: 2)")
-    parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
-    parser.add_argument("--out", type=Path, help=f"folder for real.json (--full: {RESULTS})")
-    arguments = parser.parse_args()
+    script = Run(__doc__, "real", full="all sets, five splits, three learning rates")
+    add = script.parser.add_argument
+    add("--tables", nargs="+", choices=list(PRINT), default=list(PRINT))
+    add("--sets", nargs="+", choices=[*BINARY, *CLASSES], help="these sets only")
+    add("--rates", nargs="+", type=float, help="these learning rates only, in every table but tuned")
+    add("--splits", type=int, help="number of splits (default: by the size)")
+    add("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes (default: 2)")
+    add("--cache", type=Path, help="file of finished runs, one line of JSON each")
+    options = script.start()
     if (absent := missing()) is not None:
-        parser.exit(0, f"{parser.prog}: {absent}\n")
-    size = SIZES["full" if arguments.full else "quick" if arguments.quick else "default"]
-    if arguments.sets:
-        wanted = set(arguments.sets)
+        script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
+    size = SIZES[script.size]
+    if options.sets:
+        binary = tuple(name for name in BINARY if name in options.sets)
         size = size._replace(
-            binary=tuple(name for name in BINARY if name in wanted),
-            several=tuple(name for name in CLASSES if name in wanted),
-            queued=tuple(name for name in BINARY if name in wanted),
+            binary=binary, several=tuple(name for name in CLASSES if name in options.sets), queued=binary
         )
-    if arguments.rates:
-        size = size._replace(rates=tuple(arguments.rates), class_rates=tuple(arguments.rates))
-    if arguments.splits:
-        size = size._replace(splits=arguments.splits, class_seeds=arguments.splits, queue_splits=arguments.splits)
-    info = machine()
-    print_machine(info)
-    workers = Workers(arguments.workers, Cache(arguments.cache))
+    if options.rates:
+        size = size._replace(rates=tuple(options.rates), class_rates=tuple(options.rates))
+    if options.splits:
+        size = size._replace(splits=options.splits, class_seeds=options.splits, queue_splits=options.splits)
+    workers = Workers(options.workers, Cache(options.cache))
     study = Study(size, workers)
     sets_of = {"classes": size.several, "queue": size.queued}
-    tables = [table for table in arguments.tables if sets_of.get(table, size.binary)]
-    results: dict[str, Any] = {table: getattr(study, table)() for table in tables}
+    tables = [table for table in options.tables if sets_of.get(table, size.binary)]
+    results = {table: getattr(study, table)() for table in tables}
     workers.close()
     sets = describe((*size.binary, *size.several))
     print_sets(sets)
     for table, records in results.items():
         PRINT[table](records)
-    out = arguments.out or (RESULTS if arguments.full else None)
-    if out is not None:
-        write_json(out / "real.json", {"machine": info, "size": size._asdict(), "sets": sets, **results})
+    script.write(size=size._asdict(), sets=sets, **results)
 
 
 if __name__ == "__main__":

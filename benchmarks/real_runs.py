@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from quality_data import Rows, Splits
-from quality_runs import METRICS, Cache, Figures, evaluate, make_model
+from quality_runs import METRICS, Cache, Figures, evaluate, make_model, say
 from real_data import split
 from real_methods import TREES, Config, Loss, build, cost
 from sklearn.ensemble import HistGradientBoostingClassifier
@@ -197,8 +197,3 @@ class Workers:
         if self.pool is not None:
             self.pool.close()
             self.pool.join()
-
-
-def say(text: str) -> None:
-    """Print the progress, with the time."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

@@ -1,28 +1,33 @@
-"""Shared by the benchmarks: inputs, timing of steps, the machine, printing of tables and storing of results.
-
-Run as a script, it prints the machine and the versions.
-"""
+"""Shared by the benchmarks: options, machine and commit, inputs, timing of steps, processes, tables, results."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import importlib.metadata
 import json
 import os
+import pickle
 import platform
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from fullrank.preflight.speed import clock
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+VERSIONS = ("torch", "imbalanced-losses", "pytorch-metric-learning", "numpy")
 # The peer builds several float32 matrices (positives x rows), at least three of them at the same time.
 PEER_BYTES_PER_PAIR = 3 * 4
 PEER_MOST_BYTES = 8 * 2**30
@@ -31,6 +36,113 @@ START_METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "
 CPU = torch.device("cpu")
 SHORTEST_S = 0.02  # the least that one repetition measures: a shorter step is run several times
 Step = Callable[[], object]
+Record = dict[str, Any]
+
+
+class Run:
+    """A run of a script: its options, the machine, and where its results go.
+
+    All scripts share ``--quick`` and ``--out``. Only a full run writes to ``RESULTS``, any run where ``--out`` says.
+    """
+
+    def __init__(self, doc: str | None, name: str, repeats: int | None = None, full: str | None = None) -> None:
+        """Make the parser, to which the script may add options before :meth:`start`.
+
+        Args:
+            doc: docstring of the script, for its help.
+            name: name of the file of results, without its suffix.
+            repeats: default of ``--repeats``; None for a script without repetitions.
+            full: what ``--full`` does; None where the default is the full run.
+        """
+        self.name, self.full = name, full
+        self.parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        amount = self.parser.add_mutually_exclusive_group()
+        amount.add_argument("--quick", action="store_true", help="small sizes, seconds; only shows that it runs")
+        if full is not None:
+            amount.add_argument("--full", action="store_true", help=full)
+        if repeats is not None:
+            text = f"repetitions of each measurement (default: {repeats})"
+            self.parser.add_argument("--repeats", type=int, default=repeats, help=text)
+        self.parser.add_argument("--out", type=Path, help=f"folder for {name}.json (full run: {RESULTS})")
+
+    def start(self) -> argparse.Namespace:
+        """Parse the options, print the machine, and return the options."""
+        self.options = self.parser.parse_args()
+        self.machine = machine()
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(f"{key}: {value}" for key, value in self.machine.items()))
+        return self.options
+
+    @property
+    def size(self) -> str:
+        """``"quick"``, ``"default"`` or ``"full"``."""
+        if self.options.quick:
+            return "quick"
+        return "full" if self.full is None or self.options.full else "default"
+
+    def folder(self, default: Path = RESULTS) -> Path | None:
+        """Return the folder for results or pictures; None if nothing is to be written."""
+        return self.options.out or (default if self.size == "full" else None)
+
+    def write(self, **results: Any) -> None:
+        """Write the results with the machine, if anything is to be written, and print the path."""
+        folder = self.folder()
+        if folder is None:
+            return
+        options = {key: vars(self.options)[key] for key in ("quick", "repeats") if key in vars(self.options)}
+        text = json.dumps(_rounded({"machine": self.machine, **options, **results}), indent=1)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(re.sub(r"\{[^{}]*\}", lambda record: re.sub(r"\n *", " ", record[0]), text) + "\n")
+        print(f"\nResults: {path}")
+
+
+def machine() -> Record:
+    """Return what a result depends on: the commit, the processor, the threads and the versions."""
+    return {
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        # A peer is optional; a benchmark says when it is missing.
+        "versions": {name: version for name in VERSIONS if (version := _version(name)) is not None},
+        # Other work on the machine makes a result worthless, so record the load.
+        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def commit() -> str | None:
+    """Return the commit that is measured, with ``-dirty`` if files differ from it; None without a repository.
+
+    Results and pictures do not count: a run of all scripts writes them on its way.
+    """
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
+    try:
+        found = git(["git", "rev-parse", "--short=9", "HEAD"]).stdout.strip()
+        others = ["--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs/images"]
+        return found + ("-dirty" if git(["git", "status", "--porcelain", *others]).stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """Return the processor's name; Linux has it only in /proc."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# Inputs
 
 
 def make_rows(rows: int, num_classes: int, share: float | None) -> tuple[Tensor, Tensor]:
@@ -51,14 +163,17 @@ def peer_bytes(positives: int, rows: int) -> int:
     return positives * rows * PEER_BYTES_PER_PAIR
 
 
-def training_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> Callable[[], None]:
+def training_step(loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Callable[[], None]:
     """Return forward and backward of ``loss`` as one call."""
 
     def step() -> None:
-        logits.grad = None
-        loss(logits, targets).backward()
+        inputs.grad = None
+        loss(inputs, targets).backward()
 
     return step
+
+
+# Timing, processes
 
 
 def interleave(steps: Mapping[str, Step], repeats: int, device: torch.device = CPU) -> dict[str, list[float]]:
@@ -78,45 +193,29 @@ def interleave(steps: Mapping[str, Step], repeats: int, device: torch.device = C
     return times
 
 
-def machine() -> dict[str, Any]:
-    """Return the processor, the threads and the versions that a result depends on."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": _versions("torch", "imbalanced-losses", "pytorch-metric-learning", "numpy"),
-        # Other work on the machine makes a result worthless, so record the load.
-        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-    }
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what ``function(rank, *arguments)`` returns on each of ``world_size`` gloo ranks of one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (world_size, folder, function, arguments)
+        mp.start_processes(_serve, given, nprocs=world_size, start_method=START_METHOD)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def _versions(*names: str) -> dict[str, str]:
-    """Return the versions of the distributions that are installed."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # a peer is optional; a benchmark says when it is missing
-    return found
+def _serve(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(function(rank, *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def _processor() -> str:
-    """Return the processor's name; Linux has it only in /proc."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what ``function(*arguments)`` returns in a new process, which has computed nothing before."""
+    with mp.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
-def print_machine(info: dict[str, Any]) -> None:
-    """Print what ``machine`` returned."""
-    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
-    print(f"{info['processor']}, {info['cores']} cores, {info['threads']} threads, load {info['load_average']}")
-    print(f"Python {info['python']}, {versions}")
+# Tables
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -129,7 +228,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         print("  ".join(["  " + line[0].ljust(widths[0]), *cells]))
 
 
-def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
+def print_records(title: str, records: Sequence[Record]) -> None:
     """Print records with the same keys as a table."""
     header = list(records[0])
     print_table(title, header, [[_cell(record[key]) for key in header] for record in records])
@@ -139,33 +238,14 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     if not isinstance(value, float):
-        return str(value)
-    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4g}"
-
-
-def bar_cells(value: float, bar: float | None, at_least: bool) -> list[str]:
-    """Return the cells "bar" and "met" of a table; both empty if there is no bar."""
-    if bar is None:
-        return ["", ""]
-    met = value >= bar if at_least else value <= bar
-    return [f"{'>=' if at_least else '<='} {bar:g}", "yes" if met else "NO"]
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, one record per line and numbers with six digits, and print the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_rounded(result), indent=1)
-    path.write_text(re.sub(r"\{[^{}]*\}", lambda record: re.sub(r"\n *", " ", record[0]), text) + "\n")
-    print(f"\nResults: {path}")
+        return f"{value:,}" if type(value) is int else str(value)
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _rounded(value: Any) -> Any:
+    """Return ``value`` with six digits of each number."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-if __name__ == "__main__":
-    print_machine(machine())

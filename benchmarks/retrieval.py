@@ -18,19 +18,15 @@ run takes seconds and writes only with ``--out``. Needs the ``bench`` extra; wit
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from memory import STATUS, resident
-from report import PEER_MOST_BYTES, RESULTS, Step, interleave, machine, print_machine, print_table, write_json
+from report import PEER_MOST_BYTES, Run, apart, interleave, print_records, training_step
 from torch import Tensor
 
 import fullrank
@@ -39,6 +35,7 @@ from fullrank.losses import smooth_ap
 PEER = "pytorch_metric_learning"
 FEATURES = 64
 TEMPERATURE = 0.01  # the default of both
+DIFFERENCES = ("loss_difference", "gradient_difference")  # with the query included
 # Five (N, N, N) arrays of float32 at once: with 256 and 400 rows the peak of the process is 5.1 to 5.2 of them.
 PEER_BYTES_PER_TRIPLE = 5 * 4
 FULL = (4, 8, 12, 16, 20, 26, 32, 48, 64)  # labels, and rows of each
@@ -77,15 +74,7 @@ def difference(peer: Callable[..., Tensor], labels: int) -> dict[str, float]:
     values = [loss(embeddings, targets) for loss in (loss_with_itself, peer)]
     gradients = [torch.autograd.grad(value, embeddings)[0].double() for value in values]
     distance = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
-    return {"loss_difference": abs(values[0].item() - values[1].item()), "gradient_difference": float(distance)}
-
-
-def peak_apart(labels: int) -> int | None:
-    """Return the peak resident set, in bytes, of a process that takes one step of ours."""
-    if not STATUS.exists():
-        return None
-    command = [sys.executable, __file__, "--peak", str(labels)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return dict(zip(DIFFERENCES, (abs(values[0].item() - values[1].item()), float(distance))))
 
 
 def peak(labels: int) -> int:
@@ -104,62 +93,23 @@ def measure(labels: int, repeats: int) -> dict[str, Any]:
     if peer is not None:
         losses["peer"] = peer
 
-    def step_of(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
-        def step() -> None:
-            embeddings.grad = None
-            loss(embeddings, targets).backward()
-
-        return step
-
-    steps: dict[str, Step] = {name: step_of(loss) for name, loss in losses.items()}
+    steps = {name: training_step(loss, embeddings, targets) for name, loss in losses.items()}
     times = {name: median(runs) * 1e3 for name, runs in interleave(steps, repeats).items()}
     result: dict[str, Any] = {"rows": size, "positives": labels, "peer_gib": size**3 * PEER_BYTES_PER_TRIPLE / 2**30}
     result |= {f"{name}_ms": times.get(name) for name in ("ours", "peer")}
-    result["ours_peak_bytes"] = peak_apart(labels)
-    return result | (difference(peer, labels) if peer is not None else {})
-
-
-def print_results(results: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    lines = []
-    for row in results:
-        cells = [f"{row['rows']:,}", f"{row['positives']:,}", f"{row['ours_ms']:,.2f}"]
-        if row["peer_ms"] is None:
-            cells += [f"{row['peer_gib']:,.1f} GiB: skipped", "", "", ""]
-        else:
-            cells += [f"{row['peer_ms']:,.2f}", f"{row['peer_ms'] / row['ours_ms']:,.1f}"]
-            cells += [f"{row['loss_difference']:.0e}", f"{row['gradient_difference']:.0e}"]
-        size = row["ours_peak_bytes"]
-        cells.append("" if size is None else f"{size / 2**20:,.0f}")
-        lines.append(cells)
-    limit = f"the peer's arrays at most {PEER_MOST_BYTES / 2**30:.0f} GiB"
-    title = f"Smooth-AP, N x {FEATURES} embeddings rank all N, forward + backward, median; {limit}"
-    header = ("N", "of a label", "ours ms", "peer ms", "peer / ours", "with itself in: loss", "gradient", "peak MiB")
-    print_table(title, header, lines)
+    result["ours_peak_bytes"] = apart(peak, labels) if STATUS.exists() else None
+    return result | (dict.fromkeys(DIFFERENCES) if peer is None else difference(peer, labels))
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each measurement (default: 3)")
-    parser.add_argument("--out", type=Path, help=f"folder for retrieval.json (default: {RESULTS})")
-    parser.add_argument("--peak", type=int, metavar="LABELS", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.peak is not None:
-        print(peak(arguments.peak))
-        return
-    out = arguments.out or (None if arguments.quick else RESULTS)
+    script = Run(__doc__, "retrieval", repeats=3)
+    options = script.start()
     warnings.simplefilter("ignore")  # warnings of the peer
-    results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "repeats": arguments.repeats}
-    print_machine(results["machine"])
-    if importlib.util.find_spec(PEER) is None:
-        print("pytorch-metric-learning is not installed: nothing to compare with")
-    sizes = QUICK if arguments.quick else FULL
-    results["retrieval"] = [measure(labels, arguments.repeats) for labels in sizes]
-    print_results(results["retrieval"])
-    if out is not None:
-        write_json(out / "retrieval.json", results)
+    results = [measure(labels, options.repeats) for labels in (QUICK if options.quick else FULL)]
+    limit = f"the peer, if it is installed, with at most {PEER_MOST_BYTES / 2**30:.0f} GiB of arrays"
+    print_records(f"Smooth-AP, N x {FEATURES} embeddings rank all N, forward + backward, median; {limit}", results)
+    script.write(retrieval=results)
 
 
 if __name__ == "__main__":

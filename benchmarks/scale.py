@@ -20,8 +20,6 @@ scale.json and scale.svg; a quick run takes a minute and writes only with ``--ou
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,16 +28,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from memory import CLEAR, resident
-from report import RESULTS, START_METHOD, machine, make_rows, print_machine, print_records, write_json
+from report import PICTURES, Record, Run, apart, make_rows, on_ranks, print_records
 from torch import Tensor, nn
 
 import fullrank
 from fullrank.distributed import exchange
 from fullrank.losses import retrieval
 
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "images"
 MOST_ROWS = 2_000_000  # times classes, of a gathered pool that is computed
 FEATURES = 64
 
@@ -158,63 +154,50 @@ def _bytes(tensor: Tensor) -> int:
 # Real processes
 
 
-def run_rank(rank: int, case: Case, repeats: int, peak_of: str, store: str, results: Any) -> None:
+def run_rank(rank: int, case: Case, repeats: int, peak_of: str) -> Record:
     """Measure on one rank; ``peak_of`` takes one step of that pool and measures its peak."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.world_size)
-    found: dict[str, Any] = {}
     if peak_of:
         make_step(case._replace(rows=20 * case.world_size), peak_of, case.world_size)()
         step = make_step(case, peak_of, case.world_size)
         CLEAR.write_text("5")  # the peak so far becomes the resident set
         before = resident("VmRSS")
         step()
-        found["peak"] = resident("VmHWM") - before
-    else:
-        steps = {pool: make_step(case, pool, case.world_size) for pool in ("gathered", "sharded")}
-        for repetition in range(repeats + 1):
-            for pool, step in steps.items():
-                dist.barrier()
-                start = time.process_time()
-                step()
-                seconds = time.process_time() - start
-                if repetition:  # the first one loads what is loaded once
-                    found[f"{pool}_ms"] = min(found.get(f"{pool}_ms", float("inf")), 1e3 * seconds)
+        return {f"{peak_of}_peak": resident("VmHWM") - before}
+    found: Record = {}
+    steps = {pool: make_step(case, pool, case.world_size) for pool in ("gathered", "sharded")}
+    for repetition in range(repeats + 1):
         for pool, step in steps.items():
-            count = Count()
-            with count.wrap(case.world_size, act=False):
-                step()
-            found |= {f"{pool}_collectives": count.collectives, f"{pool}_bytes": int(count.received)}
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+            dist.barrier()
+            start = time.process_time()
+            step()
+            seconds = time.process_time() - start
+            if repetition:  # the first one loads what is loaded once
+                found[f"{pool}_ms"] = min(found.get(f"{pool}_ms", float("inf")), 1e3 * seconds)
+    for pool, step in steps.items():
+        count = Count()
+        with count.wrap(case.world_size, act=False):
+            step()
+        found |= {f"{pool}_collectives": count.collectives, f"{pool}_bytes": int(count.received)}
+    return found
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
+def measure(case: Case, repeats: int) -> Record:
     """Return the figures of rank 0."""
-    record: dict[str, Any] = {}
-    for peak_of in ("", "gathered", "sharded"):
-        if peak_of and not CLEAR.exists():
-            continue
-        results = mp.get_context(START_METHOD).SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (case, repeats, peak_of, f"{folder}/store", results)
-            mp.start_processes(run_rank, args=arguments, nprocs=case.world_size, start_method=START_METHOD)
-        found = results.get()
-        record |= {f"{peak_of}_peak": found["peak"]} if peak_of else found
+    record: Record = {}
+    for peak_of in ("", "gathered", "sharded") if CLEAR.exists() else ("",):
+        record |= on_ranks(case.world_size, run_rank, case, repeats, peak_of)[0]
     return case._asdict() | record | {"ratio": record["sharded_ms"] / record["gathered_ms"]}
 
 
 # One process for all ranks
 
 
-def count_at(case: Case, world_size: int) -> dict[str, Any]:
+def count_at(case: Case, world_size: int) -> Record:
     """Return the collectives and bytes of a step at ``world_size`` ranks with as many rows each."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    record: dict[str, Any] = {"loss": case.loss, "rows": case.rows, "classes": case.num_classes, "ranks": world_size}
+    record: Record = {"loss": case.loss, "rows": case.rows, "classes": case.num_classes, "ranks": world_size}
     try:
         for pool in ("gathered", "sharded"):
             if pool == "gathered" and case.rows * case.num_classes > MOST_ROWS:
@@ -249,11 +232,16 @@ class Window:
         return self._features * (1 + index % 7 / 10)
 
 
-def run_window(rank: int, rows: int, repeats: int, peak_of: str, results: Any) -> None:
-    """Measure the least processor time of both ways, in turn; or the peak of one, ``peak_of``, in its first window."""
-    torch.set_num_threads(1)
+def make_model() -> nn.Module:
+    """Return the same small model every time."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
+
+
+def run_window(rows: int, repeats: int, peak_of: str) -> Record:
+    """Return the least processor time of both ways, in turn; or the peak of one, ``peak_of``, in its first window."""
+    torch.set_num_threads(1)
+    model = make_model()
     loss = fullrank.SmoothAPLoss(1, 0, 0.1)
 
     def step(way: str, window: Window) -> float:
@@ -275,59 +263,40 @@ def run_window(rank: int, rows: int, repeats: int, peak_of: str, results: Any) -
         CLEAR.write_text("5")
         before = resident("VmRSS")
         step(peak_of, window)
-        results.put({f"{peak_of}_peak": resident("VmHWM") - before})
-        return
+        return {f"{peak_of}_peak": resident("VmHWM") - before}
     times = [[step(way, window) for way in ways] for _ in range(repeats)]
-    results.put({f"{way}_s": min(column) for way, column in zip(ways, zip(*times))})
+    return {f"{way}_s": min(column) for way, column in zip(ways, zip(*times))}
 
 
-def measure_window(rows: int, repeats: int) -> dict[str, Any]:
+def measure_window(rows: int, repeats: int) -> Record:
     """Return the figures of a window with all scores and with ``stream=True``."""
-    record: dict[str, Any] = {"rows": rows}
-    for peak_of in ("", "kept", "streamed"):
-        if peak_of and not CLEAR.exists():
-            continue
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.start_processes(run_window, args=(rows, repeats, peak_of, results), nprocs=1, start_method="spawn")
-        record |= results.get()
+    record: Record = {"rows": rows}
+    for peak_of in ("", "kept", "streamed") if CLEAR.exists() else ("",):
+        record |= apart(run_window, rows, repeats, peak_of)
     table = fullrank.SmoothAPLoss(1, 0, 0.1).open_stream(weighted=False)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
+    model = make_model()
     window = Window(rows)
     for index in range(min(len(window), 7)):
         table.add(model(window[index]).detach(), window.targets)
     return record | {"state": table.num_bytes, "ratio": record["streamed_s"] / record["kept_s"]}
 
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
+def draw(records: list[Record], path: Path) -> None:
     """Draw the bytes that a rank receives against the number of ranks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-    from figures import BLUE, ORANGE, RC, WIDTH, save
+    from figures import BLUE, ORANGE, panels_of, save
 
     cases = list(dict.fromkeys((record["loss"], record["rows"], record["classes"]) for record in records))
     names = {"smooth_ap": "Smooth-AP", "recall": "recall", "trapezoid": "partial AUC"}
-    with plt.rc_context(RC):
-        size = (WIDTH, 2.7 * -(-len(cases) // 2))
-        figure, panels = plt.subplots(
-            -(-len(cases) // 2), 2, figsize=size, sharey=True, squeeze=False, layout="constrained"
-        )
+    rows_of_panels = -(-len(cases) // 2)
+    with panels_of(rows_of_panels, 2.7 * rows_of_panels, columns=2, sharey=True) as (figure, panels):
         for axes, (loss, rows, classes) in zip(panels.flat, cases):
             some = [r for r in records if (r["loss"], r["rows"], r["classes"]) == (loss, rows, classes)]
             for pool, colour in (("gathered", ORANGE), ("sharded", BLUE)):
                 values = [record[f"{pool}_bytes"] / 1e6 for record in some]
                 axes.plot([record["ranks"] for record in some], values, color=colour, marker="o", markersize=5)
                 if axes is panels[0, 0]:
-                    axes.annotate(
-                        pool,
-                        (some[-1]["ranks"], values[-1]),
-                        (0, 8),
-                        textcoords="offset points",
-                        color=colour,
-                        ha="right",
-                    )
+                    style = {"textcoords": "offset points", "color": colour, "ha": "right"}
+                    axes.annotate(pool, (some[-1]["ranks"], values[-1]), (0, 8), **style)
             axes.set(xscale="log", yscale="log", xlabel="ranks", xticks=[2, 8, 64, 1024])
             axes.set_xticklabels(["2", "8", "64", "1,024"])
             kind = "binary" if classes == 1 else f"{classes:,} classes"
@@ -339,32 +308,24 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, count, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, some seconds")
-    parser.add_argument("--windows", action="store_true", help="print the third part alone")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each pool (default: 7)")
-    parser.add_argument("--out", type=Path, help=f"folder for scale.json and scale.svg (default: {RESULTS})")
-    arguments = parser.parse_args()
-    info = machine()
-    print_machine(info)
+    script = Run(__doc__, "scale", repeats=7)
+    script.parser.add_argument("--windows", action="store_true", help="print the third part alone")
+    options = script.start()
     windows = []
-    for rows in QUICK_STREAMED if arguments.quick else STREAMED:
-        windows.append(measure_window(rows, max(1, arguments.repeats // (1 + rows // 2_000_000))))
+    for rows in QUICK_STREAMED if options.quick else STREAMED:
+        windows.append(measure_window(rows, max(1, options.repeats // (1 + rows // 2_000_000))))
         print_records("a window by pooled_backward: processor time, peak and table in bytes", windows[-1:])
-    if arguments.windows:
+    if options.windows:
         return
     measured = []
-    for case in QUICK if arguments.quick else FULL:
-        measured.append(measure(case, arguments.repeats))
+    for case in QUICK if options.quick else FULL:
+        measured.append(measure(case, options.repeats))
         print_records("a step of rank 0: processor time, peak in bytes, bytes received, collectives", measured[-1:])
-    modelled = [count_at(case, ranks) for case in (QUICK_MODELLED if arguments.quick else MODELLED) for ranks in RANKS]
+    modelled = [count_at(case, ranks) for case in (QUICK_MODELLED if options.quick else MODELLED) for ranks in RANKS]
     print_records("bytes received by a rank and collectives, one process in place of all", modelled)
-    out = arguments.out or (None if arguments.quick else RESULTS)
-    if out is not None:
-        write_json(
-            out / "scale.json", {"machine": info, "measured": measured, "modelled": modelled, "windows": windows}
-        )
-        draw(modelled, (arguments.out or PICTURES) / "scale.svg")
+    script.write(measured=measured, modelled=modelled, windows=windows)
+    if (folder := script.folder(PICTURES)) is not None:
+        draw(modelled, folder / "scale.svg")
 
 
 if __name__ == "__main__":

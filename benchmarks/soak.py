@@ -1,6 +1,6 @@
 """Does anything grow, leak or drift in a long run? Two ranks, batches of random sizes, alternating losses.
 
-Usage: python benchmarks/soak.py [--steps 2000] [--world-size 2] [--out FOLDER]
+Usage: python benchmarks/soak.py [--quick] [--steps 2000] [--world-size 2] [--out FOLDER]
 
 Each step draws the number of rows of each rank (sometimes none), scores and targets, all from a seed that every rank
 shares. So each rank can also compute the step as one process with all rows, on a copy of the loss. Loss values,
@@ -12,19 +12,15 @@ Linux's /proc; writes soak.json.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import RESULTS, START_METHOD, machine, print_machine, print_table, write_json
+from report import Record, Run, on_ranks, print_records
 from torch import Tensor, nn
 
 import fullrank
@@ -87,11 +83,9 @@ def one_step(loss: nn.Module, twin: nn.Module, step: int, rank: int, world_size:
     return max(abs(float(value.detach() - truth.detach())), difference / size if size else difference)
 
 
-def serve(rank: int, world_size: int, steps: int, folder: str) -> None:
-    """Run all steps on one rank, and write its figures to ``folder``."""
-    torch.set_num_threads(1)
+def serve(rank: int, world_size: int, steps: int) -> Record:
+    """Run all steps on one rank, and return its figures."""
     warnings.filterwarnings("ignore", message=".*is drawn down to max_pool_size")  # on purpose here
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     losses = make_losses()
     twins = copy.deepcopy(losses)
     for twin in twins.values():
@@ -107,9 +101,7 @@ def serve(rank: int, world_size: int, steps: int, folder: str) -> None:
     for loss in losses.values():
         if hasattr(loss, "queue"):
             loss.queue.assert_synchronized()
-    torch.save({"worst": worst, "memory": memory, "files": files}, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"worst": worst, "memory": memory, "files": files}
 
 
 def growth(samples: list[int]) -> int | None:
@@ -125,35 +117,21 @@ def too_much(grown: int | None) -> bool:
     return grown is not None and grown > MOST_GROWTH
 
 
-def in_kib(grown: int | None) -> str:
-    return f"not checked below {LEAST_STEPS} steps" if grown is None else f"{grown / 1024:.0f}"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000, help="steps of all losses together (default: 2000)")
-    parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of soak.json (default: results)")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.world_size, options.steps, folder)
-        mp.start_processes(serve, arguments, nprocs=options.world_size, start_method=START_METHOD)
-        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(options.world_size)]
+    """Run, print, write; return the exit status."""
+    script = Run(__doc__, "soak")
+    script.parser.add_argument("--steps", type=int, default=2000, help="steps of all losses together (default: 2000)")
+    script.parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
+    options = script.start()
+    steps = 100 if options.quick else options.steps
+    ranks = on_ranks(options.world_size, serve, options.world_size, steps)
     worst = {name: max(held["worst"][name] for held in ranks) for name in ranks[0]["worst"]}
     grown = [growth(held["memory"]) for held in ranks]
     leaked = [held["files"][-1] - held["files"][0] for held in ranks]
-    info = machine()
-    print_machine(info)
-    rows = [[name, f"{value:.1e}"] for name, value in worst.items()]
-    print_table("Largest difference from one process with all rows, over all steps", ["loss", "difference"], rows)
-    print_table(
-        "Growth since the first steps",
-        ["rank", "memory, KiB", "open files"],
-        [[str(rank), in_kib(size), str(left)] for rank, (size, left) in enumerate(zip(grown, leaked))],
-    )
-    steps = options.steps
-    result = {"machine": info, "steps": steps, "worst": worst, "grown_bytes": grown, "leaked_files": leaked}
-    write_json(options.out / "soak.json", result)
+    print_records("Largest difference from one process with all rows, over all steps", [worst])
+    found = [{"rank": rank, "grown_bytes": grown[rank], "leaked_files": leaked[rank]} for rank in range(len(ranks))]
+    print_records(f"Growth since the first steps; memory is not checked below {LEAST_STEPS} steps", found)
+    script.write(steps=steps, worst=worst, grown_bytes=grown, leaked_files=leaked)
     kept = max(worst.values()) <= MOST_DIFFERENCE and not any(map(too_much, grown)) and max(leaked) <= 0
     verdict = "nothing grew, leaked or drifted" if kept else "FAILED"
     print(f"{steps} steps over {len(worst)} losses on {len(ranks)} ranks: {verdict}")

@@ -1,6 +1,6 @@
 """How long forward and backward take, compared with imbalanced-losses and one torch.sort, and as the pool grows.
 
-Usage: python benchmarks/speed.py [--quick] [--repeats 5] [--out FOLDER]
+Usage: python benchmarks/speed.py [--quick | --redraw] [--repeats 5] [--out FOLDER]
 
 Competitors run in turn, repetition by repetition, so that both see the same state of the machine; only the ratios hold
 on other machines. The full run takes a few minutes and writes speed.json and speed.svg. A quick run of small sizes
@@ -10,7 +10,7 @@ folder. Needs the ``bench`` extra.
 
 from __future__ import annotations
 
-import argparse
+import json
 import warnings
 from pathlib import Path
 from statistics import median
@@ -21,16 +21,14 @@ import torch
 from report import (
     PEER_MOST_BYTES,
     RESULTS,
+    Record,
+    Run,
     Step,
-    bar_cells,
     interleave,
-    machine,
     make_rows,
     peer_bytes,
-    print_machine,
-    print_table,
+    print_records,
     training_step,
-    write_json,
 )
 from torch import Tensor
 
@@ -85,9 +83,9 @@ QUICK_SORT = (SortCase(10_000), SortCase(10_000, outlier=1e30))
 QUICK_GROWTH = (1_000, 10_000)
 
 
-def against_peer(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
+def against_peer(cases: tuple[Case, ...], repeats: int) -> list[Record]:
     """Return the medians of the peer and of ours, and the time of the peer divided by ours."""
-    results: list[dict[str, Any]] = []
+    results: list[Record] = []
     for case in cases:
         logits, targets = make_rows(case.rows, case.classes, case.share)
         arguments = {"num_classes": case.classes, "queue_size": 0} | case.arguments
@@ -100,9 +98,9 @@ def against_peer(cases: tuple[Case, ...], repeats: int) -> list[dict[str, Any]]:
     return results
 
 
-def against_sort(cases: tuple[SortCase, ...], repeats: int) -> list[dict[str, Any]]:
+def against_sort(cases: tuple[SortCase, ...], repeats: int) -> list[Record]:
     """Return the best times of one sort and of SmoothAPLoss, and ours divided by that of the sort."""
-    results: list[dict[str, Any]] = []
+    results: list[Record] = []
     for case in cases:
         logits, targets = make_rows(case.rows, 1, SHARE)
         if case.outlier is not None:
@@ -121,9 +119,9 @@ def ours_and_sort(logits: Tensor, targets: Tensor) -> dict[str, Step]:
     return {"ours": training_step(ours, logits, targets), "sort": lambda: torch.sort(scores)}
 
 
-def growth(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def growth(sizes: tuple[int, ...], repeats: int) -> list[Record]:
     """Return the medians for each pool size; that of the peer is None if its pairs do not fit in memory."""
-    results: list[dict[str, Any]] = []
+    results: list[Record] = []
     for rows in sizes:
         logits, targets = make_rows(rows, 1, SHARE)
         steps = ours_and_sort(logits, targets)
@@ -137,58 +135,74 @@ def growth(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     return results
 
 
-def print_results(results: dict[str, Any]) -> None:
-    """Print the three tables."""
-    lines = []
-    for row in results["against_peer"]:
-        share = "uniform" if row["share"] is None else f"{row['share']:.0%}"
-        name = row["loss"].removesuffix("Loss") + (" pairwise" if row["arguments"] == PAIRWISE else "")
-        times = [f"{row['peer_ms']:,.2f}", f"{row['ours_ms']:,.2f}", f"{row['ratio']:,.2f}"]
-        lines.append([name, f"{row['rows']:,}", f"{row['classes']:,}", share, *times, *bar_cells(*_bar(row), True)])
-    header = ("loss", "rows", "classes", "positive", "peer ms", "ours ms", "peer / ours", "bar", "met")
-    print_table("Against imbalanced-losses, forward + backward, median", header, lines)
-    lines = []
-    for row in results["against_sort"]:
-        outlier = "" if row["outlier"] is None else f"{row['outlier']:g}"
-        times = [f"{row['sort_ms']:,.2f}", f"{row['ours_ms']:,.2f}", f"{row['ratio']:.3f}"]
-        lines.append([f"{row['rows']:,}", outlier, *times, *bar_cells(*_bar(row), False)])
-    header = ("rows", "one logit of", "sort ms", "ours ms", "ours / sort", "bar", "met")
-    print_table(f"SmoothAPLoss, forward + backward, against one torch.sort, {SHARE:.0%} positive, best", header, lines)
-    lines = []
-    for row in results["growth"]:
-        peer = f"{row['peer_ms']:,.2f}" if row["peer_ms"] is not None else f"{row['peer_gib']:,.0f} GiB: skipped"
-        lines.append([f"{row['rows']:,}", f"{row['ours_ms']:,.2f}", f"{row['sort_ms']:,.2f}", peer])
-    limit = f"the peer's pairs at most {PEER_MOST_BYTES / 2**30:.0f} GiB"
-    print_table(
-        f"Over pool size, {SHARE:.0%} positive, median; {limit}", ("rows", "ours ms", "sort ms", "peer ms"), lines
-    )
+def draw(folder: Path) -> None:
+    """Draw time against pool size from speed.json in ``folder``, and from retrieval.json if there is one."""
+    from figures import BLUE, MUTED, ORANGE, PURPLE, panels_of, save  # matplotlib takes seconds to import
+
+    ours = {"ours_ms": ("fullrank", BLUE, 3.0)}
+    lines = {"peer_ms": ("imbalanced-losses", ORANGE, 2.0), "sort_ms": ("one torch.sort", MUTED, 2.0)} | ours
+    panels = [("speed", "growth", lines, "one ranking", "rows in the pool, 1 % positive")]
+    if (folder / "retrieval.json").exists():
+        lines = {"peer_ms": ("pytorch-metric-learning", PURPLE, 2.0)} | ours
+        panels.append(("retrieval", "retrieval", lines, "N rankings of N rows (retrieval)", "N"))
+    with panels_of(len(panels), 3.6 * len(panels)) as (figure, places):
+        for axes, (name, key, lines, title, label) in zip(places[:, 0], panels):
+            draw_panel(axes, json.loads((folder / f"{name}.json").read_text())[key], lines)
+            axes.set(title=f"Time of a step: {title}", xlabel=label)
+        save(figure, folder / "speed.svg")
 
 
-def _bar(row: dict[str, Any]) -> tuple[float, float | None]:
-    return row["ratio"], row["bar"]
+def draw_panel(axes: Any, points: list[Record], lines: dict[str, tuple[str, str, float]]) -> None:
+    """Draw time against rows; ``lines`` has the label, the colour and the width of each competitor."""
+    axes.set(xscale="log", yscale="log")
+    for key, (label, colour, width) in lines.items():
+        drawn = [(point["rows"], point[key]) for point in points if point[key] is not None]
+        if not drawn:
+            continue
+        axes.plot(*zip(*drawn), color=colour, linewidth=width, marker="o", markersize=width + 2.5)
+        # Why the line of a peer ends: its arrays of pairs, or of triples in retrieval, would be larger.
+        end = f", then\nneeds over {PEER_MOST_BYTES / 2**30:.0f} GiB" if len(drawn) < len(points) else ""
+        place = -22 if key == "peer_ms" else 9  # to the left of a peer, because another line passes on the right
+        style = {"textcoords": "offset points", "color": colour, "va": "top", "ha": "right" if place < 0 else "left"}
+        axes.annotate(label, drawn[-1], (place, 6), fontweight="bold", **style)
+        axes.annotate(as_time(drawn[-1][1]) + end, drawn[-1], (place, -7), fontsize=8, **style)
+    rows = [point["rows"] for point in points]
+    axes.set_xlim(rows[0] * 0.85, rows[-1] * (rows[-1] / rows[0]) ** 0.42)  # room for the labels
+    axes.set_xticks([tick for tick in (10**power for power in range(9)) if rows[0] <= tick <= rows[-1]])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} million" if value >= 1e6 else f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: as_time(value))
+    axes.minorticks_off()
+
+
+def as_time(milliseconds: float) -> str:
+    """Return milliseconds, or seconds from 1,000 on, with three digits."""
+    if milliseconds >= 1e6:
+        return f"{milliseconds / 1e3:,.0f} s"
+    return f"{milliseconds / 1e3:.3g} s" if milliseconds >= 1e3 else f"{milliseconds:.3g} ms"
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each measurement (default: 5)")
-    parser.add_argument("--out", type=Path, help=f"folder for speed.json and speed.svg (default: {RESULTS})")
-    arguments = parser.parse_args()
-    out = arguments.out or (None if arguments.quick else RESULTS)
+    script = Run(__doc__, "speed", repeats=5)
+    script.parser.add_argument("--redraw", action="store_true", help="draw speed.svg again, from the stored results")
+    options = script.start()
+    if options.redraw:
+        draw(options.out or RESULTS)
+        return
     warnings.simplefilter("ignore")  # warnings of the peer
-    repeats = arguments.repeats
-    results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "repeats": repeats}
-    print_machine(results["machine"])
-    results["against_peer"] = against_peer(QUICK if arguments.quick else FULL, repeats)
-    results["against_sort"] = against_sort(QUICK_SORT if arguments.quick else FULL_SORT, repeats)
-    results["growth"] = growth(QUICK_GROWTH if arguments.quick else FULL_GROWTH, repeats)
-    print_results(results)
-    if out is not None:
-        write_json(out / "speed.json", results)
-        from speed_figure import draw  # matplotlib takes seconds to import
-
-        draw(out)
+    found = {
+        "against_peer": against_peer(QUICK if options.quick else FULL, options.repeats),
+        "against_sort": against_sort(QUICK_SORT if options.quick else FULL_SORT, options.repeats),
+        "growth": growth(QUICK_GROWTH if options.quick else FULL_GROWTH, options.repeats),
+    }
+    print_records("Against imbalanced-losses, forward + backward, median", found["against_peer"])
+    title = f"SmoothAPLoss, forward + backward, against one torch.sort, {SHARE:.0%} positive, best"
+    print_records(title, found["against_sort"])
+    limit = f"the peer's pairs at most {PEER_MOST_BYTES / 2**30:.0f} GiB"
+    print_records(f"Over pool size, {SHARE:.0%} positive, median; {limit}", found["growth"])
+    script.write(**found)
+    if (folder := script.folder()) is not None:
+        draw(folder)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ Usage: python benchmarks/steps.py [--device cuda] [--backend gloo] [--quick] [--
 Every loss of the preflight, forward and backward, float32, on 1,000 and 100,000 rows of each rank, which are gathered;
 retrieval takes quadratic time and stops at 2,048 embeddings. docs/accelerators.md explains the columns. The first line
 has the constants of the model in launches.py, each measured alone. Takes a minute or two on a machine that does nothing
-else, and writes steps.json only where ``--out`` says.
+else, and writes steps.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import warnings
@@ -24,7 +23,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from report import interleave, machine, print_machine, print_table, write_json
+from report import Run, interleave, print_table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -289,22 +288,17 @@ def print_steps(constants: Machine, found: list[StepCost]) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator if there is one)")
-    parser.add_argument("--backend", help="backend of torch.distributed (default: that of the device)")
-    parser.add_argument("--quick", action="store_true", help="few rows, seconds; only shows that it runs")
-    parser.add_argument("--out", type=Path, help="folder for steps.json")
-    arguments = parser.parse_args()
-    rows, product, num_bytes = ((20,), 8, 1_000) if arguments.quick else (ROWS, PRODUCT, MOST_BYTES)
-    with open_site(arguments.backend, arguments.device, 60) as site:
+    script = Run(__doc__, "steps")
+    script.parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator if there is one)")
+    script.parser.add_argument("--backend", help="backend of torch.distributed (default: that of the device)")
+    options = script.start()
+    rows, product, num_bytes = ((20,), 8, 1_000) if options.quick else (ROWS, PRODUCT, MOST_BYTES)
+    with open_site(options.backend, options.device, 60) as site:
         constants, found = measure_machine(site.device, product, num_bytes), measure_steps(site, rows)
         if site.rank == 0:
-            print_machine(info := machine())
             print_steps(constants, found)
-            if arguments.out is not None:
-                steps = [step._asdict() for step in found]
-                head = {"machine": info, "device": str(site.device), "quick": arguments.quick}
-                write_json(arguments.out / "steps.json", head | {"constants": constants._asdict(), "steps": steps})
+            results = {"constants": constants._asdict(), "steps": [step._asdict() for step in found]}
+            script.write(device=str(site.device), world_size=site.world_size, **results)
 
 
 if __name__ == "__main__":

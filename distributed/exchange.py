@@ -57,7 +57,7 @@ class Exchange(NamedTuple):
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
         with naming(self.call, f"the all-gather of {what}"):
-            all_gather_flat(output.view(-1), staged.reshape(-1), self.group)
+            all_gather_flat(output.view(-1), staged.reshape(-1), group=self.group)
         return output.to(tensor.device)
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
         own = torch.empty_like(staged[0])
         if own.numel():  # else the rows have no elements, on every rank
             with naming(self.call, f"the reduce-scatter of {what}"):
-                reduce_scatter_flat(own.view(-1), staged.view(-1), self.group)
+                reduce_scatter_flat(own.view(-1), staged.view(-1), group=self.group)
         return own[: counts[self.rank]].to(tensor.device)
 
     def _reduce(self, tensor: Tensor, what: str, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -104,7 +104,7 @@ class Exchange(NamedTuple):
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(shape)
         with naming(self.call, "the all-gather of the rows, which every rank had announced,"):
-            all_gather_flat(_bytes_of(output), _bytes_of(staged), self.group)
+            all_gather_flat(_bytes_of(output), _bytes_of(staged), group=self.group)
         return output.to(tensor.device)
 
 

@@ -112,33 +112,24 @@ def global_mean(
 
     def bring() -> Offer[Tensor]:
         check_gradient_reduction(gradient_reduction)
+        if not isinstance(total, Tensor):
+            raise TypeError(expected("total", "a tensor", total, "Pass the summed loss, with its graph."))
+        if not total.is_floating_point():
+            raise TypeError(expected("total", "a floating-point tensor", total, "Use total.float()."))
+        if total.numel() != 1:
+            raise ValueError(expected("total", "one element", total, "Sum the losses first."))
+        if isinstance(count, Tensor) and count.numel() != 1:
+            raise ValueError(expected("count", "one element", count, "Count the rows of this rank first."))
+        number = count.detach().reshape(()) if isinstance(count, Tensor) else count
+        if not isinstance(number, (Tensor, int, float)):
+            raise TypeError(expected("count", "a number or a tensor", count))
+        if not number >= 0:
+            raise ValueError(expected("count", "a number >= 0", float(number)))
         reduction = State(gradient_reduction, SAME_REDUCTION)
-        facts = {"gradient_reduction": reduction, "dtype": _check_total(total).dtype}
-        return part_of_mean(total, _check_count(count), facts)
+        return part_of_mean(total, number, {"gradient_reduction": reduction, "dtype": total.dtype})
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
     if resolved is None or resolved.size() == 1:
         return local_mean(total, bring().totals[1])
     refuse_in_backward("global_mean")
     return mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction)
-
-
-def _check_total(total: Tensor) -> Tensor:
-    if not isinstance(total, Tensor):
-        raise TypeError(expected("total", "a tensor", total, "Pass the summed loss, with its graph."))
-    if not total.is_floating_point():
-        raise TypeError(expected("total", "a floating-point tensor", total, "Use total.float()."))
-    if total.numel() != 1:
-        raise ValueError(expected("total", "one element", total, "Sum the losses first."))
-    return total
-
-
-def _check_count(count: Tensor | float) -> Tensor | float:
-    if isinstance(count, Tensor) and count.numel() != 1:
-        raise ValueError(expected("count", "one element", count, "Count the rows of this rank first."))
-    value = count.detach().reshape(()) if isinstance(count, Tensor) else count
-    if not isinstance(value, (Tensor, int, float)):
-        raise TypeError(expected("count", "a number or a tensor", count))
-    if not value >= 0:
-        raise ValueError(expected("count", "a number >= 0", float(value)))
-    return value

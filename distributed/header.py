@@ -379,12 +379,9 @@ _JOINT = {"ValueError": RankValueError, "TypeError": RankTypeError, "RuntimeErro
 
 def failure(failed: list[tuple[int, str, str, str]]) -> RankError:
     """Return the exception for ranks that failed: (rank, call, class, text) each."""
-    groups = _ranks_by_value([rank for rank, *_ in failed], [text for *_, text in failed])
-    parts = [f"{_name_ranks(ranks)}: {text}" for text, ranks in list(groups.items())[:_MOST]]
-    if rest := _rest(groups, "reason"):
-        parts.append(f"and {rest}")
+    named, rest = _by_value([rank for rank, *_ in failed], [text for *_, text in failed], "reason")
     _, call, kind, _ = failed[0]
-    return _JOINT[kind](f"{call} failed on {'; '.join(parts)}")
+    return _JOINT[kind](f"{call} failed on {'; '.join([f'{who}: {text}' for text, who in named] + rest)}")
 
 
 def disagreement(
@@ -404,7 +401,10 @@ def disagreement(
     if len({own["call"] for own in known}) > 1:
         call, keys = "ranks", ["call"]  # different calls have different facts, so only the calls can be compared
     differing = [key for key in keys if len({own.get(key, "nothing") for own in known}) > 1]
-    parts = [f"{key}: {_who_has_what(list(held), [own.get(key, 'nothing') for own in known])}" for key in differing]
+    parts = []
+    for key in differing:
+        named, rest = _by_value(list(held), [own.get(key, "nothing") for own in known], "value")
+        parts.append(f"{key}: {', '.join([f'{value} on {who}' for value, who in named] + rest)}")
     if unknown:
         parts.append(f"others on {_name_ranks(unknown)}")
     fixes = dict.fromkeys(advice.get(key, _SAME_ARGUMENTS) for key in differing)
@@ -412,26 +412,15 @@ def disagreement(
     return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 
 
-def _who_has_what(ranks: list[int], values: list[str]) -> str:
-    groups = _ranks_by_value(ranks, values)
-    parts = [f"{value} on {_name_ranks(held)}" for value, held in list(groups.items())[:_MOST]]
-    return ", ".join(parts) + (f", and {rest}" if (rest := _rest(groups, "value")) else "")
-
-
-def _ranks_by_value(ranks: list[int], values: list[str]) -> dict[str, list[int]]:
+def _by_value(ranks: list[int], values: list[str], noun: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the first values, each with the names of its ranks; and one text about the values left out, if any are."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):
         groups.setdefault(value, []).append(rank)
-    return groups
-
-
-def _rest(groups: Mapping[str, list[int]], noun: str) -> str:
-    """Return how many values a message leaves out and on which ranks, or an empty text."""
     left = list(groups.values())[_MOST:]
-    if not left:
-        return ""
-    others = "1 other " + noun if len(left) == 1 else f"{len(left)} other {noun}s"
-    return f"{others} on {_name_ranks(sorted(rank for held in left for rank in held))}"
+    others = f"1 other {noun}" if len(left) == 1 else f"{len(left)} other {noun}s"
+    rest = [f"and {others} on {_name_ranks(sorted(itertools.chain(*left)))}"] if left else []
+    return [(value, _name_ranks(held)) for value, held in groups.items()][:_MOST], rest
 
 
 def _name_ranks(ranks: list[int]) -> str:

@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import RankError
 
 # torch 2.13 renamed the collectives on one tensor and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Both fill ``output``: (W * n,) with ``tensor`` (n,) of every rank, in rank order; or (n,) with this rank's part of the
+# sum of ``tensor`` (W * n,) over the ranks.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def bound_device(group: ProcessGroup) -> torch.device | None:
@@ -89,16 +91,6 @@ def has_tangent(tensor: object) -> bool:
     if not isinstance(tensor, Tensor) or getattr(forward_ad, "_current_level", 0) < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def all_gather_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
-    """Fill ``output`` (W * n,) with ``tensor`` (n,) of every rank, in rank order."""
-    _all_gather(output, tensor, group=group)
-
-
-def reduce_scatter_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
-    """Fill ``output`` (n,) with this rank's part of the sum over ranks of ``tensor`` (W * n,)."""
-    _reduce_scatter(output, tensor, group=group)
 
 
 def version_of(tensor: Tensor) -> int:

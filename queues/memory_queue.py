@@ -88,10 +88,11 @@ class MemoryQueue(nn.Module):
             self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
         self._iid = torch.ones(rows, dtype=torch.bool, device=device)
         self._weight = torch.ones(rows, dtype=dtype, device=device)
-        self._clear()
+        self.reset()
 
     @torch.inference_mode(False)
-    def _clear(self) -> None:
+    def reset(self) -> None:
+        """Remove all rows."""
         self._fill = self._pointer = self._num_enqueued = 0
         self._has_weights = False
         self._checksum = torch.zeros((), dtype=torch.int64, device=self._logits.device)
@@ -111,10 +112,6 @@ class MemoryQueue(nn.Module):
     def position(self) -> tuple[int, int, int, bool]:
         """The state that must be equal on all ranks besides the checksum: pointer, length, rows so far, weighted."""
         return self._pointer, self._fill, self._num_enqueued, self._has_weights
-
-    def reset(self) -> None:
-        """Remove all rows."""
-        self._clear()
 
     def rows(self) -> QueueRows:
         """Return the rows held, as views, in storage order: oldest first until the ring has wrapped around."""
@@ -165,13 +162,19 @@ class MemoryQueue(nn.Module):
         rows, count = self._as_stored(logits, targets, iid_mask, sample_weight), logits.shape[0]
         if num_stored is None or num_stored < count:
             wanted = self.wanted(logits, targets)
-            index = wanted.nonzero()[:, 0] if num_stored is None else _first(wanted, num_stored)
+            if num_stored is None:
+                index = wanted.nonzero()[:, 0]
+            else:  # the same places, without waiting for the device
+                index = wanted.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
             rows = [new.index_select(0, index) for new in rows]
         count = rows[0].shape[0]
         self._checksum = self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
         for old, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
-            _write_ring(old, new[-self.capacity :], start)
+            kept = new[-self.capacity :]
+            head = min(kept.shape[0], self.capacity - start)  # the rest goes to the begin of the ring
+            old[start : start + head] = kept[:head]
+            old[: kept.shape[0] - head] = kept[head:]
         self._pointer = (self._pointer + count) % self.capacity
         self._fill = min(self._fill + count, self.capacity)
         self._num_enqueued += count
@@ -180,16 +183,7 @@ class MemoryQueue(nn.Module):
     def _as_stored(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
     ) -> list[Tensor]:
-        """Return the rows on the device and in the dtypes of the queue, which follows the logits."""
-        self._follow(logits)
-        device, count = self._logits.device, logits.shape[0]
-        iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
-        weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
-        stored = (self._logits, self._targets, self._iid, self._weight)
-        return [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
-
-    def _follow(self, logits: Tensor) -> None:
-        """Move to the device of ``logits``, and to float64 if they are float64."""
+        """Return the rows as the queue holds them, after it has moved to their device, and to float64 if they are."""
         dtype = torch.promote_types(self._logits.dtype, logits.dtype)
         if self._logits.is_meta:
             self._allocate(logits.device, dtype)  # nothing was stored on the meta device
@@ -197,6 +191,11 @@ class MemoryQueue(nn.Module):
             self._logits = self._logits.to(logits.device, dtype)
             self._weight = self._weight.to(logits.device, dtype)
             self._move(logits.device)
+        device, count = self._logits.device, logits.shape[0]
+        iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
+        weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
+        stored = (self._logits, self._targets, self._iid, self._weight)
+        return [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
 
     def wanted(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return (N,) bool: the rows that :meth:`enqueue` would store."""
@@ -328,18 +327,6 @@ def _mix(values: Tensor) -> Tensor:
     for shift, factor in ((31, _MIX[0]), (30, _MIX[1])):
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return values ^ ((values >> 29) & ((1 << 35) - 1))
-
-
-def _first(mask: Tensor, number: int) -> Tensor:
-    """Return (number,) the places where ``mask`` (N,) is True, ascending, without waiting for the device."""
-    return mask.view(torch.uint8).argsort(stable=True, descending=True)[:number]
-
-
-def _write_ring(ring: Tensor, rows: Tensor, start: int) -> None:
-    """Write ``rows``, at most ``len(ring)``, into ``ring`` from place ``start``, wrapping around at its end."""
-    head = min(rows.shape[0], ring.shape[0] - start)
-    ring[start : start + head] = rows[:head]
-    ring[: rows.shape[0] - head] = rows[head:]
 
 
 def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:

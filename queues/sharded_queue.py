@@ -64,8 +64,9 @@ class ShardedQueue(MemoryQueue):
         super()._allocate(device, dtype)
         self.capacity = capacity
 
-    def _clear(self) -> None:
-        super()._clear()
+    def reset(self) -> None:
+        """Remove all rows."""
+        super().reset()
         self._steps.clear()
         self._start, self._gathered, self._loaded = 0, None, 0
         self._trace = 0  # hash of the marks of all calls since the last reset, equal on the ranks of one training
@@ -177,7 +178,15 @@ class ShardedQueue(MemoryQueue):
         self._has_weights |= sample_weight is not None
         if step.end == step.first:
             return
-        self._drop(step.end - self.capacity)
+        limit, dropped = step.end - self.capacity, 0  # the least number of a row that stays
+        while self._steps:
+            oldest = self._steps[0]
+            dropped += oldest.held(rank, self._limit) - oldest.held(rank, limit)
+            if oldest.end > limit:
+                break
+            self._steps.popleft()
+        self._start += dropped
+        self._fill -= dropped
         self._num_enqueued = step.end
         self._steps.append(step)
         held = step.held(rank, self._limit)  # all of this rank's rows, or the last of them
@@ -187,18 +196,6 @@ class ShardedQueue(MemoryQueue):
     def _limit(self) -> int:
         """The least number of a row that is held."""
         return self._num_enqueued - self.capacity
-
-    def _drop(self, limit: int) -> None:
-        """Forget the rows with numbers below ``limit``."""
-        rank, dropped = self._place[0], 0
-        while self._steps:
-            first = self._steps[0]
-            dropped += first.held(rank, self._limit) - first.held(rank, limit)
-            if first.end > limit:
-                break
-            self._steps.popleft()
-        self._start += dropped
-        self._fill -= dropped
 
     def _append(self, rows: list[Tensor]) -> None:
         count, end = rows[0].shape[0], self._start + self._fill
@@ -311,8 +308,8 @@ class ShardedQueue(MemoryQueue):
             weight = None if weight is None else weight[order]
             return self._state_of(QueueRows(logits[order], targets[order], iid[order], weight), self._checksum.clone())
         state = super().get_extra_state()
-        held = {name: state[name][self._start : self._start + self._fill] for name in ("logits", "targets")}
-        held |= {name: state[name][self._start : self._start + self._fill] for name in ("iid_mask", "sample_weight")}
+        columns = ("logits", "targets", "iid_mask", "sample_weight")
+        held = {name: state[name][self._start : self._start + self._fill] for name in columns}
         steps = [[step.first, *step.counts] for step in self._steps]
         place = {"rank": self._place[0], "world_size": self._place[1], "steps": steps, "trace": self._trace}
         return state | held | place

@@ -7,22 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accumulate_cases import (
-    Batch,
-    Model,
-    all_batches,
-    error,
-    flat,
-    make_window,
-    num_valid,
-    run_window,
-    sum_loss,
-    whole,
-    wrap,
-)
-from meshes import init_device_mesh
+from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from subjects import Model, error, gradient, mesh_of, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from verbs import run_window
 from workers import WorkerPool, error_of
 
 from fullrank import (
@@ -35,13 +24,6 @@ from fullrank import (
     sum_gradients_,
 )
 from fullrank.gradients.wrappers import find_sync
-
-
-def mesh_of(kind: str) -> Any:
-    """Return the mesh of a wrapper."""
-    if kind == "hsdp":
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shards",))
 
 
 def part_of_fsdp(rank: int, kind: str, verb: str, resharded: bool) -> list[float]:
@@ -68,7 +50,7 @@ def part_of_fsdp(rank: int, kind: str, verb: str, resharded: bool) -> list[float
         reference.zero_grad()
         everything = all_batches("full")
         (sum(sum_loss(reference, batch) for batch in everything) / sum(map(num_valid, everything))).backward()
-        errors.append(error(flat(model.up), flat(reference.up)))
+        errors.append(error(gradient(model.up), gradient(reference.up)))
         model.zero_grad()
     return errors
 
@@ -109,7 +91,7 @@ def clients(rank: int, kind: str) -> list[float]:
         mine = [b for r in range(dist.get_world_size()) for b in make_window("full", r)[client::2]]
         total = sum(map(num_valid, mine))
         (sum(sum_loss(lambda tokens, of=client: reference(tokens, of), b) for b in mine) / total).backward()
-        errors.append(error(flat(model.adapters[client]), flat(reference.adapters[client])))
+        errors.append(error(gradient(model.adapters[client]), gradient(reference.adapters[client])))
     deferred[0].discard()
     assert model.adapters[0].weight.grad is None
     assert model.adapters[1].weight.grad is not None
@@ -141,7 +123,11 @@ def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:
 
 def by_hand_errors(rank: int) -> dict[str, float]:
     """Return the errors of flows that reduce by hand and say so; ``naive`` is ``ddp.module`` that says so wrongly."""
-    expected, batches, errors = whole(Model(torch.float64), all_batches("full")).gradient, make_window("full", rank), {}
+    expected, batches, errors = (
+        one_process(Model(torch.float64), all_batches("full")).gradient,
+        make_window("full", rank),
+        {},
+    )
     for name in ("group", "multiplier", "deferred"):
         model = Model(torch.float64)
         if name == "deferred":
@@ -153,7 +139,7 @@ def by_hand_errors(rank: int) -> dict[str, float]:
             options: dict[str, Any] = {"group": dist.group.WORLD} if name == "group" else {"group": None}
             run_window(model, batches, multiplier=None if name == "group" else 1.0, **options)
             all_reduce_grads_(model, dist.group.WORLD)
-        errors[name] = error(flat(model), expected)
+        errors[name] = error(gradient(model), expected)
     model = wrap(Model(torch.float64), "ddp")
     said: list[tuple[str, dict[str, Any], float]] = [
         ("ddp.module, multiplier", {"multiplier": float(dist.get_world_size())}, 1.0),
@@ -163,7 +149,7 @@ def by_hand_errors(rank: int) -> dict[str, float]:
         model.zero_grad()
         for step, batch in accumulate(model.module, batches, count_valid_tokens, **options):
             step.backward(sum_loss(model, batch))
-        errors[name] = error(flat(model), expected / divisor)
+        errors[name] = error(gradient(model), expected / divisor)
     return errors
 
 
@@ -172,7 +158,7 @@ def kept_gradients(rank: int) -> list[bool]:
     from torch.distributed.fsdp import fully_shard
 
     model = Model(torch.float64)
-    fully_shard(model, mesh=mesh_of("fsdp"))
+    fully_shard(model, mesh=mesh_of("fsdp2"))
     sum_loss(model, make_window("full", rank)[0]).backward()
     discard_gradients_(model.up)
     reduced = [model.up.weight.grad is None, model.down.weight.grad is not None]
@@ -186,7 +172,7 @@ def kept_gradients(rank: int) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["accumulate", "deferred"])
-@pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 2), ("fsdp", 3), ("summed", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world_size"), [("fsdp2", 2), ("fsdp2", 3), ("summed", 2), ("hsdp", 4)])
 def test_a_part_of_a_model_under_fsdp(kind: str, world_size: int, verb: str) -> None:
     from workers import get_pool
 
@@ -195,7 +181,7 @@ def test_a_part_of_a_model_under_fsdp(kind: str, world_size: int, verb: str) -> 
             assert max(errors) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_adapters_with_one_base(pool: WorkerPool, kind: str) -> None:
     for errors in pool(clients, kind):
         assert max(errors) <= 1e-12

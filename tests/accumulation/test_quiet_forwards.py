@@ -8,25 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accumulate_cases import (
-    Batch,
-    Counting,
-    Model,
-    all_batches,
-    error,
-    flat,
-    make_batch,
-    make_window,
-    run_window,
-    sum_loss,
-    whole,
-)
+from batches import all_batches, make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
+from subjects import Model, error, gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from verbs import run_window
 from workers import WorkerPool, error_of
 
-from fullrank import DeferredMean, accumulate, count_valid_tokens, pooled_backward
+from fullrank import DeferredMean, accumulate
 
 OTHER_FORMS = ("find unused", "static graph", "no broadcasts", "nested")
 FORMS = ["default", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)]
@@ -50,7 +40,7 @@ def wrap(form: str, buffers: bool) -> nn.Module:
         "static graph": {"static_graph": True},
         "no broadcasts": {"broadcast_buffers": False},
     }.get(form, {})
-    module = DistributedDataParallel((Counting if buffers else Model)(torch.float64), **options)
+    module = DistributedDataParallel(Model(buffers=buffers), **options)
     return Around(module) if form == "nested" else module
 
 
@@ -62,21 +52,15 @@ def clean_error(rank: int, model: nn.Module, layout: str = "full") -> float:
         everything = [make_window(layout, other)[0] for other in range(dist.get_world_size())]
     model.zero_grad()
     run_window(model, batches)
-    return error(flat(model), whole(Model(torch.float64), everything).gradient)
+    return error(gradient(model), one_process(Model(torch.float64), everything).gradient)
 
 
 def skipped(rank: int, form: str, num_before: int, buffers: bool) -> tuple[tuple[str, str], list[float]]:
     """Return what is raised when the last rank leaves out its only micro-batch, and the errors before and after it."""
     model, odd = wrap(form, buffers), rank == dist.get_world_size() - 1
     errors = [clean_error(rank, model) for _ in range(num_before)]
-
-    def window() -> None:
-        for step, batch in accumulate(model, make_window("full", rank)[:1], count_valid_tokens):
-            if odd:
-                continue
-            step.backward(sum_loss(model, batch))
-
-    found = error_of(window)
+    use = {"use": lambda step, index, loss, items: None} if odd else {}
+    found = error_of(lambda: run_window(model, make_window("full", rank)[:1], **use))
     return found, errors + [clean_error(rank, model) for _ in range(2)]
 
 
@@ -107,7 +91,7 @@ def stray(rank: int, way: str, layout: str, num_before: int) -> list[float]:
     for _ in range(2):
         model.zero_grad()
         run_window(model, batches)
-        errors.append(error(flat(model), whole(Model(torch.float64), all_batches(layout)).gradient))
+        errors.append(error(gradient(model), one_process(Model(torch.float64), all_batches(layout)).gradient))
     return errors
 
 
@@ -122,79 +106,6 @@ def buffers_differ(rank: int) -> list[Any]:
     return found
 
 
-def replay_fails(
-    rank: int, call: int | None, num_before: int, buffers: bool, odd: int
-) -> tuple[tuple[str, str], list[float]]:
-    """Return what is raised when rank ``odd`` fails in forward number ``call`` of a window of two micro-batches.
-
-    Then the gradient of the last window after it.
-    """
-
-    def scores_of(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["tokens"]).flatten(0, 1)[:, :1]
-
-    def run() -> tuple[tuple[str, str], Tensor]:
-        model = wrap("default", buffers)
-        batches, found = [make_batch(rank, index) for index in range(2)], ("none", "")
-        for index in range(num_before + 3):
-            model.zero_grad()
-            calls = iter(range(100))
-
-            def forward(batch: Batch, *, now: bool = index == num_before, calls: Any = calls) -> Tensor:
-                if now and rank == odd and next(calls) == call:
-                    raise KeyError("mine")
-                return scores_of(model, batch)
-
-            def window(forward: Any = forward) -> None:
-                pooled_backward(model, batches, forward=forward, loss=lambda scores, _: scores.square().mean())
-
-            if index == num_before:
-                found = error_of(window)
-            else:
-                window()
-        return found, flat(model)
-
-    found, spoiled = run()
-    return found, spoiled.tolist()
-
-
-def deferred_fails(rank: int, call: int, num_before: int, buffers: bool) -> tuple[tuple[str, str], float]:
-    """Return what is raised when the last rank passes a bad count in ``call`` of a step, and the error of the next."""
-    model = wrap("default", buffers)
-    deferred, batches = DeferredMean(model), make_window("full", rank)
-
-    def step(fails: bool) -> None:
-        for index, batch in enumerate(batches):
-            bad = fails and index == call and rank == dist.get_world_size() - 1
-            deferred.backward(sum_loss(model, batch), -1 if bad else 1)
-        deferred.finish()
-
-    for _ in range(num_before):
-        step(False)
-        model.zero_grad()
-    found = error_of(lambda: step(True))
-    deferred.discard()
-    step(False)
-    expected = whole(Model(torch.float64), all_batches("full"), total=3.0 * dist.get_world_size())
-    return found, error(flat(model), expected.gradient)
-
-
-def deferred_without_forward(rank: int, num_before: int, buffers: bool) -> tuple[tuple[str, str], float]:
-    """Return what is raised when the last rank finishes while the others back-propagate; a last error."""
-    model, batch = wrap("default", buffers), make_batch(rank, 0)
-    deferred = DeferredMean(model)
-    for _ in range(num_before):
-        deferred.backward(sum_loss(model, batch), 1)
-    odd = rank == dist.get_world_size() - 1
-    found = error_of(lambda: deferred.finish() if odd else deferred.backward(sum_loss(model, batch), 1))
-    deferred.discard()
-    deferred.backward(sum_loss(model, batch), 1)
-    deferred.finish()
-    batches = [make_batch(other, 0) for other in range(dist.get_world_size())]
-    expected = whole(Model(torch.float64), batches, total=float(dist.get_world_size()))
-    return found, error(flat(model), expected.gradient)
-
-
 def first_buffers(rank: int, deferred: bool) -> tuple[float, int, int]:
     """Return a buffer after a first forward, and the broadcasts of the constructor and of that forward."""
     model = wrap("default", True)
@@ -207,17 +118,17 @@ def first_buffers(rank: int, deferred: bool) -> tuple[float, int, int]:
     return float(model.module.forwards), constructor.total, counter.total
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_rank_that_skips_its_only_micro_batch(pool: WorkerPool, form: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_a_rank_that_skips_its_only_micro_batch(pool_of_two: WorkerPool, form: str) -> None:
     """In the first, the second and the third window, with and without buffers that DDP broadcasts."""
     for buffers in (False, True):
         for num_before in (0, 1, 2):
-            outcomes = pool(skipped, form, num_before, buffers)
-            text = f"failed on rank {pool.world_size - 1}: micro-batch 0: expected one backward, got 0"
+            outcomes = pool_of_two(skipped, form, num_before, buffers)
             for found, errors in outcomes:
                 assert found == outcomes[0][0]
                 assert found[0] == "RuntimeError"
-                assert text in found[1]
+                assert "failed on rank 1: micro-batch 0: expected one backward, got 0" in found[1]
                 assert max(errors) <= 1e-12
 
 
@@ -236,53 +147,17 @@ def test_control_forwards_of_ddp_alone_communicate(pool_of_two: WorkerPool) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["full", "unequal"])
 @pytest.mark.parametrize("way", STRAYS)
-def test_a_forward_without_a_backward_before_the_window(pool: WorkerPool, way: str, layout: str) -> None:
+def test_a_forward_without_a_backward_before_the_window(pool_of_two: WorkerPool, way: str, layout: str) -> None:
     for num_before in (0, 1, 2):
         if num_before == 1 and way in ("one rank", "one rank, no_sync"):
             continue  # DDP itself hangs: it rebuilds its buckets in the second forward with gradients
-        for errors in pool(stray, way, layout, num_before):
+        for errors in pool_of_two(stray, way, layout, num_before):
             assert max(errors) <= 1e-12
 
 
 def test_buffers_are_broadcast_once_a_window(pool_of_two: WorkerPool) -> None:
     """From rank 0, whose three forwards count; two more broadcasts arrange the buckets, in the second window."""
     assert pool_of_two(buffers_differ) == [[3.0, 1, 3.0, 3, 3.0, 1]] * 2
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_in_either_pass(pool: WorkerPool) -> None:
-    """In each of the four forwards, and in the first, the second and the third window."""
-    for buffers in (False, True):
-        for num_before in (0, 1, 2):
-            clean = pool(replay_fails, None, num_before, buffers, 0)
-            for call in range(4):
-                odd = (0, pool.world_size - 1)[(call + num_before + buffers) % 2]
-                for (found, spoiled), (none, right) in zip(pool(replay_fails, call, num_before, buffers, odd), clean):
-                    assert none == ("none", "")
-                    assert found == ("RuntimeError", f"pooled_backward failed on rank {odd}: KeyError: 'mine'")
-                    after, expected = torch.tensor([spoiled, right], dtype=torch.float64)
-                    assert error(after, expected) <= 1e-12 < expected.norm()
-
-
-@pytest.mark.parametrize("call", [0, 2])
-def test_a_bad_count_in_any_step(pool: WorkerPool, call: int) -> None:
-    for buffers in (False, True):
-        for num_before in (0, 1):
-            for found, wrong in pool(deferred_fails, call, num_before, buffers):
-                assert found[0] == "ValueError"
-                assert f"failed on rank {pool.world_size - 1}: n: expected a finite number >= 0" in found[1]
-                assert wrong <= 1e-12
-
-
-def test_a_rank_that_finishes_instead_of_a_forward(pool: WorkerPool) -> None:
-    """With buffers too: they are broadcast by the constructor, and after a backward at once, in no forward."""
-    for buffers in (False, True):
-        for num_before in (0, 1, 2):
-            for found, wrong in pool(deferred_without_forward, num_before, buffers):
-                assert found[0] == "RuntimeError"
-                text = "DeferredMean.finish on rank" if num_before else "expected a backward since the last finish"
-                assert text in found[1]
-                assert wrong <= 1e-12
 
 
 def test_the_constructor_broadcasts_what_the_first_forward_would(pool_of_two: WorkerPool) -> None:

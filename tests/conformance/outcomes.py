@@ -10,12 +10,16 @@ from workers import error_of
 LIMIT = 1e-12  # of the next step, in float64; see subjects.LIMITS
 
 
+Arguments = dict[str, Any]
+
+
 class Fault(NamedTuple):
     """Something that a rank does wrong, and what every rank raises then: a built-in class, and a part of the text."""
 
-    change: Callable[..., Any]  # what it changes; each table says what it is called with
+    change: Callable[[Arguments], Arguments]  # of the arguments of a right call, which it returns the wrong ones of
     kind: str
     text: str
+    common: Callable[[Arguments], Arguments] = lambda arguments: {}  # what every rank passes in this case
 
 
 class Outcome(NamedTuple):

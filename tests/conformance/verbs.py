@@ -1,20 +1,149 @@
-"""The verbs of the package as the tests call them."""
+"""The verbs that take an optimizer step over a window of micro-batches, called as a user calls them.
+
+Each has the form ``verb(model, micro_batches, **options) -> loss``. It leaves the gradients of all ranks in the model,
+also of a plain one, and returns the mean loss over all terms of all ranks: what ``one_process`` of batches.py computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from batches import Batch, sum_loss
-from subjects import by_hand
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from batches import IGNORED, Batch, num_valid, sum_loss
+from subjects import NUM_FEATURES, by_hand
 from torch import Tensor, nn
 
-from fullrank import accumulate, count_valid_tokens
+import fullrank
+from fullrank import DeferredMean, accumulate, all_reduce_grads_, count_valid_tokens
+from fullrank.gradients.wrappers import find_sync
 
 
-def run_window(model: nn.Module, batches: Sequence[Batch], **options: Any) -> Tensor:
-    """Accumulate one window and return its mean loss."""
+def run_window(model: nn.Module, batches: Any, **options: Any) -> Tensor:
+    """Accumulate one window and return its mean loss; gradients of a plain model are not added over the ranks.
+
+    ``use(step, index, loss, items)`` is the body of the loop, and ``through(index)`` the module that is called.
+    """
+    use = options.pop("use", lambda step, index, loss, items: step.backward(loss))
+    through = options.pop("through", lambda index: model)
     options.setdefault("group", by_hand(model))
-    for step, batch in accumulate(model, batches, options.pop("count", count_valid_tokens), **options):
-        step.backward(sum_loss(model, batch))
+    loop = accumulate(model, batches, options.pop("count", count_valid_tokens), **options)
+    for index, (step, batch) in enumerate(loop):
+        use(step, index, sum_loss(through(index), batch), num_valid(batch))
     return step.mean_loss()
+
+
+def accumulated(model: nn.Module, batches: Any, **options: Any) -> Tensor:
+    """``accumulate``; the options are those of ``run_window``."""
+    loss = run_window(model, batches, **options)
+    _add_up(model)
+    return loss
+
+
+def deferred_of(model: nn.Module) -> DeferredMean:
+    """Return the one object that serves all steps of a model."""
+    if not hasattr(model, "deferred_mean"):
+        model.deferred_mean = DeferredMean(model, by_hand(model))
+    return model.deferred_mean
+
+
+def deferred(model: nn.Module, batches: Any, **options: Any) -> Tensor:
+    """``DeferredMean``, one object for all steps.
+
+    ``call(one, index, loss, n)`` and ``finish(one, groups)`` take the place of its methods. A call that raises is made
+    again rightly, as it may be, and the first error is raised at the end of the step.
+    """
+    one, errors = deferred_of(model), []
+    call = options.get("call", lambda one, index, loss, n: one.backward(loss, n))
+    finish, through = options.get("finish", lambda one, groups: one.finish(groups)), options.get("through")
+    groups = [] if by_hand(model) is None else [by_hand(model)]
+    for index, batch in enumerate(batches):
+        try:
+            call(one, index, sum_loss(through(index) if through else model, batch), num_valid(batch))
+        except (ValueError, TypeError, RuntimeError) as error:
+            errors.append(error)
+            one.backward(sum_loss(model, batch), num_valid(batch))
+    try:
+        finish(one, groups)
+    except (ValueError, TypeError, RuntimeError) as error:
+        errors.append(error)
+        one.finish(groups)
+    if errors:
+        raise errors[0]
+    return one.mean_loss()
+
+
+def scores_of(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Return the logits of all predicted tokens of a micro-batch, a row each."""
+    return model(batch["tokens"])[:, :-1].flatten(0, 1)
+
+
+def mean_over_ranks(scores: Tensor, batches: Sequence[Batch], reduction: str) -> Tensor:
+    """Return the mean loss of the tokens of all ranks, from this rank's scores."""
+    labels = torch.cat([batch["labels"][:, 1:].flatten() for batch in batches])
+    total = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
+    return fullrank.global_mean(total, (labels != IGNORED).sum(), gradient_reduction=reduction)
+
+
+def pooled(model: nn.Module, batches: Any, **options: Any) -> Tensor:
+    """``pooled_backward`` with a loss over all rows of all ranks."""
+    options.setdefault("forward", partial(scores_of, model))
+    options.setdefault("loss", partial(mean_over_ranks, reduction=reduction_of(model)))
+    options.setdefault("group", by_hand(model))
+    value = fullrank.pooled_backward(model, batches, **options)
+    _add_up(model)
+    return value
+
+
+def reduction_of(model: nn.Module) -> str:
+    """Return how a wrapper combines gradients, as the losses name it."""
+    return "sum" if find_sync(model).multiplier == 1 else "mean"
+
+
+def looped(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """A loop of the user's own: ``count_valid_tokens``, ``maybe_no_sync`` and ``causal_lm_loss``."""
+    number = count_valid_tokens(batches)
+    factor, losses = 1 if reduction_of(model) == "sum" else dist.get_world_size(), []
+    for index, batch in enumerate(batches):
+        with fullrank.maybe_no_sync(model, index, len(batches)):
+            logits = model(batch["tokens"])
+            loss = fullrank.causal_lm_loss(logits, batch["labels"], NUM_FEATURES, num_items=number)
+            (loss * factor).backward()
+        losses.append(loss.detach())
+    _add_up(model)
+    total = torch.stack(losses).sum()
+    dist.all_reduce(total)
+    return total
+
+
+def _add_up(model: nn.Module) -> None:
+    """Add what no wrapper adds."""
+    if by_hand(model) is not None:
+        all_reduce_grads_(model, by_hand(model))
+
+
+Verb = Callable[..., Tensor]
+VERBS: dict[str, Verb] = {
+    "accumulate": accumulated,
+    "accumulate each": partial(accumulated, sync="each"),
+    "accumulate shard": partial(accumulated, sync="shard"),
+    "DeferredMean": deferred,
+    "pooled_backward": pooled,
+    "pooled_backward each": partial(pooled, sync="each"),
+    "pooled_backward shard": partial(pooled, sync="shard"),
+    "maybe_no_sync": looped,
+}
+# Where each verb is tested: "shard" is for replicas of shards, which need four ranks.
+EVERYWHERE = ("plain", "ddp", "fsdp2", "replicate", "summed")
+WRAPPERS_OF = {
+    "accumulate": EVERYWHERE,
+    "accumulate each": ("plain", "ddp", "fsdp2"),
+    "DeferredMean": ("plain", "ddp", "fsdp2", "summed"),
+    "pooled_backward": EVERYWHERE,
+    "pooled_backward each": ("ddp", "fsdp2"),
+    "maybe_no_sync": EVERYWHERE,
+}
+UNDER_HSDP = tuple(VERBS)

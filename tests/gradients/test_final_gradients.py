@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import accumulate_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import all_batches, make_batch, make_window, one_process, sum_loss
+from subjects import Model, error, wrap
 from torch import nn
+from verbs import run_window
 from workers import WorkerPool, error_of, get_pool
 
 import fullrank
@@ -21,15 +23,15 @@ def unreduced(rank: int, kind: str, listed: bool) -> dict[str, Any]:
 
     Whether the gradients that another model reduced can be clipped meanwhile.
     """
-    model, other = cases.wrap(cases.Model(torch.float64), kind), cases.wrap(cases.Model(torch.float64), kind)
-    batches = cases.make_window("full", rank)
+    model, other = wrap(Model(torch.float64), kind), wrap(Model(torch.float64), kind)
+    batches = make_window("full", rank)
     for _ in range(2):  # the second time .grad is there, from before
         if kind == "hsdp":
             model.set_requires_all_reduce(False)
         else:
             model.set_requires_gradient_sync(False)
-        cases.sum_loss(model, batches[0]).backward()
-    cases.sum_loss(other, batches[0]).backward()
+        sum_loss(model, batches[0]).backward()
+    sum_loss(other, batches[0]).backward()
     parameters = list(model.parameters()) if listed else model
     found: dict[str, Any] = {
         "clip": error_of(lambda: fullrank.clip_grad_norm_(parameters, 1.0)),
@@ -40,23 +42,23 @@ def unreduced(rank: int, kind: str, listed: bool) -> dict[str, Any]:
     fullrank.discard_gradients_(model)
     model.set_requires_gradient_sync(True)
     model.set_requires_all_reduce(True)
-    cases.run_window(model, batches)
-    expected = cases.whole(cases.Model(torch.float64), cases.all_batches("full")).gradient.norm()
-    found["after"] = cases.error(fullrank.clip_grad_norm_(parameters, None), expected)
+    run_window(model, batches)
+    expected = one_process(Model(torch.float64), all_batches("full")).gradient.norm()
+    found["after"] = error(fullrank.clip_grad_norm_(parameters, None), expected)
     return found
 
 
 def unreduced_under_ddp(rank: int) -> list[Any]:
     """Return the norms of DDP after a backward in no_sync and after one more that reduces, and the error inside."""
-    model = cases.wrap(cases.Model(torch.float64), "ddp")
+    model = wrap(Model(torch.float64), "ddp")
     with model.no_sync():
-        cases.sum_loss(model, cases.make_batch(rank, 0)).backward()
+        sum_loss(model, make_batch(rank, 0)).backward()
         inside = error_of(lambda: fullrank.clip_grad_norm_(model, 1.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = float(fullrank.total_grad_norm(model))
         texts = [str(one.message) for one in caught]
-        cases.sum_loss(model, cases.make_batch(rank, 1)).backward()
+        sum_loss(model, make_batch(rank, 1)).backward()
         after = float(fullrank.total_grad_norm(model))
     return [before, after, inside, texts, len(caught)]
 
@@ -75,18 +77,18 @@ WAYS = {
 
 def warnings_of_steps(rank: int, way: str, options: dict[str, bool]) -> list[tuple[int, float]]:
     """Clip in three steps of one kind and in one that reduces; return the warnings and the norm of each."""
-    model = nn.parallel.DistributedDataParallel(cases.Model(torch.float64), **options)
+    model = nn.parallel.DistributedDataParallel(Model(torch.float64), **options)
     found = []
     for num_local, reduces, evaluates in [WAYS[way]] * 3 + [WAYS["reduced, then evaluated"]]:
         model.zero_grad()
         for index in range(num_local):
             with model.no_sync():
-                cases.sum_loss(model, cases.make_batch(rank, index)).backward()
+                sum_loss(model, make_batch(rank, index)).backward()
         if reduces:
-            cases.sum_loss(model, cases.make_batch(rank, num_local)).backward()
+            sum_loss(model, make_batch(rank, num_local)).backward()
         if evaluates:
             with torch.no_grad():
-                model(cases.make_batch(rank, 5)["tokens"])
+                model(make_batch(rank, 5)["tokens"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             norm = float(fullrank.clip_grad_norm_(model, 1.0))
@@ -109,7 +111,7 @@ def test_a_warning_comes_where_the_norms_differ_and_nowhere_else(
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["module", "list"])
-@pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world_size"), [("fsdp2", 2), ("hsdp", 4)])
 def test_gradients_that_fsdp_holds_back_are_refused(kind: str, world_size: int, listed: bool) -> None:
     for found in get_pool(world_size)(unreduced, kind, listed):
         for call, name in (("clip", "clip_grad_norm_"), ("norm", "total_grad_norm")):

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import accumulate_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import Batch, all_batches, make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
+from subjects import LIMITS, Model, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from verbs import run_window
 from workers import WorkerPool, class_of, get_pool
 
 import fullrank
@@ -22,39 +24,39 @@ from fullrank.gradients.wrappers import find_sync
 def no_sync(rank: int, kind: str, dtype: str) -> dict[str, Any]:
     """Return the error of a window under ``maybe_no_sync``, its collectives in order, and whether it restores."""
     kept = getattr(torch, dtype)
-    reference, model = cases.Model(kept), cases.wrap(cases.Model(kept), kind)
-    batches, before = cases.make_window("full", rank), cases.switches(model)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    batches, before = make_window("full", rank), switches(model)
     counts = []
     for _ in range(2):
         model.zero_grad()
         for index, batch in enumerate(batches):
             with CollectiveCounter() as counter, fullrank.maybe_no_sync(model, index, len(batches)):
-                cases.sum_loss(model, batch).backward()
+                sum_loss(model, batch).backward()
             counts += [counter.counts["allreduce_.default"] + counter.counts["_reduce_scatter_base_.default"]]
-    expected = cases.whole(reference, cases.all_batches("full"), total=float(dist.get_world_size()))
-    outcome = {"error": cases.error(cases.flat(model), expected.gradient), "counts": counts[3:]}
+    expected = one_process(reference, all_batches("full"), total=float(dist.get_world_size()))
+    outcome = {"error": error(gradient(model), expected.gradient), "counts": counts[3:]}
     try:
         with fullrank.maybe_no_sync(model, 0, 2):
             raise KeyError("inside")
     except KeyError:
-        outcome["restored"] = cases.switches(model) == before
+        outcome["restored"] = switches(model) == before
     with fullrank.maybe_no_sync(model, 0, 2):
-        outcome["off"] = cases.switches(model) != before
+        outcome["off"] = switches(model) != before
     return outcome
 
 
 def summed(rank: int, kind: str, dtype: str) -> tuple[float, float, float]:
     """Return what ``sum_gradients_`` returns, and the error of a sum over the ranks before and after it."""
     kept = getattr(torch, dtype)
-    reference, model = cases.Model(kept), cases.wrap(cases.Model(kept), kind)
-    batch = cases.make_batch(rank, 0)
-    expected = cases.whole(reference, [cases.make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
+    reference, model = Model(kept), wrap(Model(kept), kind)
+    batch = make_batch(rank, 0)
+    expected = one_process(reference, [make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
     multiplier = find_sync(model).multiplier
     errors = []
     for _ in range(2):
         model.zero_grad()
-        (cases.sum_loss(model, batch) * multiplier).backward()
-        errors.append(cases.error(cases.reduced(model, kind), expected.gradient))
+        (sum_loss(model, batch) * multiplier).backward()
+        errors.append(error(reduced(model), expected.gradient))
         multiplier = fullrank.sum_gradients_(model)
     return multiplier, *errors
 
@@ -64,27 +66,27 @@ def described(rank: int) -> dict[str, Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     found: dict[str, Any] = {}
-    kinds = ["plain", "ddp", "fsdp", "hsdp", "replicate"]
+    kinds = ["plain", "ddp", "fsdp2", "hsdp", "replicate"]
     for kind in kinds if dist.get_world_size() == 4 else kinds[:3]:
-        model = cases.wrap(cases.Model(torch.float32), kind)
+        model = wrap(Model(torch.float32), kind)
         sync = find_sync(nn.Sequential(model))
         size = None if sync.group is None else dist.get_world_size(sync.group)
         found[kind] = sync.kind, sync.multiplier, size, sync.is_lockstep
-    bare = cases.Model(torch.float32)
+    bare = Model(torch.float32)
     fully_shard(bare.up, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    found["unmanaged"] = find_sync(bare).unmanaged, _text(lambda: cases.run_window(bare, [cases.make_batch(rank, 0)]))
-    found["named"] = _text(lambda: cases.run_window(bare, [cases.make_batch(rank, 0)], group=dist.group.WORLD))
+    found["unmanaged"] = find_sync(bare).unmanaged, _text(lambda: run_window(bare, [make_batch(rank, 0)]))
+    found["named"] = _text(lambda: run_window(bare, [make_batch(rank, 0)], group=dist.group.WORLD))
     frozen = bare.requires_grad_(False)
     frozen.up.requires_grad_(True)
     found["frozen"] = find_sync(frozen).unmanaged
-    ignoring = cases.Model(torch.float32)
+    ignoring = Model(torch.float32)
     ignoring._ddp_params_and_buffers_to_ignore = ["up.weight"]
     found["ignored"] = find_sync(DistributedDataParallel(ignoring)).unmanaged
     found["both"] = _text(
         lambda: fullrank.sum_gradients_(nn.Sequential(model, DistributedDataParallel(nn.Linear(1, 1))))
     )
     found["statistics"] = find_sync(nn.SyncBatchNorm(3)).is_lockstep
-    one = cases.Model(torch.float32)
+    one = Model(torch.float32)
     found["fsdp1"] = _text(lambda: find_sync(FullyShardedDataParallel(one, device_id=torch.device("cpu"))))
     found["module"] = _text(lambda: find_sync(one.up.weight))
     return found
@@ -95,12 +97,12 @@ def several_groups(rank: int) -> dict[str, str | list[int]]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    two, small = cases.Model(torch.float32), cases.Model(torch.float32)
+    two, small = Model(torch.float32), Model(torch.float32)
     fully_shard(two.up, mesh=mesh["rows"])
     fully_shard(two, mesh=mesh["columns"])
     found: dict[str, str | list[int]] = {"two": _text(lambda: find_sync(two).group)}
     fully_shard(small, mesh=mesh)
-    found["part"] = _text(lambda: cases.run_window(small, cases.make_window("full", rank), group=mesh["rows"]))
+    found["part"] = _text(lambda: run_window(small, make_window("full", rank), group=mesh["rows"]))
     found["ranks"] = dist.get_process_group_ranks(find_sync(small).group)
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     uneven = nn.ModuleList([DistributedDataParallel(nn.Linear(1, 1)), DistributedDataParallel(nn.Linear(1, 1), None)])
@@ -120,11 +122,11 @@ def _text(call: Callable[[], Any]) -> str:
 def static_graph(rank: int, dtype: str) -> dict[str, Any]:
     """Return what DDP with ``static_graph`` does: refused at first, exact afterwards, and torch's own failure."""
     kept = getattr(torch, dtype)
-    reference = cases.Model(kept)
-    model = DistributedDataParallel(cases.Model(kept), static_graph=True)
-    batches = cases.make_window("full", rank)
-    expected = cases.whole(reference, cases.all_batches("full")).gradient
-    outcome: dict[str, Any] = {"refused": _text(lambda: cases.run_window(model, batches))}
+    reference = Model(kept)
+    model = DistributedDataParallel(Model(kept), static_graph=True)
+    batches = make_window("full", rank)
+    expected = one_process(reference, all_batches("full")).gradient
+    outcome: dict[str, Any] = {"refused": _text(lambda: run_window(model, batches))}
 
     def enter() -> None:
         with fullrank.maybe_no_sync(model, 0, 2):
@@ -133,13 +135,13 @@ def static_graph(rank: int, dtype: str) -> dict[str, Any]:
     outcome["no_sync"] = _text(enter)
     for name, sync in (("each", "each"), ("last", "last"), ("again", "last")):
         model.zero_grad()
-        cases.run_window(model, batches, sync=sync)
-        outcome[name] = cases.error(cases.flat(model), expected)
-    raw = DistributedDataParallel(cases.Model(kept), static_graph=True)
+        run_window(model, batches, sync=sync)
+        outcome[name] = error(gradient(model), expected)
+    raw = DistributedDataParallel(Model(kept), static_graph=True)
     try:
         for index, batch in enumerate(batches):
             raw.require_backward_grad_sync = index == 2
-            cases.sum_loss(raw, batch).backward()
+            sum_loss(raw, batch).backward()
     except RuntimeError as raised:
         outcome["torch"] = str(raised)
     return outcome
@@ -148,40 +150,40 @@ def static_graph(rank: int, dtype: str) -> dict[str, Any]:
 def stray_forward(rank: int, dtype: str, discard: bool) -> tuple[int, float]:
     """Return the reductions in the first of three micro-batches after a forward without a backward, and the error."""
     kept = getattr(torch, dtype)
-    reference, model = cases.Model(kept), cases.wrap(cases.Model(kept), "ddp")
-    batches = cases.make_window("full", rank)
-    cases.sum_loss(model, batches[0])
+    reference, model = Model(kept), wrap(Model(kept), "ddp")
+    batches = make_window("full", rank)
+    sum_loss(model, batches[0])
     if discard:
         fullrank.discard_gradients_(model)
     counts = []
     for index, batch in enumerate(batches):
         with CollectiveCounter() as counter, fullrank.maybe_no_sync(model, index, 3):
-            (cases.sum_loss(model, batch) * dist.get_world_size()).backward()
+            (sum_loss(model, batch) * dist.get_world_size()).backward()
         counts.append(counter.counts["allreduce_.default"])
-    expected = cases.whole(reference, cases.all_batches("full"), total=1.0)
-    return counts[0], cases.error(cases.flat(model), expected.gradient)
+    expected = one_process(reference, all_batches("full"), total=1.0)
+    return counts[0], error(gradient(model), expected.gradient)
 
 
 def stale_parameters(rank: int, discard: bool) -> float:
     """Return the error of an FSDP2 step after a forward without backward and a change of the parameters."""
-    reference, model = cases.Model(torch.float64), cases.wrap(cases.Model(torch.float64), "fsdp")
-    held, batch = list(model.parameters()), cases.make_batch(rank, 0)
-    cases.sum_loss(model, batch)
+    reference, model = Model(torch.float64), wrap(Model(torch.float64), "fsdp2")
+    held, batch = list(model.parameters()), make_batch(rank, 0)
+    sum_loss(model, batch)
     if discard:
         fullrank.discard_gradients_(model)
     with torch.no_grad():
         for parameter in [*held, *reference.parameters()]:
             parameter.mul_(1.5)
-    (cases.sum_loss(model, batch) * find_sync(model).multiplier).backward()
-    expected = cases.whole(reference, [cases.make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
+    (sum_loss(model, batch) * find_sync(model).multiplier).backward()
+    expected = one_process(reference, [make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
     found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in held])
-    return cases.error(found, expected.gradient)
+    return error(found, expected.gradient)
 
 
 def broken_backward(rank: int) -> str:
     """Return what DDP says after a backward that raised inside its reduction, discarded or not."""
-    model = cases.wrap(cases.Model(torch.float32), "ddp")
-    tokens = cases.make_batch(rank, 0)["tokens"]
+    model = wrap(Model(torch.float32), "ddp")
+    tokens = make_batch(rank, 0)["tokens"]
 
     def fail(grad: Tensor) -> None:
         raise KeyError("inside")
@@ -206,18 +208,18 @@ def mixed_precision(rank: int, discard: bool) -> tuple[float, bool]:
     """Return the error of a window after an aborted one, with gradients held in the dtype of the reduction."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = cases.Model(torch.float32)
+    model = Model(torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
-    batches = cases.make_window("full", rank)
+    batches = make_window("full", rank)
 
-    def loss(batch: cases.Batch) -> Tensor:
-        return cases.sum_loss(lambda tokens: model(tokens).float(), batch)
+    def loss(batch: Batch) -> Tensor:
+        return sum_loss(lambda tokens: model(tokens).float(), batch)
 
     def window() -> Tensor:
         for step, batch in fullrank.accumulate(model, batches, fullrank.count_valid_tokens):
             step.backward(loss(batch))
-        return cases.flat(model)
+        return gradient(model)
 
     clean = window()
     model.zero_grad()
@@ -229,12 +231,12 @@ def mixed_precision(rank: int, discard: bool) -> tuple[float, bool]:
     model.zero_grad()
     if discard:
         fullrank.discard_gradients_(model)
-    return cases.error(window(), clean), is_apart
+    return error(window(), clean), is_apart
 
 
 def compiled(rank: int, where: str) -> tuple[str, float, int]:
     """Return what is found in a compiled model, the error of its second window and the reductions in it."""
-    reference, inner = cases.Model(torch.float64), cases.Model(torch.float64)
+    reference, inner = Model(torch.float64), Model(torch.float64)
     if where == "outside":
         model = torch.compile(DistributedDataParallel(inner), backend="eager")
     else:
@@ -242,17 +244,16 @@ def compiled(rank: int, where: str) -> tuple[str, float, int]:
     for _ in range(3):
         model.zero_grad()
         with CollectiveCounter() as counter:
-            cases.run_window(model, cases.make_window("full", rank))
-    error = cases.error(cases.flat(model), cases.whole(reference, cases.all_batches("full")).gradient)
-    return find_sync(model).kind, error, counter.counts["allreduce_.default"]
+            run_window(model, make_window("full", rank))
+    wrong = error(gradient(model), one_process(reference, all_batches("full")).gradient)
+    return find_sync(model).kind, wrong, counter.counts["allreduce_.default"]
 
 
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
 each_dtype = pytest.mark.parametrize("dtype", LIMITS)
 
 
 @each_dtype
-@pytest.mark.parametrize(("kind", "reductions"), [("ddp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("kind", "reductions"), [("ddp", 1), ("fsdp2", 2)])
 def test_maybe_no_sync_reduces_in_the_last_micro_step(pool: WorkerPool, kind: str, reductions: int, dtype: str) -> None:
     for outcome in pool(no_sync, kind, dtype):
         assert outcome["error"] <= LIMITS[dtype]
@@ -286,7 +287,7 @@ def test_maybe_no_sync_checks_its_numbers(step: int, steps: int, kind: type, tex
 
 @each_dtype
 def test_sum_gradients(pool: WorkerPool, dtype: str) -> None:
-    multipliers = {"plain": 1.0, "ddp": float(pool.world_size), "fsdp": 1.0}
+    multipliers = {"plain": 1.0, "ddp": float(pool.world_size), "fsdp2": 1.0}
     for kind, expected in multipliers.items():
         for multiplier, before, after in pool(summed, kind, dtype):
             assert multiplier == expected
@@ -307,7 +308,7 @@ def test_what_is_found_in_a_model(pool_of_four: WorkerPool) -> None:
     for found in pool_of_four(described):
         assert found["plain"] == ("a plain module", 1.0, None, False)
         assert found["ddp"] == ("DDP over 4 ranks", 4.0, 4, False)
-        assert found["fsdp"] == ("FSDP2 over 4 ranks", 4.0, 4, True)
+        assert found["fsdp2"] == ("FSDP2 over 4 ranks", 4.0, 4, True)
         assert found["hsdp"] == ("HSDP over 4 ranks", 4.0, 4, True)
         assert found["replicate"] == ("replicas over 4 ranks", 4.0, 4, False)
         names, text = found["unmanaged"]
@@ -350,12 +351,12 @@ def test_static_graph(pool_of_two: WorkerPool, dtype: str) -> None:
 
 @each_dtype
 def test_discard_forgets_a_forward_that_no_backward_followed(pool_of_two: WorkerPool, dtype: str) -> None:
-    for reductions, error in pool_of_two(stray_forward, dtype, True):
+    for reductions, wrong in pool_of_two(stray_forward, dtype, True):
         assert reductions == 0
-        assert error <= LIMITS[dtype]
-    for reductions, error in pool_of_two(stray_forward, dtype, False):
+        assert wrong <= LIMITS[dtype]
+    for reductions, wrong in pool_of_two(stray_forward, dtype, False):
         assert reductions == 1  # torch's own behaviour: one reduction too many, and still the same sum
-        assert error <= LIMITS[dtype]
+        assert wrong <= LIMITS[dtype]
 
 
 def test_a_reduction_that_broke_off_stays_loud(pool_of_two: WorkerPool) -> None:
@@ -370,11 +371,11 @@ def test_discard_forgets_gathered_parameters(pool_of_two: WorkerPool) -> None:
 
 
 def test_discard_under_mixed_precision(pool: WorkerPool) -> None:
-    for error, is_apart in pool(mixed_precision, True):
+    for wrong, is_apart in pool(mixed_precision, True):
         assert is_apart
-        assert error == 0.0
-    for error, _ in pool(mixed_precision, False):
-        assert error > 0.1
+        assert wrong == 0.0
+    for wrong, _ in pool(mixed_precision, False):
+        assert wrong > 0.1
 
 
 def test_discard_drops_all_gradients_of_a_plain_module() -> None:
@@ -389,9 +390,9 @@ def test_discard_drops_all_gradients_of_a_plain_module() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_compiled_models(where: str) -> None:
-    for kind, error, reductions in get_pool(2)(compiled, where):
+    for kind, wrong, reductions in get_pool(2)(compiled, where):
         assert kind == "DDP over 2 ranks"
-        assert error <= LIMITS["float64"]
+        assert wrong <= LIMITS["float64"]
         assert reductions == 1
 
 

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accumulate_cases import Batch, Experts, Model, _cut, error, flat, make_batch, num_valid, sum_loss, wrap
+from batches import Batch, halves, make_batch, num_valid, sum_loss
+from experts import Experts
 from meshes import init_device_mesh
+from subjects import Model, error, wrap
+from subjects import gradient as flat
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
 
@@ -116,7 +119,9 @@ def context_parallel(rank: int, blocks: list[str], folded: str) -> float:
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "own"))["own"]
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded == "all" else mesh["data"])
     groups = {"ring_group": ring, "ulysses_group": alone, "unified_group": ring}
-    run_blocks(blocks, model=model, micro_batches=_cut(batches_of(data_rank), part), mesh=mesh, folded=folded, **groups)
+    run_blocks(
+        blocks, model=model, micro_batches=halves(batches_of(data_rank), part), mesh=mesh, folded=folded, **groups
+    )
     return error(flat(model), whole([b for r in range(2) for b in batches_of(r)]))
 
 
@@ -193,7 +198,7 @@ def test_every_block_is_run_here() -> None:
     assert TEXT.count("```python") == len(NAMES) + 2 + len(tested) + 1
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_the_loop(kind: str, world_size: int) -> None:
     """Six micro-batches in windows of four: four and two."""
     assert max(get_pool(world_size)(training, kind, [*NAMES, LOOP], 4)) <= LIMIT
@@ -209,7 +214,7 @@ def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
         pool_of_two(training, "ddp", [*NAMES, wrong], 4)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_means_with_their_number(pool_of_two: WorkerPool, kind: str) -> None:
     assert max(pool_of_two(gradient, kind, [*NAMES, MEANS])) <= LIMIT
 
@@ -267,7 +272,7 @@ def test_accelerate(pool_of_two: WorkerPool) -> None:
     assert max(pool_of_two(gradient, "ddp", NAMES + blocks("Accelerate"))) <= LIMIT
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_the_server(pool_of_two: WorkerPool, kind: str) -> None:
     """Two steps of three calls, by one object."""
     recipe = NAMES + blocks("A server, whose calls come one by one")

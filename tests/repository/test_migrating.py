@@ -20,10 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accumulate_cases import Experts, Model, error, flat, make_batch, sum_loss
-from accumulate_cases import whole as gradient_of_one_process
+from batches import make_batch, sum_loss
+from batches import one_process as gradient_of_one_process
 from collective_counter import CollectiveCounter
+from experts import Experts
 from meshes import init_device_mesh
+from subjects import Model, error
+from subjects import gradient as flat
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import error_of, get_pool

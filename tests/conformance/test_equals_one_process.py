@@ -1,0 +1,121 @@
+"""Every verb under every wrapper gives the loss, the gradient and the norm of one process with all the rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
+from subjects import LIMITS, Model, assert_exact, error, gradient, wrap
+from verbs import UNDER_HSDP, VERBS, WRAPPERS_OF
+from workers import get_pool
+
+import fullrank
+
+MOST = 0.5  # max_norm, as a share of the norm
+
+# Where a wrapper communicates in the last backward alone, the ranks may have different numbers of micro-batches.
+FREE = {
+    (verb, kind)
+    for verb in ("accumulate", "pooled_backward")
+    for kind in ("plain", "ddp", "replicate")
+    if (verb, kind) != ("pooled_backward", "replicate")
+}
+
+
+def windows_of(layout: str) -> list[list[Any]]:
+    """Return the window of every rank. ``"three"`` and ``"one"`` are what ``windows`` cuts four micro-batches into."""
+    ranks = range(dist.get_world_size())
+    if layout not in ("three", "one"):
+        return [make_window(layout, rank) for rank in ranks]
+    cut = [list(fullrank.windows([make_batch(rank, index) for index in range(4)], 3)) for rank in ranks]
+    return [parts[("three", "one").index(layout)] for parts in cut]
+
+
+def errors_of(rank: int, verb: str, kind: str, dtype: str) -> dict[str, float]:
+    """Take a step with every layout of the window, one model for all; return the errors."""
+    kept, reference = getattr(torch, dtype), Model(dtype)
+    model, errors = wrap(Model(dtype), kind), {}
+    for layout in ["full", "uneven", "none", "three", "one", *(["unequal"] if (verb, kind) in FREE else [])]:
+        model.zero_grad()
+        window = windows_of(layout)
+        expected = one_process(reference, [batch for batches in window for batch in batches])
+        loss = VERBS[verb](model, window[rank])
+        assert (loss.dtype, loss.shape, loss.requires_grad) == (kept, (), False)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        errors[layout] = error(gradient(model), expected.gradient)
+        errors[f"{layout} loss"] = error(loss, expected.loss)
+        errors[f"{layout} norm"] = error(fullrank.total_grad_norm(model), expected.gradient.norm())
+        most = MOST * float(expected.gradient.norm())
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), most)
+        fullrank.clip_grad_norm_(model, most)
+        errors[f"{layout} clipped"] = error(gradient(model), gradient(reference))
+        if layout == "none":
+            assert float(gradient(model).abs().max()) == 0
+    return errors
+
+
+def wrong_error(rank: int, way: str, kind: str) -> float:
+    """Return the error of what is widely done instead."""
+    reference, model = Model(), wrap(Model(), kind)
+    batches, expected = make_window("full", rank), one_process(reference, all_batches("full")).gradient
+    number = sum(map(num_valid, all_batches("full")))
+    if way == "unshifted count":
+        VERBS["accumulate"](model, batches, count=partial(fullrank.count_valid_tokens, shift=False))
+        return error(gradient(model), expected)
+    for index, batch in enumerate(batches):
+        with fullrank.maybe_no_sync(model, index, len(batches)):
+            terms = {"mean of means": len(batches) * max(num_valid(batch), 1), "fixed length": 2 * len(batches) * 8}
+            (sum_loss(model, batch) / terms.get(way, 1)).backward()
+    for parameter in model.parameters():
+        if way == "count alone":  # DDP has divided by the number of ranks already
+            parameter.grad /= number
+        elif way == "divided before the sum":
+            parameter.grad /= sum(map(num_valid, batches)) * dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+        elif way == "second sync":
+            for _ in range(2):
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= number
+    return error(gradient(model), expected)
+
+
+def cases() -> list[Any]:
+    """Return world size, verb, wrapper and dtype; the fast tests have the wrappers that most people use."""
+    found = []
+    for verb, kinds in WRAPPERS_OF.items():
+        for kind in kinds:
+            is_common = kind in ("plain", "ddp", "fsdp2")
+            found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [pytest.mark.slow]))
+            found.append(pytest.param(3, verb, kind, "float64", marks=pytest.mark.full))
+            marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and " " not in verb else [pytest.mark.full]
+            found.append(pytest.param(2, verb, kind, "float32", marks=marks))
+    for verb in UNDER_HSDP:
+        found.append(pytest.param(4, verb, "hsdp", "float64", marks=pytest.mark.slow))
+        found.append(pytest.param(4, verb, "hsdp", "float32", marks=pytest.mark.full))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "verb", "kind", "dtype"), cases())
+def test_equals_one_process(world_size: int, verb: str, kind: str, dtype: str) -> None:
+    """Uneven tokens, a rank without any, a window without any, windows of three and one, unequal numbers of them."""
+    for errors in get_pool(world_size)(errors_of, verb, kind, dtype):
+        assert_exact(errors, dtype)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("mean of means", "ddp"),
+        ("fixed length", "ddp"),
+        ("unshifted count", "ddp"),
+        ("count alone", "ddp"),
+        ("divided before the sum", "plain"),
+        ("second sync", "plain"),
+    ],
+)
+def test_control_what_is_widely_done_is_wrong(way: str, kind: str) -> None:
+    assert min(get_pool(2)(wrong_error, way, kind)) > 0.05 > LIMITS["float64"]
