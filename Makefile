@@ -10,7 +10,7 @@ export PYTHON
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test full quick lint types docs bench clean
+.PHONY: help demo test full quick mutants lint types docs bench clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
@@ -19,6 +19,7 @@ help:
 	@echo "make test    the whole check: lint, types, docs, tests"
 	@echo "make full    the same and the tests that take long: benchmarks, soaks, more processes"
 	@echo "make quick   lint, types and the fast tests: every loss and public verb, on several processes too"
+	@echo "make mutants which changes of the package no test notices (SEED=0 NUMBER=20 FOLDER=)"
 	@echo "make lint    ruff check, ruff format --check"
 	@echo "make types   mypy"
 	@echo "make docs    build the documentation into site/ (site/index.html), strictly and without the network"
@@ -58,6 +59,12 @@ full: $(STAMP)
 
 quick: $(STAMP)
 	@$(BIN)/python tests/run.py --checks --quick
+
+SEED := 0
+NUMBER := 20
+FOLDER :=
+mutants: $(STAMP)
+	@$(BIN)/python tests/mutants.py --seed $(SEED) --number $(NUMBER) --folder "$(FOLDER)"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -8,10 +8,6 @@ scores. An error is ``norm(gradient - reference) / norm(reference)``; at any row
 largest element. The table holds the worst over the temperatures, the JSON every case. Nothing is timed. Where long
 double is no wider than double, the float64 columns stay empty. The full run takes a few minutes and writes
 accuracy.json, a quick one seconds, and only where ``--out`` says. Needs the ``bench`` extra.
-
-With ``--many-bins`` it runs one case instead: 2e7 rows that fill more than 2^24 fine bins, more than float32 has whole
-numbers, with tails and outliers outside of the window. The reference is then the same method in float64. It takes a few
-minutes and 6 GiB, and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ ROWS, SHARE = (4_000, 8_000), 0.02
 MANY_ROWS, MANY_SHARE = costs_of(torch.device("cpu")).many_rows, 1.25e-4  # from so many rows float32 takes other bins
 MANY_CASES = ((1.0, 0.01), (1.0, 1.0), (10.0, 1.0))  # scale and temperature
 METHODS = ("direct", "binned")
-MOST_ROWS, MOST_COARSE, MOST_TEMPERATURE = 20_000_000, 261_500, 1.0  # the window: just below the limit of bins.py
 PAIRS = 2**18  # summed together
 BAR_32, TIMES_DIRECT, BAR_ROW, BAR_LOSS, BAR_64 = 2e-6, 1.5, 5e-6, 1e-8, 1e-12
 
@@ -194,44 +189,10 @@ def measure(quick: bool) -> list[Record]:
     return [measure_case(*case) for case in cases]
 
 
-def spread_out(size: int) -> Tensor:
-    """Return float32 scores over MOST_COARSE bins at MOST_TEMPERATURE, with heavy tails and two outliers."""
-    generator = torch.Generator().manual_seed(0)
-    end = 4.0 * MOST_TEMPERATURE * MOST_COARSE  # a coarse bin is 4 temperatures wide
-    scores = torch.rand(size, generator=generator, dtype=torch.float64) * end
-    far = 1e3 / torch.rand(size // 500, generator=generator, dtype=torch.float64)  # Pareto tails
-    far = torch.cat([end + far[::2], -far[1::2]])
-    scores[torch.randperm(size, generator=generator)[: far.numel()]] = far
-    scores[0], scores[1] = 1e30, -1e12
-    return scores.float()
-
-
-def measure_many_bins() -> Record:
-    """Return the errors of float32 against float64 where there are more than 2^24 fine bins."""
-    scores = spread_out(MOST_ROWS)
-    positive = choose_positives(MOST_ROWS, 0.02) & (scores > scores.median())
-    bins = binning.find_bins(scores[None], scores.min()[None], scores.max()[None], MOST_TEMPERATURE, 64)
-    assert bins is not None
-    assert bins.num_fine > 2**24
-    loss, gradient = run("binned", scores.double(), positive, MOST_TEMPERATURE)
-    ours = run("binned", scores, positive, MOST_TEMPERATURE)
-    return {
-        "rows": MOST_ROWS,
-        "fine bins": bins.num_fine,
-        "coarse bins outside of the window": bins.num_coarse - bins.window,
-        "float32 binned": relative_error(ours[1], gradient),
-        "any row": float((ours[1] - gradient).abs().max() / gradient.abs().max()),
-        "loss": float((ours[0] - loss).abs()),
-    }
-
-
 def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "accuracy")
-    script.parser.add_argument("--many-bins", action="store_true", help="one case with more than 2^24 fine bins")
-    if script.start().many_bins:
-        print_records("More than 2^24 fine bins, against the same method in float64", [measure_many_bins()])
-        return
+    script.start()
     digits = np.finfo(np.longdouble).nmant + 1
     print(f"long double has {digits} bits{'' if is_extended() else ', so there is no reference for float64'}")
     records = measure(script.options.quick)

@@ -174,19 +174,6 @@ def print_results(task: Record, size: Size) -> None:
     print_table(title, ("method", *labels, *(f"{metric} gain" for metric in METRICS), "sign"), lines)
 
 
-def print_choices(task: Record) -> None:
-    """Print the results of the trials of the ranking losses, by surrogate and by what the queue keeps."""
-    goals: dict[tuple[str, str, str], list[float]] = {}
-    for method in task["methods"]:
-        for trial in method["trials"]:
-            if "temperature" in (config := trial["config"]):
-                choice = (method["method"], config.get("surrogate", ""), config.get("queue_keep", ""))
-                goals.setdefault(choice, []).append(trial["goal"])
-    lines = [[*choice, str(len(found)), f"{min(found):.3f}", f"{max(found):.3f}"] for choice, found in goals.items()]
-    title = f"{task['task']}: the same search, by what was chosen"
-    print_table(title, ("method", "surrogate", "queue keeps", "trials", "worst", "best"), lines)
-
-
 def main() -> None:
     """Run, print, write."""
     script = Run(__doc__, "quality", full="2,000,000 rows, 10 trials, 8 seeds")
@@ -202,7 +189,6 @@ def main() -> None:
     tasks = [Study(make_task(name, size), size, cache).report() for name in options.tasks]
     for task in tasks:
         print_results(task, size)
-        print_choices(task)
     script.write(size=size._asdict(), tasks=tasks)
     if (folder := script.folder(PICTURES)) is not None:
         draw_quality(tasks, folder / "quality.svg")

@@ -78,12 +78,6 @@ def _own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     return own if plan.scale == 1 else own * plan.scale
 
 
-def own_gradient(gathered: Tensor, gradient: Tensor) -> Tensor:
-    """Return what the rows of this rank get from ``gradient``, that of ``gathered``; all of it without a gather."""
-    plan = getattr(gathered.grad_fn, "plan", None)
-    return _own_rows(gradient, plan) if isinstance(plan, _Plan) else gradient
-
-
 def _sum_own_rows(grad: Tensor, plan: _Plan) -> Tensor:
     """Return k / W times this rank's rows of the sum of ``grad`` over the ranks; float32 for half precision."""
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad

@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..distributed.group import Group
 from ..distributed.header import combined
 from ..errors import check_choice, expected
+from .arguments import completed
 from .batch import compute_dtype, has_values, weight_and_check, weight_unit
 from .cross_entropy import REDUCTIONS, TorchLikeLoss, TorchReduction
+from .distributed_loss import GroupOptions
 from .focal import Elements, aligned, check_inputs
 from .sigmoid_focal import check_of_soft_targets, expand_weight
 
 
+@completed()
 class BCEWithLogitsLoss(TorchLikeLoss):
     r"""Binary cross-entropy of independent problems, with the mean over the elements of all ranks.
 
@@ -36,24 +39,11 @@ class BCEWithLogitsLoss(TorchLikeLoss):
             None for all 1. The number of negatives over that of positives lets both weigh the same. A buffer.
         reduction: ``"mean"`` over the elements of all ranks, whose weights are not in the divisor, ``"sum"`` over all
             ranks, or ``"none"`` for this rank's elements.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         inputs of any shape; targets the same, numbers in [0, 1], where one of (N,) and (N, 1) may stand for the other;
         ``sample_weight`` of the forward has dim 0 of the inputs, and ``"mean"`` then divides by the sum of it. N may
         differ between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call or the weights, or inside activation checkpointing.
 
     Degenerate: no element on any rank gives 0 with zero gradients.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
@@ -77,13 +67,10 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         reduction: TorchReduction = "mean",
         *,
         gather_distributed: bool | None = None,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
-        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(reduction, gather_distributed, **options)
         self._register_weights(weight=weight, pos_weight=pos_weight)
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:

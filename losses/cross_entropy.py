@@ -8,12 +8,14 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..distributed.group import Group
 from ..distributed.header import combined
 from ..distributed.torch_private import version_of
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
+from .arguments import completed
 from .batch import compute_dtype, has_values, weight_unit
+from .distributed_loss import GroupOptions
 from .focal import Elements, FocalLoss, check_inputs
 from .sigmoid_focal import check_of_soft_targets
 from .softmax_focal import check_classes, check_element_weight
@@ -55,6 +57,7 @@ class TorchLikeLoss(FocalLoss):
         return known[2]
 
 
+@completed()
 class CrossEntropyLoss(TorchLikeLoss):
     r"""Cross-entropy of mutually exclusive classes, with the mean over the elements of all ranks.
 
@@ -68,34 +71,21 @@ class CrossEntropyLoss(TorchLikeLoss):
     a rank with few valid rows counts more than others.
 
     There are four differences. Without a valid element torch gives NaN, and this loss 0 with zero gradients. Ignored
-    elements may have NaN for logits. Half precision is returned in float32. One class raises, since its loss is always
-    0.
+    elements may have NaN for logits. Half precision is returned in float32. Inputs (N, 1), whose loss is always 0, and
+    inputs (C,) raise.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
-        ignore_index: elements with this target are not valid: no loss, no gradient, not counted. Has no meaning for
-            probabilities.
+        ignore_index: elements with this target are not valid: no loss, no gradient, not counted. With
+            probabilities it must be negative, as in torch.
         reduction: ``"mean"`` divides by the sum of the weights of the target classes over all ranks, ``"sum"`` over all
             ranks, or ``"none"`` for this rank's elements.
         label_smoothing: in [0, 1], the share of the uniform distribution in the targets.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         inputs (N, C, *) with C >= 2; targets (N, *) or (N, *, 1) class indices, or (N, C, *) probabilities as floats;
         ``sample_weight`` of the forward (N, *), with which the counts become sums of weights. N may differ between
         ranks and may be 0. Output scalar, or (N, *) with ``reduction="none"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call or the weights, or inside activation checkpointing.
 
     Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
@@ -119,13 +109,10 @@ class CrossEntropyLoss(TorchLikeLoss):
         label_smoothing: float = 0.0,
         *,
         gather_distributed: bool | None = None,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
-        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(reduction, gather_distributed, **options)
         self.ignore_index = check_int("ignore_index", ignore_index)
         if not 0 <= check_number("label_smoothing", label_smoothing) <= 1:
             raise ValueError(expected("label_smoothing", "a number in [0, 1]", label_smoothing))

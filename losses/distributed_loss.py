@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ..distributed.group import (
 from ..distributed.header import State
 from ..distributed.torch_private import not_compiled
 from ..errors import expected
+from .arguments import completed
 
 # What to do when ranks differ in state that several losses have.
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
@@ -45,6 +46,16 @@ def compiled_where_local(forward: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+class GroupOptions(TypedDict, total=False):
+    """The arguments of :class:`DistributedLoss` that its subclasses pass on as they are."""
+
+    group: Group
+    gradient_reduction: str | int
+    validate_args: bool
+    name: str | None
+
+
+@completed()
 class DistributedLoss(nn.Module):
     """Base of the losses: holds which ranks take part, and how the wrapper combines their gradients.
 
@@ -58,14 +69,18 @@ class DistributedLoss(nn.Module):
             Types, shapes and devices are always checked.
         name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
             equal arguments, names let ranks that call them in different orders raise.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
+        RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
     """
 
     def __init__(
         self,
-        gather_distributed: bool | None,
-        group: Group,
-        gradient_reduction: str | int,
-        validate_args: bool,
+        gather_distributed: bool | None = None,
+        group: Group = None,
+        gradient_reduction: str | int = "mean",
+        validate_args: bool = True,
         name: str | None = None,
     ) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, refuse_in_backward
 from ..errors import Words, check_number, check_tensor, expected
+from .arguments import completed
 from .distributed_loss import DistributedLoss
 
 
@@ -85,6 +86,7 @@ def check_gamma(gamma: float) -> None:
         raise ValueError(expected("gamma", "a number >= 0", gamma))
 
 
+@completed()
 class FocalLoss(DistributedLoss):
     """Base of the focal losses and of cross-entropy.
 
@@ -92,24 +94,15 @@ class FocalLoss(DistributedLoss):
 
     Args:
         reduction: see the subclass.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
     """
 
     def __init__(
         self,
         reduction: str,
-        gather_distributed: bool | None,
-        group: Group,
-        gradient_reduction: str | int,
-        validate_args: bool,
+        gather_distributed: bool | None = None,
+        group: Group = None,
+        gradient_reduction: str | int = "mean",
+        validate_args: bool = True,
         name: str | None = None,
     ) -> None:
         super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)

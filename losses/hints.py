@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..distributed.gather import own_gradient
 from ..errors import warn
 from .batch import Batch
 from .pool import PerClass, Pool
@@ -22,9 +20,6 @@ _FEW_POSITIVES = 20  # with fewer, all of them may happen to have no gradient
 _NO_GRADIENT = 1e-6  # of the largest gradient of the class
 _MANY = 0.99  # share of the live positives
 _SMALL_LOSS = 0.05  # below it the positives are ranked well and need no gradient
-_PUSH = 0.5  # share of the gradient that raises all scores
-_MANY_PUSHES = 2  # measurements in a row
-_MOST_OTHERS = 0.5  # of the gradient of this loss for the own rows: what other losses may add there
 
 
 class Setting(NamedTuple):
@@ -32,7 +27,6 @@ class Setting(NamedTuple):
 
     temperature: float | None  # None where it is automatic, or where the loss has none
     small_pool: str | None  # what is wrong with a pool as small as this one will stay, and the fix
-    is_alone: bool  # queued rows are negatives alone, and no schedule around the loss adds a pointwise loss
 
 
 class Hints:
@@ -44,18 +38,17 @@ class Hints:
     def __init__(self, loss: str) -> None:
         self._loss = loss
         self._given: set[str] = set()
-        self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = self._pushes = 0
+        self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = 0
         self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
-    def observe(self, setting: Setting, logits: Tensor, live: Batch, pool: Pool, per_class: PerClass) -> None:
+    def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
         """Look at one call.
 
         Args:
             setting: what decides which hints apply.
-            logits: (N, C) of this rank; in backward they get the gradient of all losses together.
             live: the live rows of all ranks.
             pool: the rows that the loss was computed over.
             per_class: the loss of each class.
@@ -79,16 +72,6 @@ class Hints:
         has_gradient = pool.scores.requires_grad and pool.scores.numel() > 0
         if doubled and setting.temperature is not None and has_gradient and "gradient" not in self._given:
             self._watch_positives(pool, per_class, setting.temperature)
-        if (
-            doubled
-            and setting.is_alone
-            and pool.live is not None
-            and logits.requires_grad
-            and live.logits.requires_grad  # not under no_grad, where the rows of all ranks have no graph
-            and torch.is_grad_enabled()
-            and "alone" not in self._given
-        ):
-            self._watch_push(logits, live.logits)
 
     def _count_empty_calls(self, valid: list[float]) -> None:
         self._empty_calls = 0 if any(valid) else self._empty_calls + 1
@@ -140,46 +123,6 @@ class Hints:
                 "has it, which follows the spread of the scores.",
             )
 
-    def _watch_push(self, logits: Tensor, gathered: Tensor) -> None:
-        """Measure in backward how much of the gradient raises all scores, with the losses that are added to this one.
-
-        Over several ranks this rank knows the gradient of this loss for all rows, and that of the other losses for its
-        own rows alone. So it measures this loss over all rows, and only where it makes up most of the gradient of the
-        own rows. A rank whose own rows say nothing leaves the hint to the other ranks.
-        """
-        if gathered is logits:
-            logits.register_hook(lambda gradient: self._measure_push(gradient.detach().double()))
-            return
-        whole: list[Tensor] = []  # the gradient of this loss for the rows of all ranks; this hook runs first
-
-        def look(gradient: Tensor) -> None:
-            if whole:
-                everyone = whole.pop()
-                own = own_gradient(gathered, everyone).reshape(gradient.shape)  # (N,) where the logits were
-                rest = gradient.detach().double() - own
-                is_most = rest.abs().sum() < _MOST_OTHERS * own.abs().sum()
-                self._measure_push(everyone, is_most)
-
-        gathered.register_hook(lambda gradient: whole.append(gradient.detach().double()))
-        logits.register_hook(look)
-
-    def _measure_push(self, gradient: Tensor, counts: Tensor | None = None) -> None:
-        sums = torch.stack([gradient.sum(), gradient.abs().sum()])
-        self._read(sums if counts is None else sums * counts, self._count_push, later=True)
-
-    def _count_push(self, sums: list[float]) -> None:
-        """Warn of a push. A rank alone may have one, so a warning that is an error must not stop this rank alone."""
-        push = -sums[0] / sums[1] if sums[1] > 0 else 0.0
-        self._pushes = self._pushes + 1 if push > _PUSH else 0
-        if self._pushes == _MANY_PUSHES:
-            self._give(
-                "alone",
-                f"with queue_keep='negatives', {push:.0%} of the gradient raises all scores together: they are "
-                "compared with constants that nothing lowers. If no pointwise loss such as cross-entropy is trained "
-                "next to it, add one, or use queue_keep='all'.",
-                may_raise=False,
-            )
-
     def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
         """Call ``then`` with the numbers in ``values``, in this call if they are on the CPU, else in a later one.
 
@@ -199,15 +142,10 @@ class Hints:
             copy, then = self._copies.pop(0)
             then(copy.host.tolist())
 
-    def _give(self, kind: str, text: str, *, may_raise: bool = True) -> None:
+    def _give(self, kind: str, text: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            try:
-                warn(f"{self._loss}: {text}")
-            except UserWarning:
-                if may_raise:
-                    raise
-                logging.getLogger(__name__).warning("%s: %s", self._loss, text)
+            warn(f"{self._loss}: {text}")
 
 
 class Copy(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..distributed.group import Group
-from ..queues.memory_queue import Keep
+from .arguments import completed
 from .distributed_loss import compiled_where_local
 from .partial_area import (
     SMALLEST_SCALE,
@@ -19,21 +19,10 @@ from .partial_area import (
     check_area,
     missed_area,
 )
-from .pool import (
-    LossWithClasses,
-    PerClass,
-    Pool,
-    Reduction,
-    SharedOptions,
-    local_pool,
-    loss_of,
-)
-from .ranking import PoolForm, RankingLoss
+from .pool import LossWithClasses, PerClass, Pool, Reduction, local_pool, reduce_values
+from .ranking import PoolOptions, RankingLoss
 from .sharded import PoolFacts
 from .sharded_threshold import trapezoid_of_part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class LossWithStats(NamedTuple):
@@ -52,19 +41,7 @@ class LossWithClassesAndStats(NamedTuple):
     stats: dict[str, Tensor]
 
 
-class _Options(SharedOptions, total=False):
-    surrogate: Surrogate
-    n_knots: int
-    tau_scale: TauScale | None
-    budget_basis: BudgetBasis
-    temperature: float
-    quantile_interpolation: str
-    iid_mask: Tensor | None
-    dro_lambda: float
-    threshold_gradient: bool
-
-
-@overload
+@completed(local_pool)
 def pauc_at_budget(
     logits: Tensor,
     targets: Tensor,
@@ -78,7 +55,6 @@ def pauc_at_budget(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     quantile_interpolation: str = "higher",
-    return_per_class: Literal[False] = False,
     *,
     iid_mask: Tensor | None = None,
     sample_weight: Tensor | None = None,
@@ -86,49 +62,7 @@ def pauc_at_budget(
     validate_args: bool = True,
     dro_lambda: float = 1.0,
     threshold_gradient: bool = True,
-) -> Tensor: ...
-@overload
-def pauc_at_budget(
-    logits: Tensor,
-    targets: Tensor,
-    alpha: float = 0.0,
-    beta: float = 0.005,
-    *,
-    return_per_class: Literal[True],
-    **options: Unpack[_Options],
-) -> LossWithClasses: ...
-@overload
-def pauc_at_budget(
-    logits: Tensor,
-    targets: Tensor,
-    alpha: float = 0.0,
-    beta: float = 0.005,
-    *,
-    return_per_class: bool,
-    **options: Unpack[_Options],
-) -> Tensor | LossWithClasses: ...
-def pauc_at_budget(
-    logits: Tensor,
-    targets: Tensor,
-    alpha: float = 0.0,
-    beta: float = 0.005,
-    surrogate: Surrogate = "dro",
-    n_knots: int = 2,
-    tau_scale: TauScale | None = None,
-    budget_basis: BudgetBasis = "fpr",
-    temperature: float = 0.1,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    quantile_interpolation: str = "higher",
-    return_per_class: bool = False,
-    *,
-    iid_mask: Tensor | None = None,
-    sample_weight: Tensor | None = None,
-    multi_hot: bool = False,
-    validate_args: bool = True,
-    dro_lambda: float = 1.0,
-    threshold_gradient: bool = True,
-) -> Tensor | LossWithClasses:
+) -> Tensor:
     r"""Compute a loss for the area under the ROC curve at low false-positive rates, by one of three surrogates.
 
     ``"dro"`` (SOPA-s), the default, averages over the positives P a soft maximum over the iid negatives N of the
@@ -170,9 +104,6 @@ def pauc_at_budget(
     Scale and temperature are detached.
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
-        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
-            floats that are whole numbers.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
         surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
             ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
@@ -183,23 +114,12 @@ def pauc_at_budget(
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
             ``"dro"`` does not use it.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
-        return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
-        iid_mask: (N,) bool, the rows that may set thresholds; None for all.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P; other weights have no effect.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
         dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
             all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
         threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
             them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit.
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
@@ -235,9 +155,11 @@ def pauc_at_budget(
         multi_hot=multi_hot,
         validate_args=validate_args,
     )
-    return loss_of(missed_area(pool, area, temperature, with_stats=False).per_class, pool, reduction, return_per_class)
+    per_class = missed_area(pool, area, temperature, with_stats=False).per_class
+    return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
+@completed(pauc_at_budget)
 class PAUCAtBudgetLoss(RankingLoss):
     """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
 
@@ -259,57 +181,10 @@ class PAUCAtBudgetLoss(RankingLoss):
     ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
     Args:
-        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
-        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
-        surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
-            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
-        n_knots: number of knots >= 2, for ``"trapezoid"``.
-        tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
-            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
-            as logits, and ``"iqr"`` for the other surrogates.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
-        budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
-        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
             ``"dro"`` does not use it.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
-        update_queue_in_eval: let rows enter the queue in eval mode too.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``.
-        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
-            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
-            together.
-        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
-            validation rows among themselves.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
-        dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
-            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
-        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
-            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
-        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
-            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
-            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
-            ``max_pool_size``.
-
-    Shape:
-        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
-        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
@@ -334,12 +209,6 @@ class PAUCAtBudgetLoss(RankingLoss):
         >>> loss = PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise", queue_size=0)
         >>> loss(scores, targets)
         tensor(0.5000)
-
-    Reference:
-        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
-        When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
-        Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS 2012; Eban et al., AISTATS 2017; Mackey,
-        Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
 
     temperature: float  # never None: it is a multiple of the scale already
@@ -363,35 +232,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         quantile_interpolation: str = "higher",
         max_pool_size: int | None = None,
         *,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        queue_keep: Keep = "all",
-        queue_in_eval: bool = False,
-        multi_hot: bool = False,
-        validate_args: bool = True,
-        name: str | None = None,
         dro_lambda: float = 1.0,
         threshold_gradient: bool = True,
-        pool: PoolForm = "gathered",
+        **options: Unpack[PoolOptions],
     ) -> None:
-        super().__init__(
-            num_classes,
-            queue_size,
-            temperature,
-            reduction,
-            ignore_index,
-            update_queue_in_eval,
-            gather_distributed,
-            max_pool_size,
-            group=group,
-            gradient_reduction=gradient_reduction,
-            queue_keep=queue_keep,
-            queue_in_eval=queue_in_eval,
-            multi_hot=multi_hot,
-            validate_args=validate_args,
-            name=name,
-            pool=pool,
-        )
+        given = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
+        super().__init__(*given, gather_distributed, max_pool_size, **options)
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
         self.quantile_interpolation = quantile_interpolation
@@ -457,6 +303,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats: ...
+    @completed(RankingLoss.forward)
     @compiled_where_local
     def forward(
         self,
@@ -471,12 +318,6 @@ class PAUCAtBudgetLoss(RankingLoss):
         """Return the loss as :meth:`RankingLoss.forward` does, with diagnostics on request.
 
         Args:
-            logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
-            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
-                with ``multi_hot``.
-            iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
-            return_per_class: also return the loss of each class and which classes are valid.
-            sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
             return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
                 ``t_beta``; the temperature ``tau_eff``, which is the scale with ``"dro"``; ``band_neg_count``, the iid
                 negatives inside the band; ``pauc_var``, the variance over positives of their share of the area, of
@@ -495,13 +336,12 @@ class PAUCAtBudgetLoss(RankingLoss):
                 pool, self._area, self.temperature, with_stats=return_diagnostics
             )
             self._warn_if_flat(flat_class)
-        result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._finish(logits, pool, live, per_class, found)
-        if stats is None:
-            return result
-        if isinstance(result, LossWithClasses):
-            return LossWithClassesAndStats(*result, stats)
-        return LossWithStats(result, stats)
+        loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
+        self._finish(pool, live, per_class, found)
+        if not return_per_class:
+            return loss if stats is None else LossWithStats(loss, stats)
+        result = LossWithClasses.of(loss, per_class)
+        return result if stats is None else LossWithClassesAndStats(*result, stats)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]

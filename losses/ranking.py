@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange, check_rows
 from ..distributed.gather import gather_after, gather_agreed
-from ..distributed.group import Group, gradient_scale
+from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement, Checksum, Offer, State, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..queues.sharded_queue import ShardedQueue
+from .arguments import completed
 from .batch import Batch, TargetRule, check_batch, has_values, weight_unit, with_queue
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
     DistributedLoss,
+    GroupOptions,
     compiled_where_local,
     loaded_temperature,
     saved_temperature,
@@ -34,8 +37,9 @@ from .pool import (
     Reduction,
     at_temperature,
     check_temperature,
-    loss_of,
+    local_pool,
     one_vs_rest,
+    reduce_values,
 )
 from .sampling import draw_rows
 from .sharded import Found, PoolFacts, agreed_temperature, totals_of
@@ -46,6 +50,16 @@ POOL_FORMS = ("gathered", "sharded")
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
 
+class PoolOptions(GroupOptions, total=False):
+    """The keyword arguments of :class:`RankingLoss`, which its subclasses pass on as they are."""
+
+    queue_keep: Keep
+    queue_in_eval: bool
+    multi_hot: bool
+    pool: PoolForm
+
+
+@completed(local_pool)
 class RankingLoss(CurrentTemperature, DistributedLoss):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
@@ -59,35 +73,25 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: > 0, width of the sigmoid that replaces the step; None for ``spread_multiple`` times the spread of
-            the scores of the pool. May be assigned between steps.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
         update_queue_in_eval: let rows enter the queue in eval mode too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
             together.
         queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
             validation rows among themselves.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
         pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
             keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
             rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
             ``max_pool_size``.
+
+    Shape:
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
     """
 
     has_temperature: ClassVar[bool] = True
-    depends_on_order_alone: ClassVar[bool] = True  # False for a loss that also holds the level of the scores
+    ranks_queries: ClassVar[bool] = False  # True for a loss that takes ``indexes``
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
 
@@ -102,16 +106,13 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         gather_distributed: bool | None = None,
         max_pool_size: int | None = None,
         *,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
         queue_keep: Keep = "all",
         queue_in_eval: bool = False,
         multi_hot: bool = False,
-        validate_args: bool = True,
-        name: str | None = None,
         pool: PoolForm = "gathered",
+        **options: Unpack[GroupOptions],
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(gather_distributed, **options)
         self._pool_form = check_choice("pool", pool, POOL_FORMS)
         if pool == "sharded" and max_pool_size is not None:
             fix = "No rank holds a sharded pool, so that none has too many rows, and a draw needs them all."
@@ -143,6 +144,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         return_per_class: Literal[False] = False,
         *,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> Tensor: ...
     @overload
     def forward(
@@ -153,6 +155,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         *,
         return_per_class: Literal[True],
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> LossWithClasses: ...
     @overload
     def forward(
@@ -163,7 +166,9 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         return_per_class: bool = False,
         *,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
+    @completed(local_pool)
     @compiled_where_local
     def forward(
         self,
@@ -173,16 +178,17 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         return_per_class: bool = False,
         *,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses:
         """Return the loss of this rank's rows, pooled with those of the other ranks and of the queue.
 
         Args:
             logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
-            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
-                with ``multi_hot``.
-            iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
             return_per_class: also return the loss of each class and which classes are valid.
-            sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
+            indexes: (N,) integers, the query of each row, on every rank or on none; :class:`SmoothAPLoss` alone takes
+                it. Requires ``num_classes=1`` and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then
+                refer to the queries of all ranks: (queries,) in the order of their sorted indexes. The queue is neither
+                read nor filled.
 
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
@@ -191,7 +197,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
             RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
-        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight), return_per_class)
+        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
@@ -238,9 +244,9 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         per_class = None if found is None else found.per_class
         if per_class is None:
             per_class = self.compute_per_class(pool)
-        result = loss_of(per_class, pool, self.reduction, return_per_class)
-        self._finish(logits, pool, live, per_class, found)
-        return result
+        loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
+        self._finish(pool, live, per_class, found)
+        return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     def _pool(
         self,
@@ -263,6 +269,10 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
         def check() -> Batch:
             if self.has_temperature:
                 check_temperature(self.temperature, self.spread_multiple is not None)
+            if indexes is not None and not self.ranks_queries:
+                raise TypeError(
+                    expected("indexes", "None, since this loss ranks one pool", indexes, "Use SmoothAPLoss.")
+                )
             if indexes is not None and self.max_pool_size is not None:
                 fix = "A draw would take rows out of their queries."
                 raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
@@ -377,7 +387,7 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
             batch, is_live = batch.take(index), None if is_live is None else is_live[index]
         return one_vs_rest(batch, self._rule, is_live, self.queue_keep)
 
-    def _finish(self, logits: Tensor, pool: Pool, live: Batch, per_class: PerClass, found: Found | None = None) -> None:
+    def _finish(self, pool: Pool, live: Batch, per_class: PerClass, found: Found | None = None) -> None:
         """Enqueue the live rows, and warn of a likely misuse."""
         num_rows, num_queued = pool.scores.shape[1], len(self.queue)
         if found is not None:
@@ -392,18 +402,11 @@ class RankingLoss(CurrentTemperature, DistributedLoss):
                 mark = shared.low, shared.high, *shared.positives
                 self._sharded_queue.enqueue(*rows, shared.stored, num_rows=sum(shared.rows), mark=mark)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
-            setting = Setting(
-                self._width_of_step(),
-                self._small_pool_hint(num_rows) if is_full else None,
-                self.depends_on_order_alone
-                and self.queue_keep == "negatives"
-                and not self._surrounding_facts
-                and found is None,
-            )
+            setting = Setting(self._width_of_step(), self._small_pool_hint(num_rows) if is_full else None)
             if found is not None:  # what a hint says about some ranks' rows alone could stop these ranks alone
                 none = torch.zeros(0, dtype=torch.int64, device=live.logits.device)
                 pool, live = pool._replace(scores=pool.scores.detach()), live.take(none)
-            self._hints.observe(setting, logits, live, pool, per_class)
+            self._hints.observe(setting, live, pool, per_class)
 
     def _width_of_step(self) -> float | None:
         """Return the temperature if it is a number that decides which positives have a gradient."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_agreed
-from ..distributed.group import Group
 from ..distributed.header import Offer, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import anchor_of, check_choice, check_int, check_tensor, expected, first_order_only
@@ -25,11 +25,13 @@ from ..kernels.costs import costs_of
 from ..kernels.registration import check_not_batched, exact, register
 from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
+from .arguments import completed
 from .batch import check_device, compute_dtype, has_values, is_integer
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
     DistributedLoss,
+    GroupOptions,
     loaded_temperature,
     saved_temperature,
 )
@@ -95,6 +97,7 @@ def retrieval_smooth_ap(
     return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index)[0]
 
 
+@completed(retrieval_smooth_ap)
 class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
@@ -103,27 +106,13 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
     between steps, a number or None. ``current_temperature`` is the temperature of the last call.
 
     Args:
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
-            times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
-        ignore_index: rows with this label take no part: they are not queries, and no query ranks them.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
         validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
             label and no check reads values. Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with
         ``reduction="none"`` (sum over ranks of N,), in rank order.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call or the temperature, or inside activation checkpointing.
 
     Degenerate:
         A query without another row of its label, or without one of another label, is invalid: left out of the mean and
@@ -140,9 +129,6 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
         >>> loss = RetrievalSmoothAPLoss()
         >>> loss(torch.tensor([[1.0, 0.0], [1.0, 1.0], [2.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
         tensor(0.5417)
-
-    Reference:
-        Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
     """
 
     def __init__(
@@ -151,13 +137,9 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         gather_distributed: bool | None = None,
-        *,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(gather_distributed, **options)
         self.temperature = check_temperature(temperature, automatic=True)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)

@@ -8,17 +8,20 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_number, check_tensor, expected
+from .arguments import completed
 from .batch import compute_dtype, has_values, weight_and_check, weight_unit
+from .distributed_loss import DistributedLoss, GroupOptions
 from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
 
 
+@completed(DistributedLoss)
 def sigmoid_focal(
     inputs: Tensor,
     targets: Tensor,
@@ -44,8 +47,6 @@ def sigmoid_focal(
             weights, :math:`\alpha_t` times ``sample_weight``, with :math:`\alpha_t = \alpha y + (1 - \alpha)(1 - y)`,
             or 1 for ``alpha=-1``; ``"sum"``, or ``"none"`` for the shape of ``inputs``.
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their sum.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -145,6 +146,7 @@ def _check_alpha_gamma(alpha: float, gamma: float) -> None:
     check_gamma(gamma)
 
 
+@completed(sigmoid_focal)
 class SigmoidFocalLoss(FocalLoss):
     """Focal loss of independent binary problems, averaged over the elements of all ranks.
 
@@ -152,28 +154,13 @@ class SigmoidFocalLoss(FocalLoss):
     weighted by class; without weights that is :class:`~fullrank.BCEWithLogitsLoss`.
 
     Args:
-        alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
-        gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
             ``"mean_weighted"`` divides by the sum of the weights: the effective learning rate then does not change with
             the share of positives that happens to be in the batch.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         inputs of any shape, targets the same, where one of (N,) and (N, 1) may stand for the other; sizes may differ
         between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
 
     Degenerate: no element on any rank gives 0 with zero gradients, and so do weights that are all 0.
     Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
@@ -182,8 +169,6 @@ class SigmoidFocalLoss(FocalLoss):
         >>> import torch
         >>> SigmoidFocalLoss()(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
         tensor(0.0433)
-
-    Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
     """
 
     def __init__(
@@ -192,15 +177,11 @@ class SigmoidFocalLoss(FocalLoss):
         gamma: float = 2.0,
         reduction: SigmoidReduction = "mean",
         gather_distributed: bool | None = None,
-        *,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
         _check_alpha_gamma(alpha, gamma)
-        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(reduction, gather_distributed, **options)
         self.alpha, self.gamma = alpha, gamma
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -11,70 +9,31 @@ from ..distributed.header import State
 from ..distributed.torch_private import not_compiled
 from ..errors import check_positive, expected
 from ..kernels.soft_ranks import smooth_ap_sums
-from .distributed_loss import SAME_TEMPERATURE, compiled_where_local
-from .pool import LossWithClasses, PerClass, Pool, Reduction, SharedOptions, at_temperature, local_pool, loss_of
+from .arguments import completed
+from .distributed_loss import SAME_TEMPERATURE
+from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
 from .queries import group_rows
 from .ranking import RankingLoss
 from .sharded import PoolFacts
 from .sharded_smooth_ap import smooth_ap_of_part
 from .streamed_smooth_ap import Stream, StreamedTable
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
 
-class _Options(SharedOptions, total=False):
-    indexes: Tensor | None
-
-
-@overload
+@completed(local_pool, at_temperature)
 def smooth_ap(
     logits: Tensor,
     targets: Tensor,
     temperature: float | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
-    return_per_class: Literal[False] = False,
     *,
     sample_weight: Tensor | None = None,
     indexes: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
-) -> Tensor: ...
-@overload
-def smooth_ap(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | None = None,
-    *,
-    return_per_class: Literal[True],
-    **options: Unpack[_Options],
-) -> LossWithClasses: ...
-@overload
-def smooth_ap(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | None = None,
-    *,
-    return_per_class: bool,
-    **options: Unpack[_Options],
-) -> Tensor | LossWithClasses: ...
-def smooth_ap(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    return_per_class: bool = False,
-    *,
-    sample_weight: Tensor | None = None,
-    indexes: Tensor | None = None,
-    multi_hot: bool = False,
-    validate_args: bool = True,
-) -> Tensor | LossWithClasses:
+) -> Tensor:
     r"""Compute one minus the smooth average precision of each class against the rest, or of each query.
 
     .. math::
@@ -86,35 +45,12 @@ def smooth_ap(
     queries without a negative: they are left out here, and count as an AP of 1 there.
 
     Args:
-        logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
-        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
-            floats that are whole numbers.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
-            automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
-        return_per_class: return ``LossWithClasses(loss, per_class, valid)``.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P; other weights have no effect.
         indexes: (N,) integers, with C = 1: rows with the same one belong to the same query, in any order and number.
-            ``"none"`` gives (queries,) in the order of ``indexes.unique()``, and ``return_per_class`` likewise.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit.
+            ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
 
     Degenerate:
         A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
         sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients.
-
-    Automatic temperature:
-        The spread is the interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores,
-        and a constant for the gradient. The sample is spread over the rows in a fixed way. Where most scores of a class
-        are tied or hardly differ, so that the range is less than a hundredth of the standard deviation without the 1 %
-        of scores at each end, that deviation replaces it. If all scores are equal, up to rounding, the spread is 1.
-        Scores that are all numbers of half precision are judged by its rounding. Infinite scores and ignored rows are
-        left out.
 
     Numerics:
         Half precision is computed in float32. The smaller the temperature, the closer the loss is to the exact metric,
@@ -145,7 +81,7 @@ def smooth_ap(
         automatic=True,
     )
     per_class = _per_class(*at_temperature(pool, temperature, SPREAD_MULTIPLE))
-    return loss_of(per_class, pool, reduction, return_per_class)
+    return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
 def _per_class(pool: Pool, temperature: float) -> PerClass:
@@ -175,6 +111,7 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
     return PerClass(values, valid)
 
 
+@completed(smooth_ap)
 class SmoothAPLoss(RankingLoss):
     """One minus the smooth average precision, over the rows of all ranks and of a memory queue.
 
@@ -188,42 +125,6 @@ class SmoothAPLoss(RankingLoss):
     scores. The spread is a constant for the gradient. A number is an absolute width instead, and may be assigned
     between steps, as may None. ``current_temperature`` is the temperature of the last call.
 
-    Args:
-        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
-        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
-            automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
-        update_queue_in_eval: let rows enter the queue in eval mode too.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
-            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
-            together.
-        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
-            validation rows among themselves.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
-        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
-            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
-            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
-            ``max_pool_size``.
-
-    Shape:
-        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
-        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
 
     Degenerate:
         A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
@@ -240,74 +141,10 @@ class SmoothAPLoss(RankingLoss):
         >>> loss = SmoothAPLoss(num_classes=1, queue_size=0)
         >>> loss(torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([1, 0, 1]))
         tensor(0.1671)
-
-    Reference:
-        Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
     """
 
+    ranks_queries = True
     spread_multiple = SPREAD_MULTIPLE
-
-    @overload
-    def forward(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        iid_mask: Tensor | None = None,
-        return_per_class: Literal[False] = False,
-        *,
-        sample_weight: Tensor | None = None,
-        indexes: Tensor | None = None,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        iid_mask: Tensor | None = None,
-        *,
-        return_per_class: Literal[True],
-        sample_weight: Tensor | None = None,
-        indexes: Tensor | None = None,
-    ) -> LossWithClasses: ...
-    @overload
-    def forward(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        iid_mask: Tensor | None = None,
-        return_per_class: bool = False,
-        *,
-        sample_weight: Tensor | None = None,
-        indexes: Tensor | None = None,
-    ) -> Tensor | LossWithClasses: ...
-    @compiled_where_local
-    def forward(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        iid_mask: Tensor | None = None,
-        return_per_class: bool = False,
-        *,
-        sample_weight: Tensor | None = None,
-        indexes: Tensor | None = None,
-    ) -> Tensor | LossWithClasses:
-        """Return the loss as :meth:`RankingLoss.forward` does, or the loss over queries.
-
-        Args:
-            logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
-            targets: (N,) or (N, 1) class indices, integers, bools, or floats that are whole numbers; (N, C) of 0 and 1
-                with ``multi_hot``.
-            iid_mask: (N,) bool, which rows may set thresholds in partial AUC; None for all.
-            return_per_class: also return the loss of each class and which classes are valid.
-            sample_weight: (N,) >= 0, weights of the positives in the mean over positives; other weights have no effect.
-            indexes: (N,) integers, the query of each row; given on every rank or on none. Requires ``num_classes=1``
-                and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks:
-                (queries,) in the order of their sorted indexes. The queue is neither read nor filled.
-        """
-        return self._loss(logits, *self._pool(logits, targets, iid_mask, sample_weight, indexes), return_per_class)
-
-    if TYPE_CHECKING:  # that of nn.Module returns Any
-        __call__ = forward
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth average precision of each class, or of each query."""

@@ -8,17 +8,20 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
+from .arguments import completed
 from .batch import check_exact, check_of_classes, compute_dtype, has_values, weight_and_check, weight_unit
+from .distributed_loss import DistributedLoss, GroupOptions
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
 
 
+@completed(DistributedLoss)
 def softmax_focal(
     inputs: Tensor,
     targets: Tensor,
@@ -49,8 +52,6 @@ def softmax_focal(
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
         background_class: the class that ``"mean_positive"`` does not count.
         sample_weight: (N, *) >= 0; the counts become sums of weights.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -194,6 +195,7 @@ def _class_weights(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor | None:
     return alpha[classes]
 
 
+@completed(softmax_focal)
 class SoftmaxFocalLoss(FocalLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
@@ -201,31 +203,13 @@ class SoftmaxFocalLoss(FocalLoss):
     with ``reduction="mean_weighted"`` too that of torch, which :class:`~fullrank.CrossEntropyLoss` is more directly.
 
     Args:
-        alpha: C weights >= 0, one per class; None for all 1.
-        gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"``, ``"mean_positive"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for
             this rank's elements. With class weights prefer ``"mean_weighted"``, which divides by the sum of the
             weights: the effective learning rate then does not change with the classes that happen to be in the batch.
-        label_smoothing: in [0, 1], of the cross-entropy; p stays that of the target class.
-        ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
-        background_class: the class that ``"mean_positive"`` does not count.
-        gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
-            True requires a process group. May be changed between steps: False while rank 0 validates alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default group.
-        gradient_reduction: how the wrapper combines parameter gradients over the ranks: ``"mean"`` (DDP, FSDP2, HSDP),
-            ``"sum"``, or the number of ranks it averages over.
-        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
-            Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
 
     Shape:
         inputs (N, C, *) with C >= 2, targets (N, *) or (N, *, 1); N may differ between ranks and may be 0. Output
         scalar, or (N, *) with ``reduction="none"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in the forward, on every rank.
-        RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
 
     Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
     Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
@@ -234,8 +218,6 @@ class SoftmaxFocalLoss(FocalLoss):
         >>> import torch
         >>> SoftmaxFocalLoss(gamma=0)(torch.zeros(2, 4), torch.tensor([1, -100]))
         tensor(1.3863)
-
-    Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
     """
 
     def __init__(
@@ -247,13 +229,9 @@ class SoftmaxFocalLoss(FocalLoss):
         ignore_index: int = -100,
         background_class: int = 0,
         gather_distributed: bool | None = None,
-        *,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
-        super().__init__(reduction, gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(reduction, gather_distributed, **options)
         self.alpha, self.gamma, self.label_smoothing = alpha, gamma, label_smoothing
         self.ignore_index, self.background_class = ignore_index, background_class
         _check_rule(self._rule, read_alpha=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import device as simulated
+import lines
 import pytest
 import torch
 from workers import WorkerPool, close_pools, get_pool
@@ -23,14 +24,24 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Let tests/mutants.py know which test executes a line."""
+    lines.begin(nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Let it know how long a test takes."""
+    lines.note(report.nodeid, report.duration, report.passed)
+
+
 def pytest_sessionfinish() -> None:
     """End the worker processes."""
     close_pools()
 
 
-@pytest.fixture(params=[pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.full)])
 def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    """Two, then three gloo processes; the fast tests leave it at two."""
+    """Two gloo processes; three under `make full`."""
     return get_pool(request.param)
 
 

@@ -153,6 +153,23 @@ POOLED: dict[str, PooledLoss] = {
     ),
 }
 
+# Forms of the pooled losses with code of their own: the loss and its settings. Properties run over them.
+VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "smooth_ap": ("smooth_ap", {"temperature": 0.3}),
+    "smooth_ap_automatic": ("smooth_ap", {}),
+    "recall": ("recall_at_quantile", {"quantile": 0.3, "temperature": 0.3}),
+    "recall_linear": (
+        "recall_at_quantile",
+        {"quantile": 0.3, "temperature": 0.3, "quantile_interpolation": "linear"},
+    ),
+    "pauc_trapezoid": ("pauc_at_budget", {"beta": 0.5, "surrogate": "trapezoid", "temperature": 0.3}),
+    "pauc_pairwise": ("pauc_at_budget", {"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3}),
+    "pauc_dro": ("pauc_at_budget", {"surrogate": "dro"}),
+    "pauc_dro_tilted": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 0.3, "tau_scale": "iqr"}),
+    "pauc_dro_band": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 4.0, "tau_scale": "band", "beta": 0.7}),
+    "hard_negative": ("hard_negative_cross_entropy", {"share": 0.4}),
+}
+
 FOCAL: dict[str, FocalCase] = {
     "sigmoid_focal": FocalCase(
         losses.SigmoidFocalLoss,
@@ -230,6 +247,18 @@ POOLED_SETTINGS = [(name, setting) for name, loss in POOLED.items() for setting 
 FOCAL_SETTINGS = [(name, setting) for name, loss in FOCAL.items() for setting in loss.settings]
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers that float32 holds, in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def step(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = loss(leaf, targets, **given)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
 def leaf(rows: Rows) -> Rows:
     """Return the rows with logits that record a gradient."""
     return rows._replace(logits=rows.logits.detach().clone().requires_grad_())
@@ -248,3 +277,30 @@ def call(loss: Callable[..., Any], rows: Rows, **options: Any) -> Any:
     if rows.iid_mask is not None:
         given["iid_mask"] = rows.iid_mask
     return loss(rows.logits, rows.targets, sample_weight=rows.sample_weight, **given)
+
+
+CLASSES = torch.arange(60) % 3
+
+
+def functions() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return every loss as a pure function of scores (60, 3), on any device; no value of a target is looked at."""
+
+    def variant(name: str) -> Callable[[Tensor], Tensor]:
+        loss, settings = VARIANTS[name]
+        return lambda x: POOLED[loss].functional(x, CLASSES.to(x.device), validate_args=False, **settings)
+
+    return {name: variant(name) for name in VARIANTS} | {
+        "sigmoid_sums": lambda x: losses.sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], 0.5).square().mean(),
+        "retrieval": lambda x: losses.retrieval_smooth_ap(x, CLASSES.to(x.device)),
+        "retrieval_none": lambda x: (
+            losses.retrieval_smooth_ap(x, CLASSES.to(x.device), reduction="none").nan_to_num().square().sum()
+        ),
+        "softmax_focal": lambda x: losses.softmax_focal(x, CLASSES.to(x.device), validate_args=False),
+        "sigmoid_focal": lambda x: losses.sigmoid_focal(
+            x, torch.nn.functional.one_hot(CLASSES).to(x.device), validate_args=False
+        ),
+        "causal_lm": lambda x: losses.causal_lm_loss(x[None], CLASSES.to(x.device)[None], validate_args=False),
+    }
+
+
+FUNCTIONS = functions()

@@ -6,8 +6,12 @@ import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
+
+import lines
 
 # What nearly every worker imports. The compiler and the sharded wrappers are here because DDP and the first gather
 # import them.
@@ -16,7 +20,26 @@ PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tenso
 COSTLY = ["hypothesis", "sklearn.metrics", "torchmetrics"]
 
 
-def process_context(costly: bool = False) -> Any:
+class OwnedProcess(ForkServerProcess):
+    """A process that ends with the one that started it; the lines that it executes are those of the test it serves."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.test = os.environ.get("PYTEST_CURRENT_TEST", "")
+
+    def run(self) -> None:
+        end_with_parent()
+        lines.begin(self.test)
+        super().run()
+
+
+class ServerContext(ForkServerContext):
+    """The context of Python's server, with processes of our own kind."""
+
+    Process = OwnedProcess
+
+
+def process_context(*more: str, preloaded: Sequence[str] = PRELOADED) -> Any:
     """Return the multiprocessing context of the tests: fresh processes, which have imported torch already if possible.
 
     The server that forks them is started by ``exec`` and runs nothing but imports, so they share no state with pytest.
@@ -27,13 +50,13 @@ def process_context(costly: bool = False) -> Any:
     server = forkserver._forkserver
     if sys.version_info < (3, 14) and server._forkserver_address is not None and server._forkserver_pid is None:
         server.ensure_running = lambda: None
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *(name for name in COSTLY if costly or name in sys.modules)])
+    context = ServerContext()
+    context.set_forkserver_preload([*preloaded, *more, *(name for name in COSTLY if name in sys.modules)])
     return context
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended, also if it was killed."""
+    """End this process as soon as the one that started it has ended, also if that was killed."""
     parent = multiprocessing.parent_process()
 
     def wait() -> None:

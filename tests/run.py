@@ -24,7 +24,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from processes import end_with_parent, process_context
+from processes import COSTLY, process_context
 
 TESTS = Path(__file__).resolve().parent
 CORES = max(2, os.cpu_count() or 2)
@@ -32,8 +32,7 @@ NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of
 
 # The order in which jobs start, the longest first; a folder that is not here comes after them.
 FIRST = ["types", "distributed", "docs", "accumulation", "losses", "integrations", "repository", "gradients", "queues"]
-# What a job reads: the cache of mypy, the site.
-AFTER = {"losses": "types", "repository": "docs"}
+AFTER = {"losses": "types"}  # it reads the cache of mypy
 
 
 class Job(NamedTuple):
@@ -59,8 +58,6 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(name, action="store_true")
     own, arguments = parser.parse_known_args(arguments)
     checks = ["types", "lint", *([] if own.quick else ["docs"])] if own.checks else []
-    if "docs" in checks:
-        os.environ["FULLRANK_SITE"] = str(TESTS.parent / "site")
     if not own.full:
         arguments = ["-m", "not slow and not full" if own.quick else "not full", *arguments]
     with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
@@ -109,7 +106,7 @@ def run_all(jobs: list[Job], arguments: list[str], folder: Path) -> tuple[list[s
 
 def start_server(output: Path) -> None:
     """Start the server of all processes. It and the workers write to a file, which is shown after a failure."""
-    process_context(costly=True)
+    process_context(*COSTLY)
     kept = [os.dup(1), os.dup(2)]
     write_to(output)
     forkserver.ensure_running()
@@ -122,7 +119,7 @@ def start(job: Job, arguments: list[str], output: Path) -> Running:
     """Start a job."""
     process: Any
     if job.paths:
-        process = process_context(costly=True).Process(target=run_pytest, args=([*job.paths, *arguments], output))
+        process = process_context(*COSTLY).Process(target=run_pytest, args=([*job.paths, *arguments], output))
         process.start()
     else:
         command = ["make", "--no-print-directory", job.name]
@@ -138,7 +135,6 @@ def status_of(process: Any) -> int | None:
 
 def run_pytest(arguments: list[str], output: Path) -> None:
     """Be a pytest process."""
-    end_with_parent()
     write_to(output)
     import pytest
 

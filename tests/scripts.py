@@ -3,7 +3,7 @@
 ``python script.py`` spends four seconds on imports, and torchrun three times as much for two processes. Here the
 processes come from the server of ``processes.process_context``. They get their own arguments, environment, folder and
 output, and the variables that torchrun sets. :func:`run_under_agent` has the agent of torchrun start the processes, and
-start them again when one has died. The recipe of README.md runs under torchrun itself.
+start them again when one has died.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from processes import end_with_parent, process_context
+from processes import process_context
 
 KINDS = ("out", "err")
 GRACE_S = 10  # how long the other processes may live after one has failed
@@ -71,7 +71,6 @@ def run_under_agent(script: str | Path, *arguments: object, cwd: Path, processes
 def _agent(script: str, arguments: list[str], processes: int, max_restarts: int, cwd: str, folder: str) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    end_with_parent()
     _write_to(f"{folder}/agent")
     # A function instead of a command, so that the processes are forked with torch imported.
     config = LaunchConfig(
@@ -105,7 +104,6 @@ def _wait(processes: list[Any], limit_s: float) -> list[int]:
 
 
 def _program(script: str, arguments: list[str], environment: dict[str, str], cwd: str, output: str) -> None:
-    end_with_parent()
     _write_to(output)
     os.environ.update(environment)
     os.chdir(cwd)

@@ -48,7 +48,7 @@ LIMITS = {
     "over ranks: retrieval": (7, 200),
     "over ranks: softmax focal": (1, 60),
 }
-SLOW = ["SmoothAP of many rows", "SmoothAP of many rows and classes"]
+LARGE = ["SmoothAP of many rows", "SmoothAP of many rows and classes"]  # seconds to count
 
 
 def check(name: str, waits: int, launches: int, report: str) -> None:
@@ -92,7 +92,11 @@ def test_every_step_is_in_the_table_and_has_a_limit(launches: ModuleType) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LIMITS if "over ranks" not in name],
+    [
+        pytest.param(name, marks=pytest.mark.full if name in LARGE else ())
+        for name in LIMITS
+        if "over ranks" not in name
+    ],
 )
 def test_a_step_costs_what_the_table_says(launches: ModuleType, name: str) -> None:
     counts = launches.counts_of(launches.STEPS[name])
@@ -127,7 +131,7 @@ def test_more_rows_launch_no_more(launches: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_steps_over_ranks_cost_what_the_table_says(tmp_path: Path, launches: ModuleType, processes: int) -> None:
     """Whatever the number of ranks."""
     done = run_script(SCRIPT, cwd=tmp_path, processes=processes)

@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import lines
 import torch
-from processes import end_with_parent, process_context
+from processes import process_context
 
 LIMIT_S = 60  # a hang must fail the test, never the whole run
 GRACE_S = 5  # how long the others may take to report after one rank has failed
@@ -32,13 +33,13 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
 
     import torch.distributed as dist
 
-    end_with_parent()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # pytest's filters do not reach here; tests of warnings set their own
     timeout = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     while (task := tasks.get()) is not None:
-        function, args = task
+        test, function, args = task
+        lines.begin(test)
         try:
             results.put((rank, True, function(rank, *args)))
         except BaseException:
@@ -78,7 +79,7 @@ class WorkerPool:
         if self.broken:
             raise RemoteError("the pool was closed after an earlier failure")
         for tasks in self._tasks:
-            tasks.put((function, args))
+            tasks.put((os.environ.get("PYTEST_CURRENT_TEST", ""), function, args))
         results: dict[int, Any] = {}
         failures: list[str] = []
         for _ in range(self.world_size):

@@ -4,10 +4,13 @@ Formulas (``.. math::``, ``:math:``) become ``$$`` and ``$``. Roles become links
 reference, and code otherwise. ``::`` blocks become fenced code. The package's own sections (Shape, Degenerate,
 Numerics, Distributed, Reference) become paragraphs with a heading, because griffe would read them as admonitions. So
 does Returns, because griffe would read its text up to the first colon as a type; the type is in the signature.
+
+What ``@completed`` adds to signatures and docstrings when the package is imported is added here without importing it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,12 @@ from textwrap import dedent, indent
 from typing import Any
 
 import griffe
+
+_spec = importlib.util.spec_from_file_location("arguments", Path(__file__).resolve().parents[2] / "losses/arguments.py")
+assert _spec is not None
+assert _spec.loader is not None
+arguments = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(arguments)
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 SECTIONS = ("Returns", "Shape", "Degenerate", "Numerics", "Distributed", "Reference")
@@ -117,8 +126,43 @@ def find(target: str, item: Any, modules: Any) -> str | None:
         return None
 
 
+def complete(item: Any, modules: Any, done: set[str]) -> None:
+    """Complete the signature and the docstring of ``item`` as its decorator ``@completed`` does."""
+    calls = [one.value for one in getattr(item, "decorators", ()) if str(one.value).startswith("completed(")]
+    if not calls or item.path in done:
+        return
+    done.add(item.path)
+    bases = item.mro() if item.is_class else []
+    others = [*bases, *(modules[find(str(source), item, modules)] for source in calls[0].arguments)]
+    for other in others:
+        complete(other, modules, done)
+    function = item.all_members["__init__"] if item.is_class else item
+    if item.is_class and "__init__" in item.members:
+        complete_signature(function, bases, modules)
+    names = [f"**{one.name}" if one.kind is VARIADIC else one.name for one in function.parameters if one.name != "self"]
+    texts = [other.docstring.value for other in others if other.docstring is not None]
+    item.docstring.value = arguments.complete_docstring(item.docstring.value, names, texts)
+
+
+VARIADIC = griffe.ParameterKind.var_keyword
+
+
+def complete_signature(init: griffe.Function, bases: list[griffe.Class], modules: Any) -> None:
+    """Replace ``**options: Unpack[Options]`` by the arguments of a base that Options names."""
+    options = list(init.parameters)[-1]
+    found = re.fullmatch(r"Unpack\[(\w+)\]", str(options.annotation))
+    if found is None:
+        return
+    named = modules[find(found[1], init, modules)]
+    base = next(base.members["__init__"].parameters for base in bases if "__init__" in base.members)
+    del init.parameters[options.name]
+    for name in named.attributes:
+        given, kind = base[name], griffe.ParameterKind.keyword_only
+        init.parameters.add(griffe.Parameter(name, annotation=given.annotation, kind=kind, default=given.default))
+
+
 class Docstrings(griffe.Extension):
-    """Convert every docstring of the package."""
+    """Complete and convert every docstring of the package."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         """Convert the docstrings of ``pkg`` after all of its modules have been loaded."""
@@ -133,6 +177,9 @@ class Docstrings(griffe.Extension):
 
             return to_markdown(item.docstring.value, link)
 
+        done: set[str] = set()
+        for item in walk(pkg):
+            complete(item, modules, done)
         for item in walk(pkg):
             if item.docstring is not None:
                 item.docstring.value = convert(item)

@@ -14,8 +14,11 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import Rows as Step
+from batches import part_of as shard
+from batches import split
 from collective_counter import CollectiveCounter
-from gradient_cases import Case, Step, make_loss, make_step, shard, split
+from gradient_cases import Case, make_loss, make_step
 from meshes import init_device_mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -580,7 +583,7 @@ def test_sixteen_times_32_is_once_512(dtype: str) -> None:
     """The control is what is widely done: the mean of the losses of the micro-batches."""
     case = Case("smooth_ap", dtype=dtype)
     generator = torch.Generator().manual_seed(3)
-    features = torch.randn(512, 6, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+    features = torch.randn(512, 7, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
     targets = (torch.rand(512, generator=generator) < 0.2).long()
     loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=0.1)
     once, pooled, naive = (make_model(case) for _ in range(3))
@@ -610,7 +613,7 @@ def run_both(
     """
     generator = torch.Generator().manual_seed(1)
     sizes, dtype = (5, 9, 7), next(make().parameters()).dtype
-    batches = [torch.randn(size, 6, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
+    batches = [torch.randn(size, 7, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
     targets = (torch.rand(sum(sizes), generator=generator) < 0.4).long().to(device)
     loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=0.5)
 
@@ -735,8 +738,8 @@ def test_buffers_keep_their_identity_and_other_graphs() -> None:
     """What else holds a buffer sees it change once, and a graph that saved one before stays usable."""
     model = make_model(Case("smooth_ap"), nn.BatchNorm1d(8)).eval()
     before = [id(buffer) for buffer in model.buffers()]
-    other = model(torch.ones(3, 6, dtype=torch.float64)).sum()
-    fullrank.pooled_backward(model, [torch.ones(2, 6, dtype=torch.float64)], forward=model, loss=lambda s, _: s.sum())
+    other = model(torch.ones(3, 7, dtype=torch.float64)).sum()
+    fullrank.pooled_backward(model, [torch.ones(2, 7, dtype=torch.float64)], forward=model, loss=lambda s, _: s.sum())
     other.backward()
     assert [id(buffer) for buffer in model.buffers()] == before
 
@@ -780,7 +783,7 @@ def test_weights_that_were_cast_without_graph_are_forgotten(monkeypatch: pytest.
     cache: dict[str, Tensor] = {}
     monkeypatch.setattr(torch, "clear_autocast_cache", cache.clear)
     model = make_model(Case("smooth_ap", dtype="float32"), CachedCast(cache))
-    batches = [torch.ones(2, 6)] * 2
+    batches = [torch.ones(2, 7)] * 2
     one_call(model=model, batches=batches)
     assert model[1].weight.grad is not None
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
@@ -824,7 +827,7 @@ def test_memory_is_that_of_one_micro_batch() -> None:
 
     def peak(backward: Callable[..., Any], count: int) -> int:
         model = make_model(Case("smooth_ap"), nn.Linear(8, 8, dtype=torch.float64))
-        batches = list(torch.ones(1024, 6, dtype=torch.float64).split(1024 // count))
+        batches = list(torch.ones(1024, 7, dtype=torch.float64).split(1024 // count))
         held = Held()
         with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda kept: kept.tensor):
             backward(model, batches, forward=model, loss=lambda scores, _: scores.mean())
@@ -860,9 +863,9 @@ class Held:
 
 @pytest.mark.parametrize("columns", [(), (1,), (3,), (2, 2)], ids=str)
 def test_scores_of_any_trailing_shape(columns: tuple[int, ...]) -> None:
-    weight = nn.Parameter(torch.randn(6, *columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    weight = nn.Parameter(torch.randn(7, *columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     model = nn.ParameterList([weight])
-    batches = [torch.randn(rows, 6, dtype=torch.float64) for rows in (2, 0, 5)]
+    batches = [torch.randn(rows, 7, dtype=torch.float64) for rows in (2, 0, 5)]
     seen = []
 
     def loss(scores: Tensor, given: list[Tensor]) -> Tensor:
@@ -882,7 +885,7 @@ def test_scores_of_any_trailing_shape(columns: tuple[int, ...]) -> None:
 def test_window_without_rows_gives_zero_gradients() -> None:
     model = make_model(Case("smooth_ap"))
     loss = fullrank.SmoothAPLoss(1)
-    batches = [torch.zeros(0, 6, dtype=torch.float64)] * 2
+    batches = [torch.zeros(0, 7, dtype=torch.float64)] * 2
     none = torch.zeros(0, dtype=torch.int64)
     value = fullrank.pooled_backward(model, batches, forward=model, loss=lambda scores, _: loss(scores, none))
     assert value == 0
@@ -1055,7 +1058,7 @@ def test_groups_in_every_form(pool_of_two: WorkerPool) -> None:
 def one_call(**options: Any) -> nn.Module:
     """Call pooled_backward on a small model; options replace the arguments."""
     model = options.pop("model", None) or make_model(Case("smooth_ap"))
-    batches = options.pop("batches", [torch.ones(2, 6, dtype=torch.float64)] * 2)
+    batches = options.pop("batches", [torch.ones(2, 7, dtype=torch.float64)] * 2)
     fullrank.pooled_backward(model, batches, **{"forward": model, "loss": lambda scores, _: scores.sum(), **options})
     return model
 
@@ -1099,7 +1102,7 @@ def test_foreign_leaf_is_named() -> None:
     with pytest.raises(ValueError, match=r"the parameter '2\.bias'.*in forward"):
         one_call(model=model, forward=model, loss=lambda scores, _: scores.sum() * model[2].bias.sum())
     assert not has_gradients(model)
-    stored = model(torch.ones(2, 6, dtype=torch.float64))
+    stored = model(torch.ones(2, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"the parameter '\d\."):
         one_call(model=model, forward=model, loss=lambda scores, _: scores.sum() + stored.sum())
     offset = torch.ones(1, requires_grad=True, dtype=torch.float64)
@@ -1120,7 +1123,7 @@ def test_random_state_after_an_error_in_the_replay() -> None:
     noise = random.Random(0)
     model = with_dropout()
     torch.manual_seed(3)
-    batches = [torch.ones(2, 6, dtype=torch.float64)] * 3
+    batches = [torch.ones(2, 7, dtype=torch.float64)] * 3
     for batch in batches:
         model(batch)
     state = torch.get_rng_state()

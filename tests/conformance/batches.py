@@ -6,7 +6,7 @@ Everything is made from seeds, so every process can make the data of all the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from subjects import NUM_FEATURES, gradient
 from torch import Tensor, nn
 
 IGNORED = -100
+
+R = TypeVar("R", bound=tuple[Any, ...])
 
 
 class Rows(NamedTuple):
@@ -65,7 +67,7 @@ def split(count: int, world_size: int, step: int) -> list[int]:
     shares = [1 + (rank + step) % world_size * 2 for rank in range(world_size)]
     if step % 2:
         shares[(step // 2) % world_size] = 0
-    return _portion(count, shares)
+    return portion(count, shares)
 
 
 def cut(rows: Rows, num_parts: int, seed: int = 0) -> list[Rows]:
@@ -73,20 +75,21 @@ def cut(rows: Rows, num_parts: int, seed: int = 0) -> list[Rows]:
     shares = [1 + (seed + index) % 3 for index in range(num_parts)]
     if num_parts > 2:
         shares[1] = 0
-    counts = _portion(len(rows.features), shares)
+    counts = portion(len(rows.features), shares)
     return [part_of(rows, counts, index) for index in range(num_parts)]
 
 
-def _portion(count: int, shares: list[int]) -> list[int]:
+def portion(count: int, shares: list[int]) -> list[int]:
+    """Return whole numbers that add up to ``count``, in about the ratio of ``shares``."""
     counts = [count * share // sum(shares) for share in shares]
     counts[counts.index(max(counts))] += count - sum(counts)
     return counts
 
 
-def part_of(rows: Rows, counts: list[int], index: int) -> Rows:
-    """Return part ``index`` of rows that are cut into ``counts``."""
+def part_of(rows: R, counts: list[int], index: int) -> R:
+    """Return part ``index`` of rows, or another tuple of row-aligned tensors, that are cut into ``counts``."""
     own = slice(sum(counts[:index]), sum(counts[: index + 1]))
-    return Rows(*(None if tensor is None else tensor[own] for tensor in rows))
+    return type(rows)(*(None if tensor is None else tensor[own] for tensor in rows))
 
 
 LENGTH = 9

@@ -11,9 +11,11 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
 from meshes import init_device_mesh
+from subjects import NUM_FEATURES, Model, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,19 +182,19 @@ def mean_over_unequal_shards(rank: int, convention: str) -> float:
     case = Case("smooth_ap")
     step = gradient_cases.make_step(case, 0)
     world_size = dist.get_world_size()
-    counts = gradient_cases.split(step.features.shape[0], world_size, 0)
-    model = gradient_cases.Scorer(1)
+    counts = split(step.features.shape[0], world_size, 0)
+    model = Model(num_outputs=1)
     (model(step.features) ** 2).mean().backward()
-    whole = torch.cat(gradient_cases.flat_gradients(model))
+    whole = gradient(model)
     model.zero_grad()
-    own = gradient_cases.shard(step, counts, rank)
+    own = part_of(step, counts, rank)
     wrapped = DistributedDataParallel(model)
     squares = wrapped(own.features) ** 2
     if convention == "fullrank":
         fullrank.global_mean(squares.sum(), squares.numel()).backward()
     else:
         squares.mean().backward()
-    return float((torch.cat(gradient_cases.flat_gradients(model)) - whole).norm() / whole.norm())
+    return float((gradient(model) - whole).norm() / whole.norm())
 
 
 def gradient_over_groups(rank: int, form: str) -> float:
@@ -208,18 +210,18 @@ def gradient_over_groups(rank: int, form: str) -> float:
     place, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     worst = 0.0
     losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(case, local=False, group=group)]
-    model = gradient_cases.Scorer(1)
+    model = Model(num_outputs=1)
     wrapped = DistributedDataParallel(model, process_group=process_group)
     for index in range(3):
         # Each sub-group trains on batches of its own.
         step = gradient_cases.make_step(case, index + 10 * (rank % 2 if form == "subgroup" else 0))
-        own = gradient_cases.shard(step, gradient_cases.split(step.features.shape[0], size, index), place)
+        own = part_of(step, split(step.features.shape[0], size, index), place)
         model.zero_grad()
         losses[0](model(step.features), step.targets).backward()
-        whole = torch.cat(gradient_cases.flat_gradients(model))
+        whole = gradient(model)
         model.zero_grad()
         losses[1](wrapped(own.features), own.targets).backward()
-        spread = torch.cat(gradient_cases.flat_gradients(model))
+        spread = gradient(model)
         worst = max(worst, float((spread - whole).norm() / whole.norm()))
     return worst
 
@@ -257,8 +259,8 @@ def collectives_of_losses(rank: int) -> dict[str, tuple[int, int]]:
 def broadcasts_with_a_large_queue(rank: int, queue_size: int) -> tuple[int, int]:
     """Return the bytes broadcast in a DDP forward with the loss, and a queue of this size, inside the module."""
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=queue_size, temperature=0.5)
-    model = DistributedDataParallel(gradient_cases.Scorer(1, loss).float())
-    features, targets = torch.randn(8, gradient_cases.NUM_FEATURES), torch.tensor([0, 1] * 4)
+    model = DistributedDataParallel(Model(num_outputs=1, loss=loss).float())
+    features, targets = torch.randn(8, NUM_FEATURES), torch.tensor([0, 1] * 4)
     for _ in range(3):  # DDP settles its buckets in the first steps
         model(features, targets).backward()
     with CollectiveCounter() as counter:
@@ -389,14 +391,14 @@ def test_row_aligned_tensors_travel_together(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
 def test_backward_scale(pool: WorkerPool, reduction: str | int, backward: str) -> None:
     for counts in (UNEVEN[pool.world_size], [3] * pool.world_size):
-        for gradient, expected, collectives in pool(backward_of_gather, counts, reduction, backward):
-            torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected))
+        for found, expected, collectives in pool(backward_of_gather, counts, reduction, backward):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
             assert collectives == (1 if backward == "reduce_scatter" else 0)
 
 
 def test_reduce_scatter_adds_half_precision_in_float32(pool_of_two: WorkerPool) -> None:
-    for gradient, dtype in pool_of_two(half_precision_reduce_scatter):
-        assert gradient == [[256.0]]  # 257 is not a bf16 number
+    for found, dtype in pool_of_two(half_precision_reduce_scatter):
+        assert found == [[256.0]]  # 257 is not a bf16 number
         assert dtype == "torch.bfloat16"
 
 
@@ -454,9 +456,9 @@ def test_global_mean(pool: WorkerPool) -> None:
     totals, counts = [3.0, 5.0, 1.0][:world_size], [2, 0, 7][:world_size]
     expected = sum(totals) / sum(counts)
     for as_tensor in (False, True):
-        for mean, gradient, forward, backward in pool(world_mean, totals, counts, as_tensor):
+        for mean, slope, forward, backward in pool(world_mean, totals, counts, as_tensor):
             assert mean == pytest.approx(expected, rel=1e-15)
-            assert gradient == pytest.approx(world_size / sum(counts), rel=1e-15)
+            assert slope == pytest.approx(world_size / sum(counts), rel=1e-15)
             assert (forward, backward) == (1, 0)
 
 
@@ -475,9 +477,9 @@ def test_losses_made_on_meta(pool_of_two: WorkerPool) -> None:
 
 
 def test_global_mean_of_nothing_is_zero(pool_of_two: WorkerPool) -> None:
-    for mean, gradient, _, _ in pool_of_two(world_mean, [0.0, 0.0], [0, 0], False):
+    for mean, slope, _, _ in pool_of_two(world_mean, [0.0, 0.0], [0, 0], False):
         assert mean == 0.0
-        assert gradient == 2.0  # finite: the total is an empty sum, whose own gradient is zero
+        assert slope == 2.0  # finite: the total is an empty sum, whose own gradient is zero
 
 
 def test_global_mean_equals_one_process_and_mean_of_means_does_not(pool: WorkerPool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from workers import WorkerPool, error_of
 
 import fullrank
@@ -154,18 +154,38 @@ def groups_that_share_one_rank(rank: int) -> list[str]:
     return [error_of(lambda loss=loss: loss(x, y))[0] for loss in losses]
 
 
-def cost_of_the_check(rank: int) -> float:
-    """Return the seconds that the check of one pair of tensors takes."""
+class Operators(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher, collectives among them."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_the_check(rank: int) -> tuple[int, int]:
+    """Return the operators that the check of logits and targets runs, and those of a copy, as a control."""
     logits, targets = own_rows(rank)
     changed = CHANGES["fifteen operators"](logits * 2)
-    group, best = dist.group.WORLD, float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(100):
-            check_not_gathered("logits", changed, group)
-            check_not_gathered("targets", targets, group)
-        best = min(best, (time.perf_counter() - start) / 100)
-    return best
+    assert dist.group.WORLD is not None
+    with Operators() as check:
+        for name, tensor in {"logits": changed, "targets": targets}.items():
+            check_not_gathered(name, tensor, dist.group.WORLD)
+    with Operators() as copy:
+        changed.clone()
+    return check.number, copy.number
+
+
+def one_dimension(rank: int) -> list[tuple[str, str]]:
+    """Hand rows (N,) that were gathered for different losses to a loss: all of them, and those of this rank."""
+    loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=0.3)
+    logits, targets = own_rows(rank)
+    spread = 2 * fullrank.all_gather_with_grad(logits[:, 0], backward="reduce_scatter")
+    all_targets = fullrank.all_gather_no_grad(targets).clone()
+    first = sum(6 + other for other in range(rank))
+    own = spread[first : first + 6 + rank]
+    return [error_of(lambda: loss(spread, all_targets)), error_of(lambda: loss(own, targets))]
 
 
 CASES = [("as they come", True), *((name, None) for name in CHANGES)]
@@ -226,6 +246,12 @@ def test_a_gather_over_other_ranks_may_come_first(pool_of_four: WorkerPool) -> N
     assert pool_of_four(groups_that_share_one_rank) == [["none", "ValueError"]] * 4
 
 
-def test_the_check_takes_microseconds(pool_of_two: WorkerPool) -> None:
-    """30 us on an idle core; the bound leaves room for a busy one."""
-    assert min(pool_of_two(cost_of_the_check)) <= 300e-6
+def test_all_rows_of_one_dimension_are_refused_and_the_own_are_not(pool_of_two: WorkerPool) -> None:
+    for whole, own in pool_of_two(one_dimension):
+        assert whole[0] == "ValueError"
+        assert "logits: expected the rows of this rank, got rows that were gathered already." in whole[1]
+        assert own == ("none", "")
+
+
+def test_the_check_runs_no_operator(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(operators_of_the_check) == [(0, 1)] * 2

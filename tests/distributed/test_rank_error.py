@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripts import run_script
+from torch import nn
 from workers import WorkerPool, error_of, get_pool
 
 import fullrank
@@ -43,6 +44,13 @@ def test_one_reason_on_many_ranks_is_one_text() -> None:
     heads, spoken = failed(*["bad"] * 1024)
     assert speakers(heads) == {heads[0][1]: 0}
     assert text_of(heads, spoken) == "a call failed on ranks 0, 1, 2, 3 and 1020 more: bad"
+
+
+@pytest.mark.parametrize(
+    ("number", "named"), [(1, "rank 0"), (4, "ranks 0, 1, 2, 3"), (5, "ranks 0, 1, 2, 3 and 1 more")]
+)
+def test_at_most_four_ranks_are_named(number: int, named: str) -> None:
+    assert text_of(*failed(*["bad"] * number)) == f"a call failed on {named}: bad"
 
 
 def test_at_most_four_reasons_are_named() -> None:
@@ -236,6 +244,28 @@ def nested_agreement(rank: int) -> tuple[str, str]:
 
 def test_control_an_agreement_inside_is_not_joined_twice(pool: WorkerPool) -> None:
     assert set(pool(nested_agreement)) == {("TypeError", "wrapped: inner failed on rank 0: inside")}
+
+
+def count_one_item_too_many(model: nn.Module, group: Any = None) -> None:
+    """Take a window whose loss is a mean of one item more than was counted."""
+    for step, batch in fullrank.accumulate(model, [torch.ones(3, 2)], len, group=group):
+        step.backward(model(batch).mean(), num_items=4)
+
+
+def wrong_item_count(rank: int) -> str:
+    """Return the class of the error over ranks."""
+    try:
+        count_one_item_too_many(nn.Linear(2, 1), dist.group.WORLD)
+    except ValueError as error:
+        return type(error).__name__
+    return "none"
+
+
+def test_a_wrong_item_count_is_a_rank_error_over_ranks_alone(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(wrong_item_count) == ["RankValueError"] * 2
+    with pytest.raises(ValueError, match="num_items: expected a sum over the window equal to its count, 3") as caught:
+        count_one_item_too_many(nn.Linear(2, 1))
+    assert type(caught.value) is ValueError
 
 
 SCRIPT = """

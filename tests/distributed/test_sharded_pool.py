@@ -12,9 +12,11 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
+from batches import part_of, portion, split
 from collective_counter import CollectiveCounter
 from score_sets import SETS
 from score_sets import generator as score_generator
+from subjects import LIMITS, Model, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
@@ -23,7 +25,6 @@ import fullrank
 from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 STEPS = 3
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
 
 
 class Case(NamedTuple):
@@ -91,15 +92,7 @@ def counts_of(split: str, count: int, world_size: int, index: int) -> list[int]:
     shares = [1 + (rank + index) % world_size * 2 for rank in range(world_size)]
     if split == "empty":
         shares[index % world_size] = 0
-    counts = [count * share // sum(shares) for share in shares]
-    counts[counts.index(max(counts))] += count - sum(counts)
-    return counts
-
-
-def own_rows(step: Step, counts: list[int], rank: int) -> Step:
-    """Return the rows of ``rank``."""
-    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    return Step(*(None if tensor is None else tensor[rows] for tensor in step))
+    return portion(count, shares)
 
 
 def loss_and_gradient(loss: Any, step: Step, **options: Any) -> tuple[Tensor, Tensor]:
@@ -144,9 +137,9 @@ def run_case(rank: int, case: Case) -> Outcome:
             wide = Step(step.logits.double(), step.targets, step.iid_mask, step.weight)
             expected, whole = loss_and_gradient(alone, wide)
             with CollectiveCounter() if index == STEPS - 1 else nullcontext() as counter:
-                value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+                value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
             number = counter.total if counter else 0
-            reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+            reference = part_of(Step(whole, *step[1:]), counts, rank).logits
             error = (gradient.double() / world_size - reference).norm() / whole.norm().clamp_min(1e-30)
             worst_gradient = max(worst_gradient, float(error))
             difference = (value.double().nan_to_num() - expected.nan_to_num()).abs()
@@ -203,7 +196,7 @@ def test_smooth_ap_equals_one_process(pool_of_two: WorkerPool, form: str) -> Non
     assert_exact(pool_of_two, cases_of("smooth_ap", form))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loss", "form"),
     [("smooth_ap", "moments"), ("smooth_ap", "positives"), ("recall", "sums"), ("trapezoid", "sums")],
@@ -237,7 +230,7 @@ def random_case(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.full)], ids=len)
 def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
     for first in seeds[::10]:
         assert_exact(pool_of_four, [random_case(seed) for seed in range(first, first + 10)])
@@ -290,15 +283,15 @@ def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> Non
     ids=str,
 )
 def test_number_of_collectives(pool_of_two: WorkerPool, case: Case, number: int) -> None:
-    for split in ("uneven", "last"):
-        (outcome,) = assert_exact(pool_of_two, [case._replace(split=split)])
+    for kind in ("uneven", "last"):
+        (outcome,) = assert_exact(pool_of_two, [case._replace(split=kind)])
         assert outcome.collectives == number
 
 
 # Score sets
 
 
-def of_sets(rank: int, form: str, dtype_name: str) -> list[str]:
+def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]:
     """Compare every set of scores, and every value that is not finite, with sums over pairs; return what differs."""
     from fullrank.kernels.soft_ranks import smooth_ap_sums
 
@@ -306,10 +299,10 @@ def of_sets(rank: int, form: str, dtype_name: str) -> list[str]:
     limit, loss_limit = (2e-6, 6e-8) if dtype == torch.float32 else (1e-12, 1e-13)
     extremes = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "both": {0: torch.inf, 1: torch.inf}}
     extremes |= {"nan": {1: torch.nan}, "lone positive": {2: torch.inf}}
-    for name, make in SETS.items():
+    for name in sets:
         for temperature in (1e-4, 0.1, 10.0):
             for kind in extremes if name in ("normal", "cauchy") else ("finite",):
-                scores = make()[::2].to(dtype)[:, None].clone()
+                scores = SETS[name]()[::2].to(dtype)[:, None].clone()
                 positive = torch.rand(scores.shape[0], generator=score_generator()) < 0.05
                 positive[:3] = torch.tensor([False, kind == "both", True])
                 for row, value in extremes[kind].items():
@@ -322,12 +315,12 @@ def of_sets(rank: int, form: str, dtype_name: str) -> list[str]:
                 counts = counts_of("uneven", scores.shape[0], world_size, 0)
                 with forced(form):
                     loss = fullrank.SmoothAPLoss(1, temperature=temperature, pool="sharded")
-                    own = own_rows(step, counts, rank)
+                    own = part_of(step, counts, rank)
                     logits = own.logits.clone().requires_grad_()
                     value = loss(logits, own.targets)
                     value.backward()
                 assert logits.grad is not None
-                reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                reference = part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
                 if expected.isnan().any():
                     right = bool(value.isnan() and logits.grad.isnan().all())
                 else:
@@ -347,7 +340,11 @@ def of_sets(rank: int, form: str, dtype_name: str) -> list[str]:
 @pytest.mark.parametrize("form", ["moments", "positives"])
 def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str) -> None:
     """A value that is not finite is on one rank alone, or on two."""
-    assert pool_of_two(of_sets, form, dtype) == [[], []]
+    assert pool_of_two(of_sets, form, dtype, [*SETS]) == [[], []]
+
+
+def test_infinite_scores_by_moments(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(of_sets, "moments", "float64", ["normal"]) == [[], []]
 
 
 def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
@@ -368,12 +365,12 @@ def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
                 expected.backward()
                 with forced("sums"):
                     loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature, pool="sharded")
-                    value, gradient = loss_and_gradient(loss, own_rows(step, counts, rank))
+                    value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
                 assert leaf.grad is not None
                 if expected.isnan():
                     right = bool(value.isnan())
                 else:
-                    reference = own_rows(Step(leaf.grad, *step[1:]), counts, rank).logits
+                    reference = part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
                     error = (gradient.double() / world_size - reference).norm()
                     right = bool(error <= LIMITS[dtype_name] * leaf.grad.norm().clamp_min(1e-12))
                     right &= bool((value - expected).abs() <= LIMITS[dtype_name])
@@ -408,7 +405,7 @@ def not_finite(rank: int, loss: str) -> dict[str, NotFinite]:
                     step.logits[::7] = torch.inf  # and so a threshold
                 elif kind == "nan":
                     step.logits[-1] = torch.nan
-                own = own_rows(step, counts_of("uneven", len(step.logits), world_size, 0), rank)
+                own = part_of(step, counts_of("uneven", len(step.logits), world_size, 0), rank)
                 gathered = loss_and_gradient(make_loss(case), own)
                 with forced("sums"):
                     sharded = loss_and_gradient(make_loss(case, pool="sharded"), own)
@@ -434,7 +431,7 @@ def without_gradient(rank: int, form: str) -> list[bool]:
         case = Case(name, queue_size=60)
         steps = [make_step(case, index) for index in range(3)]
         split = [counts_of("empty", len(step.logits), dist.get_world_size(), index) for index, step in enumerate(steps)]
-        owns = [own_rows(step, counts, rank) for step, counts in zip(steps, split)]
+        owns = [part_of(step, counts, rank) for step, counts in zip(steps, split)]
         with forced(form):
             clean = make_loss(case, pool="sharded")
             expected = [loss_and_gradient(clean, own) for own in owns]
@@ -480,16 +477,17 @@ def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
                 counts = counts_of("last" if index else "uneven", count, world_size, index)
                 expected, whole = loss_and_gradient(losses[0], step)
                 with forced(form):
-                    value, gradient = loss_and_gradient(losses[1], own_rows(step, counts, rank))
-                reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+                    value, gradient = loss_and_gradient(losses[1], part_of(step, counts, rank))
+                reference = part_of(Step(whole, *step[1:]), counts, rank).logits
                 same = torch.allclose(value, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
                 same = same and torch.allclose(gradient / world_size, reference, atol=1e-12, equal_nan=True)
                 found.append((f"{name} {loss}", same))
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
+@pytest.mark.parametrize(
+    "form", ["moments", *(pytest.param(form, marks=pytest.mark.slow) for form in ("positives", "gather", "sums"))]
+)
 def test_rows_without_a_valid_class(pool_of_two: WorkerPool, form: str) -> None:
     for found in pool_of_two(degenerate, form):
         assert [name for name, right in found if not right] == []
@@ -579,12 +577,12 @@ def steps_of_a_model(rank: int, form: str) -> list[float]:
         case = gradient_cases.Case("smooth_ap", queue_size=64, num_classes=2)
         sharded = case._replace(pool="sharded")
         losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(sharded, local=False)]
-        alone, model = gradient_cases.Scorer(2), gradient_cases.Scorer(2, losses[1] if way == "inside" else None)
+        alone, model = Model(num_outputs=2), Model(num_outputs=2, loss=losses[1] if way == "inside" else None)
         wrapped = DistributedDataParallel(model)
         for index in range(3):
             step = gradient_cases.make_step(case, index)
-            counts = gradient_cases.split(step.features.shape[0], world_size, 0)
-            own = gradient_cases.shard(step, counts, rank)
+            counts = split(step.features.shape[0], world_size, 0)
+            own = part_of(step, counts, rank)
             alone.zero_grad()
             wrapped.zero_grad()
             losses[0](alone(step.features), step.targets).backward()
@@ -601,7 +599,7 @@ def steps_of_a_model(rank: int, form: str) -> list[float]:
                     wrapped(own.features, own.targets).backward()
                 else:
                     losses[1](wrapped(own.features), own.targets).backward()
-            whole, spread = (torch.cat(gradient_cases.flat_gradients(held)) for held in (alone, model))
+            whole, spread = (gradient(held) for held in (alone, model))
             errors.append(float((spread - whole).norm() / whole.norm()))
     return errors
 
@@ -634,11 +632,11 @@ def warm_up(rank: int) -> list[float]:
         step = step._replace(targets=(torch.arange(len(step.logits)) % 3 // 2)[:, None])
         counts = counts_of("empty", len(step.logits), world_size, index)
         found = []
-        for loss, rows in zip(losses, (own_rows(step, counts, rank), step)):
+        for loss, rows in zip(losses, (part_of(step, counts, rank), step)):
             loss.on_train_batch_start(index)
             found.append(loss_and_gradient(_without_options(loss), rows))
         (value, gradient), (expected, whole) = found
-        reference = own_rows(Step(whole, *step[1:]), counts, rank).logits
+        reference = part_of(Step(whole, *step[1:]), counts, rank).logits
         errors += [float(value - expected), float((gradient / world_size - reference).norm() / whole.norm())]
     return errors
 

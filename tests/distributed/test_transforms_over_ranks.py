@@ -91,7 +91,7 @@ def without_check(rank: int) -> list[tuple[str, str]]:
     "odd",
     [
         pytest.param(None, marks=pytest.mark.slow, id="all ranks"),
-        pytest.param(0, marks=pytest.mark.slow, id="rank 0"),
+        pytest.param(0, marks=pytest.mark.full, id="rank 0"),
         pytest.param(1, id="rank 1"),
     ],
 )

@@ -194,12 +194,14 @@ def test_sums_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 def test_control_accumulation_of_accelerate_is_a_mean_of_means(workers: WorkerPool) -> None:
     for parameters, norm in workers(summed, MEAN_OF_MEANS, {"gradient_accumulation_steps": 2}):
         assert parameters > 0.05
         assert norm > 0.05
 
 
+@pytest.mark.full
 def test_control_gradient_accumulation_steps_divide_once_more(workers: WorkerPool) -> None:
     for _, norm in workers(summed, SUMS, {"gradient_accumulation_steps": 2}):
         assert norm > 0.4

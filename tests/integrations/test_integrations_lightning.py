@@ -265,7 +265,7 @@ def workers() -> Iterator[WorkerPool]:
     yield from own_pool("pytorch_lightning", "lightning.pytorch")
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.full)])
 def test_the_ranker_trains_as_one_process(workers: WorkerPool, tmp_path: Path, package: str) -> None:
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"needs {package}")
@@ -286,6 +286,7 @@ def test_the_warm_up_trains_as_one_process(workers: WorkerPool, tmp_path: Path) 
         assert max(parameters, loss) <= LIMIT
 
 
+@pytest.mark.full
 def test_control_without_the_callback_the_warmup_never_ends(workers: WorkerPool, tmp_path: Path) -> None:
     without = WARM_TRAINING.replace("stop, LossSchedule()", "stop")
     assert without != WARM_TRAINING
@@ -309,7 +310,7 @@ def test_a_single_callback_is_taken_by_both_packages() -> None:
             assert isinstance(LossSchedule(), importlib.import_module(package).Callback)
 
 
-@pytest.mark.parametrize("step", [8, 12])
+@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.full), 12])
 def test_a_resumed_training_is_the_same_bit_for_bit(workers: WorkerPool, tmp_path: Path, step: int) -> None:
     """At the ends of epochs, the first that of the blend; Lightning then begins the next epoch without its hook."""
     for differing, temperature in workers(resumed, WARM_RANKER, str(tmp_path), step, True):
@@ -327,6 +328,7 @@ def test_windows_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 def test_control_accumulate_grad_batches_is_a_mean_of_means(workers: WorkerPool) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     for parameters, _ in workers(accumulated, AUTOMATIC, options):

@@ -420,13 +420,14 @@ def workers() -> Iterator[WorkerPool]:
     yield from own_pool("accelerate", "transformers.modeling_utils", "transformers.trainer")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", [CAUSAL, OWN_LOSS], ids=["function", "of_the_model"])
 def test_causal_models_train_as_one_process(workers: WorkerPool, tmp_path: Path, recipe: str, kind: str) -> None:
     for errors in workers(causal, recipe, str(tmp_path), kind, {}):
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "exact"), [("llama", True), ("gpt2", False)])
 def test_control_gpt2_as_it_comes_counts_the_first_labels(
     workers: WorkerPool, tmp_path: Path, kind: str, exact: bool
@@ -436,6 +437,7 @@ def test_control_gpt2_as_it_comes_counts_the_first_labels(
         assert max(errors) <= LIMIT if exact else min(errors) > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", [CAUSAL, OWN_LOSS], ids=["function", "of_the_model"])
 def test_control_counts_of_single_ranks(workers: WorkerPool, tmp_path: Path, recipe: str) -> None:
     options = {"average_tokens_across_devices": False}
@@ -450,7 +452,7 @@ def test_control_a_mean_is_off_by_ranks_times_micro_batches(workers: WorkerPool,
         assert norm > 2
 
 
-@pytest.mark.parametrize("steps", [1, 2], ids=["one", "two"])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 2], ids=["one", "two"])
 def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path, steps: int) -> None:
     for errors in workers(pooled, POOLED, str(tmp_path), {"gradient_accumulation_steps": steps}):
         assert max(errors) <= LIMIT
@@ -472,6 +474,7 @@ def test_the_schedule_of_a_pooled_loss(workers: WorkerPool, tmp_path: Path) -> N
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "factor"), [(1, 2), (2, 4)], ids=["one", "two"])
 def test_control_a_pooled_loss_as_function(workers: WorkerPool, tmp_path: Path, steps: int, factor: int) -> None:
     """Twice by the ranks; with two micro-batches also the sum of two pools, about twice."""

@@ -26,12 +26,10 @@ from fullrank.losses import sigmoid_sums
 TEMPERATURES = [1e-6, 1e-4, 1e-2, 0.1, 1.0, 10.0, 1e6]
 
 
-def smooth_ap_by(
-    method: str, scores: Tensor, positive: Tensor, member: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def smooth_ap_by(method: str, scores: Tensor, positive: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) and the gradient (C, M) by one method, in float64."""
     leaf = scores.clone().requires_grad_()
-    loss, _ = smooth_ap_sums(leaf, positive, member, None, temperature, method)
+    loss, _ = smooth_ap_sums(leaf, positive, None, None, temperature, method)
     loss.sum().backward()
     assert leaf.grad is not None
     return loss.detach().double(), leaf.grad.double()
@@ -47,39 +45,27 @@ def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], d
         assert (ours[1] - gradient).abs().max() <= row_limit * gradient.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("form", ["float32", "float64", "many rows"])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", SETS)
-def test_smooth_ap_by_bins(name: str, temperature: float, dtype: torch.dtype) -> None:
-    scores = SETS[name]()[None]
-    positive = torch.rand(1, ROWS, generator=generator()) < 0.02
-    everyone = torch.ones_like(positive)
-    reference = smooth_ap_by("direct", scores.double(), positive, everyone, temperature)
-    assert_same(smooth_ap_by("binned", scores.to(dtype), positive, everyone, temperature), reference, dtype)
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-2, 0.1, 1.0, 10.0])
-@pytest.mark.parametrize("name", SETS)
-def test_the_order_for_many_rows(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three moments in narrower bins are as exact as four, whatever the number of rows they are meant for."""
-    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(many_rows=0))
-    assert node_tables.order_for(torch.empty(0), 1).p == 3
+def test_smooth_ap_by_bins(name: str, temperature: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with three moments in narrower bins, whatever the number of rows they are meant for."""
+    if form == "many rows":
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(many_rows=0))
+        assert node_tables.order_for(torch.empty(0), 1).p == 3
+    dtype = torch.float64 if form == "float64" else torch.float32
     scores, positive = SETS[name]()[None], torch.rand(1, ROWS, generator=generator()) < 0.02
-    everyone = torch.ones_like(positive)
-    reference = smooth_ap_by("direct", scores.double(), positive, everyone, temperature)
-    assert_same(smooth_ap_by("binned", scores, positive, everyone, temperature), reference, torch.float32)
+    reference = smooth_ap_by("direct", scores.double(), positive, temperature)
+    assert_same(smooth_ap_by("binned", scores.to(dtype), positive, temperature), reference, dtype)
 
 
 def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 limit does catch the order that is enough for float32."""
-    from fullrank.kernels.node_tables import Order
-
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
-    everyone = torch.ones_like(positive)
-    reference = smooth_ap_by("direct", scores, positive, everyone, 0.5)
-    monkeypatch.setattr(soft_ranks, "order_for", lambda scores, num_rows: Order(16, 4, 14))
+    reference = smooth_ap_by("direct", scores, positive, 0.5)
+    monkeypatch.setattr(soft_ranks, "order_for", lambda scores, num_rows: node_tables.Order(16, 4, 14))
     with pytest.raises(AssertionError):
-        assert_same(smooth_ap_by("binned", scores, positive, everyone, 0.5), reference, torch.float64)
+        assert_same(smooth_ap_by("binned", scores, positive, 0.5), reference, torch.float64)
 
 
 def test_a_few_positives_far_above_many_negatives() -> None:
@@ -87,10 +73,9 @@ def test_a_few_positives_far_above_many_negatives() -> None:
     scores = torch.cat([normal(100_000) * 0.01, torch.full((5,), 18.0)])[None]
     positive = torch.zeros_like(scores, dtype=torch.bool)
     positive[0, -5:] = True
-    everyone = torch.ones_like(positive)
-    reference = smooth_ap_by("direct", scores.double(), positive, everyone, 1.0)
+    reference = smooth_ap_by("direct", scores.double(), positive, 1.0)
     for dtype in (torch.float32, torch.float64):
-        assert_same(smooth_ap_by("binned", scores.to(dtype), positive, everyone, 1.0), reference, dtype)
+        assert_same(smooth_ap_by("binned", scores.to(dtype), positive, 1.0), reference, dtype)
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 0.05, 2.0])
@@ -137,10 +122,9 @@ def test_a_positive_of_no_weight_is_not_a_negative(num_classes: int) -> None:
 def test_rows_are_added_side_by_side(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(1, size, generator=generator()).double()
     positive = torch.rand(1, size, generator=generator()) < 0.01
-    everyone = torch.ones_like(positive)
-    spread = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    spread = smooth_ap_by("binned", scores, positive, 0.1)
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(lanes=1))
-    assert_same(spread, smooth_ap_by("binned", scores, positive, everyone, 0.1), torch.float64)
+    assert_same(spread, smooth_ap_by("binned", scores, positive, 0.1), torch.float64)
 
 
 def test_many_classes_are_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +132,9 @@ def test_many_classes_are_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> 
         torch.randn(7, 900, generator=generator()).double(),
         torch.rand(7, 900, generator=generator()) < 0.1,
     )
-    everyone = torch.ones_like(positive)
-    whole = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    whole = smooth_ap_by("binned", scores, positive, 0.1)
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(tables_at_once=100))
-    parts = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    parts = smooth_ap_by("binned", scores, positive, 0.1)
     assert_same(parts, whole, torch.float64)
 
 
@@ -163,9 +146,8 @@ def test_infinite_scores_are_what_the_definition_makes_of_them(positives_at: tup
     positive = torch.rand(1, 1000, generator=generator()) < 0.1
     positive[0, :3] = False
     positive[0, list(positives_at)] = True
-    everyone = torch.ones_like(positive)
-    reference = smooth_ap_by("direct", scores.double(), positive, everyone, 0.1)
-    ours = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    reference = smooth_ap_by("direct", scores.double(), positive, 0.1)
+    ours = smooth_ap_by("binned", scores, positive, 0.1)
     if reference[0].isnan():
         assert ours[0].isnan()
         assert ours[1].isnan().any()
@@ -213,10 +195,9 @@ def test_infinite_scores_move_alike_in_parts_of_the_rows(kind: str, is_masked: b
 def test_a_nan_makes_its_class_nan_and_no_other() -> None:
     scores = torch.randn(2, 1000, generator=generator())
     positive = torch.rand(2, 1000, generator=generator()) < 0.1
-    everyone = torch.ones_like(positive)
-    clean = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    clean = smooth_ap_by("binned", scores, positive, 0.1)
     scores[0, 17] = math.nan
-    loss, gradient = smooth_ap_by("binned", scores, positive, everyone, 0.1)
+    loss, gradient = smooth_ap_by("binned", scores, positive, 0.1)
     assert loss[0].isnan()
     assert gradient[0].isnan().all()
     assert loss[1] == clean[0][1]
@@ -341,9 +322,8 @@ def test_positives_far_from_every_row(case: str, monkeypatch: pytest.MonkeyPatch
     bins = find_bins(scores, scores.amin(dim=1), scores.amax(dim=1), temperature, 64)
     assert bins is not None
     assert (bins.outside is not None) == (case == "far bins")
-    everyone = torch.ones_like(positive)
-    reference = smooth_ap_by("direct", scores.double(), positive, everyone, temperature)
-    assert_same(smooth_ap_by("binned", scores, positive, everyone, temperature), reference, torch.float32)
+    reference = smooth_ap_by("direct", scores.double(), positive, temperature)
+    assert_same(smooth_ap_by("binned", scores, positive, temperature), reference, torch.float32)
 
     def rounded(values: Tensor, matrices: node_tables.Constants, dtype: torch.dtype) -> Tensor:
         return node_tables.coefficients(values, matrices, torch.float32).to(dtype)
@@ -351,4 +331,4 @@ def test_positives_far_from_every_row(case: str, monkeypatch: pytest.MonkeyPatch
     # Control: both of its terms rounded to float32 before their difference.
     monkeypatch.setattr(soft_ranks_binned, "coefficients", rounded)
     with pytest.raises(AssertionError):
-        assert_same(smooth_ap_by("binned", scores, positive, everyone, temperature), reference, torch.float32)
+        assert_same(smooth_ap_by("binned", scores, positive, temperature), reference, torch.float32)

@@ -111,7 +111,7 @@ def test_the_compiler_sees_every_operator(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("fullrank" in name for name in graph_of(call, *rows(5000), 0.1)), "too many pairs"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_few_kernels_over_temperatures_and_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each outermost loop of the code for the CPU is a kernel of an accelerator."""
     torch._dynamo.reset()

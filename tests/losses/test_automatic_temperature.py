@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 from gradient_cases import Case
+from loss_cases import step
 from reference import Rows
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -21,7 +22,7 @@ from workers import WorkerPool, error_of
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, RetrievalSmoothAPLoss, SmoothAPLoss
 from fullrank.kernels import spread as spreads
 from fullrank.kernels.spread import evenly_spaced, spread_of, standardized
-from fullrank.losses import pauc_at_budget, recall_at_quantile, retrieval_smooth_ap, smooth_ap
+from fullrank.losses import recall_at_quantile, retrieval_smooth_ap, smooth_ap
 
 SHARPEST = {torch.float32: 2e-6, torch.float64: 1e-12}
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -43,13 +44,6 @@ def rows(count: int, classes: int = 1, seed: int = 0, dtype: torch.dtype = torch
     return logits, torch.randint(0, max(2, classes), (count,), generator=generator)
 
 
-def step(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and its gradient."""
-    leaf = logits.detach().clone().requires_grad_()
-    value = loss(leaf, targets)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
-
-
 def expected_spread(columns: Tensor) -> float:
     """Return the reference of the spread of ``columns`` (C, M), all rows of which are used."""
     codes = torch.zeros(columns.shape[1], len(columns), dtype=torch.int64)
@@ -67,19 +61,16 @@ def test_spread_equals_the_reference(count: int, classes: int) -> None:
     assert spread_of(scores.float(), None) == pytest.approx(expected_spread(scores.float()), rel=1e-13)
 
 
-def test_rows_that_are_no_members_are_left_out() -> None:
+def test_the_spread_is_that_of_the_members_and_of_normal_scores_their_deviation() -> None:
     scores = rows(60, 4)[0].detach().t()
     member = torch.rand(4, 60, generator=torch.Generator().manual_seed(1)) < 0.6
     alone = [spread_of(scores[c : c + 1, member[c]], None) for c in range(4)]
     assert spread_of(scores, member) == pytest.approx(sum(alone) / 4, rel=1e-13)
     assert spread_of(scores, None) != pytest.approx(sum(alone) / 4, rel=1e-3)  # control
-
-
-def test_the_spread_of_normal_scores_is_their_deviation() -> None:
+    assert spread_of(torch.zeros(1, 0), None) == spread_of(scores, torch.zeros_like(member)) == 1.0
     generator = torch.Generator().manual_seed(0)
     for shape in ((1, 300_000), (5, 50_000), (300, 2000)):
-        scores = 7 + 3 * torch.randn(shape, generator=generator)
-        assert spread_of(scores, None) == pytest.approx(3.0, rel=0.06)
+        assert spread_of(7 + 3 * torch.randn(shape, generator=generator), None) == pytest.approx(3.0, rel=0.06)
 
 
 @pytest.mark.parametrize(("count", "among"), [(1, 1), (7, 7), (5, 9), (64, 1000), (4096, 4097), (4096, 10**6)])
@@ -118,6 +109,15 @@ def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
         assert torch.equal(ours, number)
     control = step(numbered(name, 1.01 * tau), logits, targets)
     assert not torch.equal(control[0], step(FUNCTIONS[name], logits, targets)[0])
+    loss = MODULES[name](classes)
+    assert (loss.temperature, loss.current_temperature) == (None, None)
+    loss(logits, targets)
+    assert loss.current_temperature == tau
+    loss(5 * logits, targets)
+    assert loss.current_temperature > 2 * tau
+    loss.temperature = 0.07
+    assert loss.current_temperature == copy.deepcopy(loss).current_temperature == 0.07
+    assert PAUCAtBudgetLoss(1).current_temperature == 0.1
 
 
 def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
@@ -251,15 +251,6 @@ def test_a_pool_of_moderate_size_is_used_whole_if_its_sample_has_no_spread() -> 
     assert 0.9 < spread_of(scores, None) < 1.1
 
 
-def test_a_pool_without_rows_or_members() -> None:
-    assert spread_of(torch.zeros(1, 0), None) == 1.0
-    assert spread_of(torch.randn(2, 5), torch.zeros(2, 5, dtype=torch.bool)) == 1.0
-    for loss in (SmoothAPLoss(1), RecallAtQuantileLoss(1), RetrievalSmoothAPLoss(None)):
-        logits = torch.zeros(0, 1, requires_grad=True)
-        loss(logits, torch.zeros(0, dtype=torch.int64)).backward()
-        assert logits.grad is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scores", [name for name in DEGENERATE if name not in ("all nan", "all -inf", "infinities")])
 @over_functions
@@ -284,14 +275,10 @@ def test_degenerate_scores_lose_no_step_and_poison_none(name: str, scores: str, 
     assert usual / 4 < loss.current_temperature < usual
 
 
-@over_functions
-def test_constant_scores_have_a_gradient(name: str) -> None:
+def test_constant_scores_have_a_gradient_and_a_queue_of_them_has_no_say() -> None:
     """A network whose last layer starts at zero can learn."""
-    gradient = step(FUNCTIONS[name], torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1]
-    assert gradient[::4].max() < 0
-
-
-def test_a_queue_of_constant_scores() -> None:
+    for function in FUNCTIONS.values():
+        assert step(function, torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1][::4].max() < 0
     loss = SmoothAPLoss(1, queue_size=1000)
     loss.queue.enqueue(torch.full((1000, 1), 0.5), torch.zeros(1000, dtype=torch.int64))
     logits, targets = rows(100, dtype=torch.float32)
@@ -366,23 +353,6 @@ def test_ranks_compare_the_setting(pool_of_two: WorkerPool) -> None:
 # --- state and current_temperature -----------------------------------------------------------------------------------
 
 
-@over_functions
-def test_current_temperature(name: str) -> None:
-    logits, targets = rows(30)
-    loss = MODULES[name](1)
-    assert loss.temperature is None
-    assert loss.current_temperature is None
-    loss(logits, targets)
-    first = loss.current_temperature
-    assert first == MULTIPLES[name] * spread_of(logits.t(), None)
-    loss(5 * logits, targets)
-    assert loss.current_temperature > 2 * first
-    loss.temperature = 0.07
-    assert loss.current_temperature == 0.07
-    assert PAUCAtBudgetLoss(1).current_temperature == 0.1
-    assert copy.deepcopy(loss).current_temperature == 0.07
-
-
 @pytest.mark.parametrize("make", [*MODULES.values(), lambda _, temperature: RetrievalSmoothAPLoss(temperature)])
 def test_state_holds_the_setting(make: Callable[..., Any]) -> None:
     for saved, other in ((None, 0.3), (0.3, None)):
@@ -408,58 +378,25 @@ def test_distributed_checkpoint_holds_the_setting(tmp_path: Any) -> None:
     assert trained.current_temperature == loaded.current_temperature
 
 
-def test_partial_auc_refuses_none() -> None:
-    for call in (lambda: PAUCAtBudgetLoss(1, temperature=None), lambda: pauc_at_budget(*rows(9), temperature=None)):
-        with pytest.raises(TypeError, match=r"temperature: expected a number, got None\. .*no automatic form"):
-            call()  # type: ignore[no-untyped-call]
-
-
 # --- compiled, transformed, meta -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("classes", [1, 100])
-@over_functions
-def test_compiled_equals_eager(name: str, classes: int) -> None:
+def test_compiled_equals_eager_at_the_edges() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="eager")
-    for count, offset in ((200, 0.0), (5000 // classes + 70, 0.0), (200, 1000.0)):
-        logits, targets = rows(count, classes)
-        targets[::9] = -100
-        for ours, plain in zip(
-            step(compiled, logits + offset, targets), step(FUNCTIONS[name], logits + offset, targets)
-        ):
-            torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.slow
-@over_functions
-def test_compiled_equals_eager_at_the_edges(name: str) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="eager")
-    sets = {edge: DEGENERATE[edge][0].double() for edge in DEGENERATE if DEGENERATE[edge][0].isfinite().all()}
+    compiled = torch.compile(smooth_ap, fullgraph=True, backend="eager")
+    sets = {edge: scores[:, None] for edge, (scores, *_) in DEGENERATE.items() if scores.isfinite().all()}
     sampled_out = torch.zeros(20_000, dtype=torch.float64)  # has a spread, but its sample has none
     sampled_out[:8000] = torch.randn(8000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sampled_out[evenly_spaced(spreads.MOST_SCORES, 20_000, sampled_out.device)] = 0.0
     assert spreads.sample_of(sampled_out[None], None).abs().max() == 0
     assert spread_of(sampled_out[None], None) != 1
-    sets["a sample without a spread"] = sampled_out
+    sets |= {"a sample without a spread": sampled_out[:, None], "many classes": 1000.0 + rows(120, 100)[0].detach()}
     for edge, scores in sets.items():
-        rows = scores[:, None], torch.arange(len(scores)) % 8 == 0
-        for ours, plain in zip(step(compiled, *rows), step(FUNCTIONS[name], *rows)):
+        targets = (torch.arange(len(scores)) % 8 == 0).long()
+        for ours, plain in zip(step(compiled, scores, targets), step(smooth_ap, scores, targets)):
             largest = plain.abs().max().item()
             torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8 * largest, msg=lambda m, e=edge: f"{e}: {m}")
-
-
-@over_functions
-def test_transforms_and_meta(name: str) -> None:
-    logits, targets = rows(40)
-    gradient = torch.func.grad(lambda x: FUNCTIONS[name](x, targets))(logits.detach())
-    torch.testing.assert_close(gradient, step(FUNCTIONS[name], logits, targets)[1], rtol=1e-12, atol=0)
-    assert FUNCTIONS[name](logits.to("meta"), targets.to("meta")).shape == ()
-    loss = MODULES[name](1)
-    loss(logits.to("meta"), targets.to("meta"))
-    assert loss.current_temperature is None
 
 
 # --- retrieval -------------------------------------------------------------------------------------------------------

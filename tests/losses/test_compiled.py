@@ -1,8 +1,11 @@
-"""Compiled losses: other temperatures and row counts, one graph or a break, a process group that comes later."""
+"""Compiled losses: other temperatures and row counts, one graph or a break, a process group that comes later.
+
+Each starts the compiler, so a loss is compiled once, with as many of its options as one call can have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,135 +35,138 @@ from fullrank.losses import (
     softmax_focal,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
 
 CALLS = ((40, 0.5), (40, 0.25), (55, 0.1))  # rows, temperature: first one of them changes, then both
+
+
+def weights(targets: Tensor) -> dict[str, Tensor]:
+    """Return weights that differ from row to row."""
+    return {"sample_weight": 0.5 + targets.abs().double()}
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "smooth_ap": lambda x, t, tau: smooth_ap(x[:, :1], t == 0, tau),
+    "smooth_ap": lambda x, t, tau: smooth_ap(x, t, tau, **weights(t)),
     "smooth_ap of (N,) and floats": lambda x, t, tau: smooth_ap(x[:, 0], (t == 0).double()[:, None], tau),
-    "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau),
-    "recall linear": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, quantile_interpolation="linear"),
-    "pauc": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, surrogate="trapezoid", temperature=tau),
-    "pauc linear": lambda x, t, tau: pauc_at_budget(
-        x, t, beta=0.3, surrogate="trapezoid", temperature=tau, quantile_interpolation="linear"
+    "smooth_ap automatic": lambda x, t, tau: smooth_ap(x, t),
+    "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, **weights(t)),
+    "recall linear, automatic": lambda x, t, tau: recall_at_quantile(x, t, 0.2, quantile_interpolation="linear"),
+    "pauc": lambda x, t, tau: pauc_at_budget(
+        x, t, beta=0.3, surrogate="trapezoid", n_knots=3, temperature=tau, quantile_interpolation="linear", **weights(t)
     ),
-    "hard negative": lambda x, t, tau: hard_negative_cross_entropy(x, t, 0.2) * tau,
-    "pauc dro": lambda x, t, tau: pauc_at_budget(x, t, surrogate="dro", dro_lambda=tau),
+    "pauc pairwise": lambda x, t, tau: pauc_at_budget(
+        x, t, beta=0.3, temperature=tau, surrogate="pairwise", iid_mask=t != 1
+    ),
+    "pauc dro": lambda x, t, tau: pauc_at_budget(x, t, dro_lambda=tau, iid_mask=t != 1, **weights(t)),
     "pauc dro iqr": lambda x, t, tau: pauc_at_budget(x, t, surrogate="dro", tau_scale="iqr", dro_lambda=tau),
-    "pauc pairwise": lambda x, t, tau: pauc_at_budget(x, t, beta=0.3, temperature=tau, surrogate="pairwise"),
+    "hard negative": lambda x, t, tau: hard_negative_cross_entropy(x, t, 0.2) * tau,
     "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
-    "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, 0], t / 3, gamma=tau),
-    "sigmoid_focal of (N, 1) and (N,)": lambda x, t, tau: sigmoid_focal(x[:, :1], t == 0, gamma=tau),
-    "softmax_focal of floats": lambda x, t, tau: softmax_focal(x, t.double()[:, None], gamma=tau),
-    "softmax_focal": lambda x, t, tau: softmax_focal(x, t, gamma=tau, sample_weight=t + tau),
+    "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, :1], t == 0, gamma=tau, **weights(t)),
+    "softmax_focal": lambda x, t, tau: softmax_focal(
+        x, t.double()[:, None], alpha=[0.5, 1.0, 2.0], gamma=tau, label_smoothing=0.1, **weights(t)
+    ),
     "causal_lm": lambda x, t, tau: causal_lm_loss(x[None], t[None], num_items=100 * tau),
+    "causal_lm by its own count": lambda x, t, tau: causal_lm_loss(x[None], t[None]),
 }
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
-    "SmoothAPLoss": (lambda: SmoothAPLoss(3), lambda t: t),
-    "RecallAtQuantileLoss": (lambda: RecallAtQuantileLoss(3, 0.2), lambda t: t),
-    "PAUCAtBudgetLoss": (lambda: PAUCAtBudgetLoss(3, beta=0.3), lambda t: t),
-    "SmoothAPLoss, queue": (lambda: SmoothAPLoss(3, queue_size=64), lambda t: t),
-    "SmoothAPLoss, draws": (lambda: SmoothAPLoss(3, max_pool_size=64), lambda t: t),
-    "HardNegativeCrossEntropyLoss": (lambda: HardNegativeCrossEntropyLoss(3), lambda t: t),
-    "RetrievalSmoothAPLoss": (lambda: RetrievalSmoothAPLoss(), lambda t: t),
-    "LossWarmupWrapper": (lambda: LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_epochs=1), lambda t: t),
-    "SoftmaxFocalLoss": (lambda: SoftmaxFocalLoss(), lambda t: t),
-    "SigmoidFocalLoss": (lambda: SigmoidFocalLoss(), lambda t: nn.functional.one_hot(t, 3)),
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "SmoothAPLoss": lambda: SmoothAPLoss(3),
+    "RecallAtQuantileLoss": lambda: RecallAtQuantileLoss(3, 0.2),
+    "PAUCAtBudgetLoss": lambda: PAUCAtBudgetLoss(3, beta=0.3),
+    "SmoothAPLoss, queue": lambda: SmoothAPLoss(3, queue_size=64),
+    "SmoothAPLoss, draws": lambda: SmoothAPLoss(3, max_pool_size=64),
+    "HardNegativeCrossEntropyLoss": lambda: HardNegativeCrossEntropyLoss(3),
+    "RetrievalSmoothAPLoss": lambda: RetrievalSmoothAPLoss(),
+    "LossWarmupWrapper": lambda: LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_epochs=1),
+    "SoftmaxFocalLoss": lambda: SoftmaxFocalLoss(),
+    "SigmoidFocalLoss": lambda: SigmoidFocalLoss(),
 }
-# The modules that a graph may hold whole, in one process and without a queue.
-TRACED = (
-    "SmoothAPLoss",
-    "RecallAtQuantileLoss",
-    "PAUCAtBudgetLoss",
-    "HardNegativeCrossEntropyLoss",
-    "SoftmaxFocalLoss",
-    "SigmoidFocalLoss",
-)
+# The modules that a graph cannot hold whole: they keep a state, or the number of operators depends on values.
+BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
 
 
-def rows(count: int) -> tuple[Tensor, Tensor]:
-    """Return logits (count, 3) that require a gradient, and class indices."""
+def rows(count: int, name: str = "") -> tuple[Tensor, Tensor]:
+    """Return logits (count, 3) that require a gradient, and class indices or the targets of a focal loss."""
     numbers = torch.Generator().manual_seed(count)
-    return torch.randn(count, 3, generator=numbers).double().requires_grad_(), torch.arange(count) % 3
+    targets = torch.arange(count) % 3
+    if name == "SigmoidFocalLoss":
+        targets = nn.functional.one_hot(targets, 3)
+    elif "focal" not in name.lower() and "causal" not in name:
+        targets = targets.masked_fill(torch.arange(count) % 9 == 4, -100)
+    return torch.randn(count, 3, generator=numbers).double().requires_grad_(), targets
 
 
-def outcome(function: Callable[..., Tensor], *args: object) -> tuple[Tensor, Tensor]:
-    """Return the value of a function of rows and its gradient."""
-    value = function(*args)
-    return value.detach(), torch.autograd.grad(value, args[0])[0]
+def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *given: Any) -> None:
+    """The values and the gradients of the first argument are equal."""
+    outcomes = []
+    for function in (compiled, plain):
+        value = function(*given)
+        outcomes.append((value.detach(), torch.autograd.grad(value, given[0])[0]))
+    torch.testing.assert_close(*outcomes, rtol=1e-12, atol=1e-14)
 
 
-# The compiler makes sizes dynamic when they change. From the first call on they are for one function of each kind.
-DYNAMIC = ("smooth_ap", "recall linear", "pauc dro iqr", "softmax_focal", "RecallAtQuantileLoss", "SmoothAPLoss, queue")
-
-
-def default_and_dynamic(names: Iterable[str]) -> list[Any]:
-    """Return each name with ``dynamic=None``, and some with True."""
-    found = [pytest.param(name, None, id=f"{name}-default") for name in names]
-    return found + [pytest.param(name, True, id=f"{name}-dynamic") for name in names if name in DYNAMIC]
-
-
-@pytest.mark.parametrize(("name", "dynamic"), default_and_dynamic(FUNCTIONS))
-def test_functions_over_temperatures_and_row_counts(name: str, dynamic: bool | None) -> None:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_over_temperatures_and_row_counts(name: str) -> None:
+    """aot_eager traces what every backend is given, forward and backward, and runs it."""
     torch._dynamo.reset()
-    function = FUNCTIONS[name]
-    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=dynamic)
-    for count, temperature in CALLS[:: 2 if " " in name else 1]:  # of variants of a function fewer
-        given = (*rows(count), temperature)
-        for ours, plain in zip(outcome(compiled, *given), outcome(function, *given)):
-            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
-
-
-def test_a_function_through_aot_autograd() -> None:
-    """With dynamic sizes; tests/losses/test_loss_limits.py has every function."""
-    torch._dynamo.reset()
-    function = FUNCTIONS["smooth_ap"]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
     for count, temperature in CALLS:
-        given = (*rows(count), temperature)
-        for ours, plain in zip(outcome(compiled, *given), outcome(function, *given)):
-            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+        assert_same(compiled, FUNCTIONS[name], *rows(count, name), temperature)
 
 
-@pytest.mark.parametrize(("name", "dynamic"), default_and_dynamic(MODULES))
-def test_modules_with_default_settings(name: str, dynamic: bool | None) -> None:
-    """Also within a compiled model, with a queue that fills, temperatures that cool and batches of other sizes."""
+def test_a_function_whose_sizes_are_dynamic_from_the_first_call_on() -> None:
     torch._dynamo.reset()
-    make, to_targets = MODULES[name]
-    plain, loss = make(), make()
-
-    def step(x: Tensor, targets: Tensor) -> Tensor:
-        return loss(x * 2, targets) + x.square().mean()
-
-    compiled = torch.compile(step, backend="eager", dynamic=dynamic, fullgraph=name in TRACED)
+    compiled = torch.compile(FUNCTIONS["recall"], fullgraph=True, backend="eager", dynamic=True)
     for count, temperature in CALLS:
-        x, targets = rows(count)[0], to_targets(rows(count)[1])
+        assert_same(compiled, FUNCTIONS["recall"], *rows(count), temperature)
+
+
+def test_inductor_compiles_smooth_ap() -> None:
+    torch._dynamo.reset()
+    try:
+        assert_same(torch.compile(FUNCTIONS["smooth_ap"], fullgraph=True), FUNCTIONS["smooth_ap"], *rows(24), 0.3)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        pytest.skip(f"inductor cannot build here: {error}")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_within_a_compiled_step(name: str) -> None:
+    """With a queue that fills, temperatures that cool and batches of other sizes."""
+    torch._dynamo.reset()
+    plain, loss = MODULES[name](), MODULES[name]()
+    compiled = torch.compile(
+        lambda x, t: loss(x * 2, t) + x.square().mean(), backend="eager", fullgraph=name not in BROKEN
+    )
+    for count, temperature in CALLS:
         if hasattr(loss, "temperature"):
             loss.temperature = plain.temperature = temperature
-        value, gradient = outcome(lambda x, t: plain(x * 2, t) + x.square().mean(), x, targets)
-        ours = outcome(compiled, x, targets)
-        torch.testing.assert_close(ours[0], value, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(ours[1], gradient, rtol=1e-12, atol=1e-14)
+        assert_same(compiled, lambda x, t: plain(x * 2, t) + x.square().mean(), *rows(count, name))
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in TRACED] + ["retrieval_smooth_ap", "indexes"])
+OUTSIDE: dict[str, Callable[..., Tensor]] = {
+    "retrieval_smooth_ap": lambda x, t: retrieval_smooth_ap(x, t),
+    "indexes": lambda x, t: smooth_ap(x[:, :1], t == 0, indexes=t),
+}
+
+
+@pytest.mark.parametrize("name", [*BROKEN, *OUTSIDE])
 def test_fullgraph_of_what_runs_eagerly_says_so(name: str) -> None:
     torch._dynamo.reset()
-    x, targets = rows(12)
-    other: dict[str, Callable[..., Tensor]] = {
-        "retrieval_smooth_ap": retrieval_smooth_ap,
-        "indexes": lambda x, t: smooth_ap(x[:, :1], t == 0, indexes=t),
-    }
-    function = MODULES[name][0]() if name in MODULES else other[name]
+    function = MODULES[name]() if name in MODULES else OUTSIDE[name]
     with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
-        torch.compile(function, backend="eager", fullgraph=True)(x, targets)
+        torch.compile(function, backend="eager", fullgraph=True)(*rows(12))
+    if name in OUTSIDE:  # without it a graph calls them
+        assert_same(
+            torch.compile(lambda x, t: OUTSIDE[name](2 * x, t), backend="eager"),
+            lambda x, t: OUTSIDE[name](2 * x, t),
+            *rows(12),
+        )
 
 
 @pytest.mark.parametrize("name", ["SmoothAPLoss", "SoftmaxFocalLoss"])
 def test_compiled_before_the_process_group_exists(name: str) -> None:
     """What was compiled without a process group must not be used with one: it does not communicate."""
     torch._dynamo.reset()
-    compiled = torch.compile(MODULES[name][0](), backend="eager")
+    compiled = torch.compile(MODULES[name](), backend="eager")
     compiled(*rows(12))
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(*rows(12))  # the control: nothing has changed, so nothing is compiled again

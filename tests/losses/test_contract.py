@@ -36,6 +36,8 @@ from fullrank.losses import (
     smooth_ap,
     softmax_focal,
 )
+from fullrank.losses.distributed_loss import GroupOptions
+from fullrank.losses.ranking import PoolOptions
 
 NAN, INF = math.nan, math.inf
 V, T = ValueError, TypeError
@@ -621,12 +623,17 @@ def test_every_argument_is_in_the_signature_and_the_docstring(name: str) -> None
         assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
 
 
-SHOWN = ["weight=[0.5, 2.0]", "weights={'ap': 0.25}"]
+def test_what_a_subclass_passes_on_is_all_that_the_base_takes() -> None:
+    group = inspect.signature(losses.DistributedLoss).parameters.keys() - {"gather_distributed"}
+    assert GroupOptions.__annotations__.keys() == group
+    pooled = inspect.signature(losses.RankingLoss).parameters.values()
+    assert PoolOptions.__annotations__.keys() == {p.name for p in pooled if p.kind is p.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize(
-    "text", ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'", *SHOWN]
-)
+SHOWN = ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'", "weight=[0.5, 2.0]"]
+
+
+@pytest.mark.parametrize("text", [*SHOWN, "weights={'ap': 0.25}"])
 def test_repr_shows_the_settings(text: str) -> None:
     shown = [
         losses.PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"),

@@ -7,10 +7,8 @@ from typing import Any
 
 import loss_cases as cases
 import pytest
-import reference
 import torch
 from loss_cases import INPUTS
-from reference import Rows
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -35,25 +33,7 @@ def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -
 
 def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: object) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
-    leaf = logits.clone().requires_grad_()
-    value = dro(leaf, targets, tilt, **options)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
-
-
-@over_scales
-@over_lambdas
-@pytest.mark.parametrize("inputs", INPUTS)
-def test_row_permutation_and_shift(inputs: str, tilt: float, scale: str | None) -> None:
-    case = INPUTS[inputs]
-    rows = case.rows(weighted=True)
-    order = torch.randperm(case.num_rows, generator=torch.Generator().manual_seed(1))
-    options = {"multi_hot": case.multi_hot, "tau_scale": scale, "beta": BAND}
-    loss, gradient = with_gradient(rows.logits, rows.targets, tilt, sample_weight=rows.sample_weight, **options)
-    other = reference.take(rows, order)
-    permuted = with_gradient(other.logits, other.targets, tilt, sample_weight=other.sample_weight, **options)
-    assert_close(permuted, (loss, gradient[order]), **EXACT)
-    shifted = with_gradient(rows.logits + 3, rows.targets, tilt, sample_weight=rows.sample_weight, **options)
-    assert_close(shifted, (loss, gradient), **EXACT)
+    return cases.step(dro, logits, targets, tilt=tilt, **options)
 
 
 @over_lambdas
@@ -137,14 +117,6 @@ def test_arguments_without_effect(change: dict[str, float]) -> None:
         assert not torch.equal(changed, pairwise)
 
 
-def test_alpha_must_be_zero() -> None:
-    match = r"alpha: expected 0 with surrogate='dro', got .*For a band use surrogate='pairwise'"
-    with pytest.raises(ValueError, match=match):
-        PAUCAtBudgetLoss(1, alpha=0.1, beta=0.5, surrogate="dro")
-    with pytest.raises(ValueError, match=match):
-        dro(torch.zeros(2, 1), torch.tensor([0, 1]), alpha=0.001)
-
-
 @pytest.mark.parametrize("limit", [1, 40, 10**6])
 def test_chunks_of_pairs(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     rows = INPUTS["classes"].rows(weighted=True)
@@ -186,29 +158,6 @@ def test_float32_far_from_zero(tilt: float) -> None:
     assert (with_gradient(naive, targets, tilt)[1] - exact).norm() > 1e-4 * exact.norm()
 
 
-@over_scale
-@over_lambdas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_extreme_scores(dtype: torch.dtype, tilt: float, scale: str | None) -> None:
-    given = {"dro_lambda": tilt, "tau_scale": scale}
-    rows = INPUTS["binary"].rows()
-    for place, far in ((0, 1e30), (0, -1e30), (5, 1e30), (5, -1e30)):
-        logits = rows.logits.to(dtype)
-        logits[place] = far
-        targets = rows.targets.clone()
-        targets[0], targets[5] = 1, 0
-        loss, gradient = with_gradient(logits, targets, tilt, tau_scale=scale)
-        assert bool(gradient.isfinite().all())
-        expected = reference.pauc_at_budget(Rows(logits.double(), targets), **given).loss
-        assert_close(loss.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
-    everywhere = rows.logits.to(dtype) * 1e30
-    loss, gradient = with_gradient(everywhere, rows.targets, tilt, tau_scale=scale)
-    assert bool(gradient.isfinite().all())
-    logits = everywhere.double() if scale is None else rows.logits  # a scale makes the unit of the scores indifferent
-    expected = reference.pauc_at_budget(Rows(logits, rows.targets), **given).loss
-    assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("power", [entropic_risk.POWER, 0])
 @over_scale
 @over_lambdas
@@ -238,25 +187,6 @@ def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: st
         assert dro(logits, targets, tilt, tau_scale=scale).isnan()  # infinity less infinity, by the definition
 
 
-@over_scale
-@over_lambdas
-def test_a_positive_without_weight_does_not_count(tilt: float, scale: str | None) -> None:
-    options = {"reduction": "none", "tau_scale": scale}
-    rows = INPUTS["classes"].rows()
-    weight = torch.ones(len(rows.targets), dtype=torch.float64)
-    place = int((rows.targets == 1).nonzero()[0])
-    weight[place] = 0.0
-    logits = rows.logits.clone()
-    logits[place, 1] = -math.inf
-    result = dro(logits, rows.targets, tilt, sample_weight=weight, **options)
-    kept = torch.arange(len(weight)) != place
-    others = dro(logits[kept], rows.targets[kept], tilt, **options)
-    assert_close(result[1], others[1], **EXACT)
-    nan = rows.logits.clone()
-    nan[place, 1] = math.nan
-    assert dro(nan, rows.targets, tilt, sample_weight=weight, **options).isnan().tolist() == [False, True, False]
-
-
 def test_without_iid_negatives_a_class_is_not_valid() -> None:
     rows = INPUTS["binary"].rows()
     module = PAUCAtBudgetLoss(1, surrogate="dro", budget_basis="population", queue_size=0)
@@ -265,28 +195,6 @@ def test_without_iid_negatives_a_class_is_not_valid() -> None:
     assert (result.loss.item(), result.valid.tolist()) == (0.0, [False])
     assert not torch.autograd.grad(result.loss, leaf)[0].any()
     assert module(leaf, rows.targets, return_per_class=True).valid.tolist() == [True]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@over_scale
-def test_half_precision(dtype: torch.dtype, scale: str | None) -> None:
-    rows = INPUTS["binary"].rows()
-    logits = rows.logits.to(dtype)
-    for tilt in LAMBDAS:
-        loss, gradient = with_gradient(logits, rows.targets, tilt, tau_scale=scale)
-        expected, wide = with_gradient(logits.float(), rows.targets, tilt, tau_scale=scale)
-        assert torch.equal(loss, expected)
-        assert loss.dtype == torch.float32
-        assert torch.equal(gradient, wide.to(dtype))
-
-
-@over_scales
-def test_meta_tensors(scale: str | None) -> None:
-    for tilt in (1.0, 0.5):
-        leaf = torch.empty(9, 3, device="meta", requires_grad=True)
-        value = dro(leaf, torch.empty(9, dtype=torch.int64, device="meta"), tilt, tau_scale=scale)
-        assert (value.shape, value.dtype) == ((), torch.float32)
-        assert torch.autograd.grad(value, leaf)[0].shape == (9, 3)
 
 
 def test_queued_rows_carry_no_gradient_and_the_live_ones_are_pulled_against_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import gradient_cases
 import loss_cases as cases
 import pytest
 import reference
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from loss_cases import INPUTS
 from torch import Tensor
 from torch.testing import assert_close
+from workers import WorkerPool
 
 from fullrank import HardNegativeCrossEntropyLoss
 from fullrank.losses import hard_negative_cross_entropy
@@ -21,9 +23,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
 def with_gradient(logits: Tensor, targets: Tensor, share: float, **options: object) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
-    leaf = logits.clone().requires_grad_()
-    value = hard_negative_cross_entropy(leaf, targets, share, **options)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
+    return cases.step(hard_negative_cross_entropy, logits, targets, share=share, **options)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -68,14 +68,6 @@ def test_the_number_of_negatives_is_that_of_the_decimal_share(count: int, share:
     assert gradient[:count].ne(0).nonzero()[:, 0].tolist() == list(range(count - k, count))
 
 
-def test_gradcheck() -> None:
-    logits = torch.randn(14, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    targets, weight = torch.arange(14) % 3, torch.linspace(0.1, 2, 14, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda x: hard_negative_cross_entropy(x, targets, 0.3, "none", sample_weight=weight), logits
-    )
-
-
 def test_weights_do_not_select() -> None:
     logits = torch.tensor([[3.0], [2.0], [1.0], [0.0]], dtype=torch.float64)
     targets, weight = torch.tensor([0, 0, 0, 1]), torch.tensor([0.0, 1.0, 5.0, 2.0])
@@ -101,14 +93,14 @@ def test_a_class_without_positives_learns_from_its_negatives(queue_size: int) ->
 def test_a_class_without_negatives_or_without_weight() -> None:
     logits = torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64, requires_grad=True)
     targets = torch.zeros(2, dtype=torch.int64)
-    result = hard_negative_cross_entropy(logits, targets, 0.3, return_per_class=True)
-    assert result.valid.tolist() == [True, True]  # class 0 has positives alone, class 1 negatives alone
-    assert_close(result.per_class[0], F.softplus(-logits[:, 0]).mean(), **EXACT)
-    assert_close(result.per_class[1], F.softplus(logits[1, 1]), **EXACT)
+    per_class = hard_negative_cross_entropy(logits, targets, 0.3, "none")
+    assert_close(per_class[0], F.softplus(-logits[:, 0]).mean(), **EXACT)  # class 0 has positives alone
+    assert_close(per_class[1], F.softplus(logits[1, 1]), **EXACT)  # class 1 negatives alone
     weight = torch.tensor([1.0, 0.0])
-    result = hard_negative_cross_entropy(logits, targets, 0.3, return_per_class=True, sample_weight=weight)
-    assert result.valid.tolist() == [True, False]  # the one hard negative of class 1 weighs nothing
-    assert torch.autograd.grad(result.loss, logits)[0][:, 1].tolist() == [0.0, 0.0]
+    per_class = hard_negative_cross_entropy(logits, targets, 0.3, "none", sample_weight=weight)
+    assert per_class.isnan().tolist() == [False, True]  # the one hard negative of class 1 weighs nothing
+    loss = hard_negative_cross_entropy(logits, targets, 0.3, sample_weight=weight)
+    assert torch.autograd.grad(loss, logits)[0][:, 1].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -134,24 +126,6 @@ def test_infinite_scores(dtype: torch.dtype) -> None:
     assert not gradient[targets == 0].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    rows = INPUTS["classes"].rows()
-    logits = rows.logits.to(dtype)
-    loss, gradient = with_gradient(logits, rows.targets, 0.3)
-    expected, wide = with_gradient(logits.float(), rows.targets, 0.3)
-    assert torch.equal(loss, expected)
-    assert loss.dtype == torch.float32
-    assert torch.equal(gradient, wide.to(dtype))
-
-
-def test_meta_tensors() -> None:
-    leaf = torch.empty(9, 3, device="meta", requires_grad=True)
-    value = hard_negative_cross_entropy(leaf, torch.empty(9, dtype=torch.int64, device="meta"))
-    assert (value.shape, value.dtype) == ((), torch.float32)
-    assert torch.autograd.grad(value, leaf)[0].shape == (9, 3)
-
-
 def test_it_has_no_temperature() -> None:
     module = HardNegativeCrossEntropyLoss(2, queue_size=4)
     assert not hasattr(module, "temperature")
@@ -161,3 +135,9 @@ def test_it_has_no_temperature() -> None:
     module(torch.randn(3, 2), torch.tensor([0, 1, 1]))
     other.load_state_dict(module.state_dict())
     assert len(other.queue) == 3
+
+
+def test_a_sharded_pool_with_a_queue_is_that_of_one_process(pool_of_two: WorkerPool) -> None:
+    case = gradient_cases.Case("hard_negative", num_classes=2, weighted=True, pool="sharded")
+    for errors in pool_of_two(gradient_cases.worst_error, 2, case):
+        assert max(errors) <= 1e-12

@@ -1,14 +1,19 @@
 """What holds for every loss of the registry, and behavior at the edges: ties, extremes, NaN, empty classes, draws."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
+from typing import Any
 
 import loss_cases as cases
 import numpy
 import pytest
 import reference
 import torch
-from loss_cases import FOCAL, IGNORED, INPUTS, NOT_LOSSES, ORDER, POOLED
+from loss_cases import FOCAL, IGNORED, INPUTS, NOT_LOSSES, POOLED, VARIANTS, InputCase
 from reference import Rows
+from torch import Tensor
 from torch.testing import assert_close
 
 from fullrank import losses
@@ -20,90 +25,96 @@ from fullrank.losses.sampling import draw_rows
 # float64 sums of some tens of terms, in another order; gradients divide by temperatures of 0.03 at the least.
 SAME = {"rtol": 1e-12, "atol": 1e-13}
 
+OF_ORDER = [name for name, (loss, _) in VARIANTS.items() if POOLED[loss].of_order]
+OF_STEPS = [name for name in OF_ORDER if "dro" not in name]  # losses in [0, 1]: sums of sigmoids
+OF_LOSS = {loss: name for name, (loss, _) in reversed(VARIANTS.items())}  # the first variant of each loss
 over_losses = pytest.mark.parametrize("name", POOLED)
-over_losses_of_order = pytest.mark.parametrize("name", ORDER)
+over_variants = pytest.mark.parametrize("name", VARIANTS)
 over_inputs = pytest.mark.parametrize("inputs", INPUTS)
 
 
-def test_every_loss_is_registered():
+def test_every_loss_is_registered() -> None:
     registered = set(POOLED) | set(FOCAL) | {loss.module.__name__ for loss in (*POOLED.values(), *FOCAL.values())}
     assert registered | set(NOT_LOSSES) == set(losses.__all__)
     assert not registered & set(NOT_LOSSES)
+    assert {loss for loss, _ in VARIANTS.values()} == set(POOLED)
 
 
-def _run(name, case, rows, past=None, settings=None, **options):
+def function(name: str, **changes: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the pure function of a variant."""
+    loss, settings = VARIANTS[name]
+    return lambda logits, targets: POOLED[loss].functional(logits, targets, **(settings | changes))
+
+
+def run(name: str, case: InputCase, rows: Rows, past: Rows | None = None, **changes: Any) -> tuple[Tensor, Tensor]:
     """Return the loss of each class and the gradient of the rows, after a step on ``past`` rows."""
-    settings = {"reduction": "none", **POOLED[name].default, **(settings or {})}
-    module = case.module(POOLED[name], queue_size=1000 if past else 0, **settings)
+    loss, settings = VARIANTS[name]
+    options = {"reduction": "none", **settings, **changes}
+    module = case.module(POOLED[loss], queue_size=1000 if past else 0, **options)
     if past:
         cases.call(module, past)
     rows = cases.leaf(rows)
-    loss = cases.call(module, rows, **options)
-    return loss.detach(), cases.gradient(loss, rows.logits)
+    value = cases.call(module, rows)
+    return value.detach(), cases.gradient(value, rows.logits)
 
 
-def _assert_same(ours, theirs, **tolerance):
-    for mine, other in zip(ours, theirs):
-        assert_close(mine, other, equal_nan=True, **(tolerance or SAME))
+def assert_same(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], **tolerance: float) -> None:
+    """Losses and gradients are equal up to rounding."""
+    assert_close(ours, theirs, equal_nan=True, **(tolerance or SAME))
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
 
 
 @over_inputs
-@over_losses
-def test_row_permutation(name, inputs):
+@over_variants
+def test_row_permutation(name: str, inputs: str) -> None:
     case = INPUTS[inputs]
     rows = case.rows(weighted=True, masked=True)
     order = torch.randperm(case.num_rows, generator=torch.Generator().manual_seed(1))
-    loss, gradient = _run(name, case, rows)
-    _assert_same(_run(name, case, reference.take(rows, order)), (loss, gradient[order]))
+    loss, gradient = run(name, case, rows)
+    assert_same(run(name, case, reference.take(rows, order)), (loss, gradient[order]))
 
 
 @over_inputs
-@over_losses_of_order
-def test_score_shift(name, inputs):
-    rows = INPUTS[inputs].rows()
+@pytest.mark.parametrize("name", OF_ORDER)
+def test_score_shift(name: str, inputs: str) -> None:
+    rows = INPUTS[inputs].rows(weighted=True)
     shifted = rows._replace(logits=rows.logits + 3.0)
-    _assert_same(_run(name, INPUTS[inputs], shifted), _run(name, INPUTS[inputs], rows))
+    assert_same(run(name, INPUTS[inputs], shifted), run(name, INPUTS[inputs], rows))
 
 
-@over_losses_of_order
-def test_score_shift_in_float32(name):
-    # Multiples of 2^-8, which float32 holds up to 65536, so that no difference of two scores changes.
+@pytest.mark.parametrize("name", OF_ORDER)
+def test_score_shift_in_float32(name: str) -> None:
+    """Multiples of 2^-8, which float32 holds up to 65536, so that no difference of two scores changes."""
     rows = INPUTS["binary"].rows(num_rows=200)
     logits = (rows.logits * 256).round().float() / 256
-    module = POOLED[name].module(1, queue_size=0, **(POOLED[name].default | {"temperature": 0.05}))
-    results = []
-    for shift in (0.0, 16384.0):
-        leaf = cases.leaf(rows._replace(logits=logits + shift))
-        loss = cases.call(module, leaf)
-        results.append((loss.detach(), cases.gradient(loss, leaf.logits)))
-    # What is left is the order of float32 sums over 200 rows.
-    _assert_same(*results, rtol=1e-5, atol=1e-6)
+    call = function(name) if "dro" in name else function(name, temperature=0.05)
+    near, far = (cases.step(call, logits + shift, rows.targets) for shift in (0.0, 16384.0))
+    assert_same(far, near, rtol=1e-5, atol=1e-6)  # the order of float32 sums over 200 rows
 
 
 @pytest.mark.parametrize("poison", [0.0, math.nan, math.inf, -math.inf])
 @over_inputs
 @over_losses
-def test_ignored_rows_are_removed_rows(name, inputs, poison):
-    case = INPUTS[inputs]
+def test_ignored_rows_are_removed_rows(name: str, inputs: str, poison: float) -> None:
+    case, variant = INPUTS[inputs], OF_LOSS[name]
     rows, past = case.rows(weighted=True, masked=True), case.rows(1)
     rows.targets[:3] = IGNORED
     ignored = rows.targets == IGNORED
     hole = ignored if case.multi_hot else ignored[:, None].expand_as(rows.logits)
     rows = rows._replace(logits=rows.logits.masked_fill(hole, poison))
     kept = ~(ignored.all(dim=1) if case.multi_hot else ignored)
-    loss, gradient = _run(name, case, rows, past)
+    loss, gradient = run(variant, case, rows, past)
     assert not gradient[hole].any()
     without = reference.take(rows, kept)
     finite = without._replace(logits=without.logits.masked_fill(hole[kept], 0.0))
-    _assert_same((loss, gradient[kept]), _run(name, case, finite, past))
+    assert_same((loss, gradient[kept]), run(variant, case, finite, past))
 
 
 @pytest.mark.parametrize("inputs", ["classes", "multi_hot", "tied"])
-@over_losses
-def test_class_permutation(name, inputs):
+@over_variants
+def test_class_permutation(name: str, inputs: str) -> None:
     case = INPUTS[inputs]
     rows = case.rows(weighted=True)
     order = torch.arange(case.num_classes).roll(1)
@@ -111,58 +122,42 @@ def test_class_permutation(name, inputs):
         targets = rows.targets[:, order]
     else:
         targets = torch.where(rows.targets >= 0, order.argsort()[rows.targets.clamp_min(0)], rows.targets)
-    loss = _run(name, case, rows)[0]
-    permuted = _run(name, case, rows._replace(logits=rows.logits[:, order], targets=targets))[0]
+    loss = run(name, case, rows)[0]
+    permuted = run(name, case, rows._replace(logits=rows.logits[:, order], targets=targets))[0]
     assert_close(permuted, loss[order], **SAME)
 
 
 @over_inputs
-@over_losses
-def test_weights_of_one_are_no_weights(name, inputs):
+@over_variants
+def test_weights_of_one_are_no_weights(name: str, inputs: str) -> None:
     case = INPUTS[inputs]
     rows, past = case.rows(), case.rows(1)
     ones = rows._replace(sample_weight=torch.ones(case.num_rows))
-    _assert_same(_run(name, case, ones, past), _run(name, case, rows, past))
+    assert_same(run(name, case, ones, past), run(name, case, rows, past))
     two = rows._replace(sample_weight=torch.full((case.num_rows,), 2.0))
-    _assert_same(_run(name, case, two), _run(name, case, rows))
+    assert_same(run(name, case, two), run(name, case, rows))
     if len(rows.targets) > 30:
         return  # so few positives that uneven weights may not show
     uneven = rows._replace(sample_weight=torch.linspace(0.1, 2, case.num_rows))
-    assert not torch.allclose(_run(name, case, uneven)[0], _run(name, case, rows)[0], rtol=1e-6)
+    assert not torch.allclose(run(name, case, uneven)[0], run(name, case, rows)[0], rtol=1e-6)
 
 
 @over_inputs
-@over_losses
-def test_queue_rows_are_detached_live_rows(name, inputs):
-    case, loss = INPUTS[inputs], POOLED[name]
+@over_variants
+def test_queue_rows_are_detached_live_rows(name: str, inputs: str) -> None:
+    case = INPUTS[inputs]
     past, live = case.rows(0), cases.leaf(case.rows(1))
     joined = reference.cat(Rows(*past), live)
-    options = {"reduction": "none", "multi_hot": case.multi_hot} | loss.default
-    held = {"threshold_gradient": False} if name == "recall_at_quantile" else {}  # only live rows carry that of a queue
-    options |= held
-    expected = loss.functional(joined.logits, joined.targets, **options)
-    expected = expected.detach(), cases.gradient(expected, live.logits)
-    _assert_same(_run(name, case, live, past, held), expected)
-    assert not torch.allclose(_run(name, case, live)[0], expected[0], equal_nan=True)
-
-
-@over_losses
-def test_dtype_and_shape_of_targets_do_not_matter(name):
-    logits, targets = INPUTS["binary"].rows()[:2]
-    targets = (targets == 1).long()
-    loss = POOLED[name]
-    module = loss.module(1, queue_size=0, **loss.default)
-    expected = module(logits, targets)
-    forms = [targets.bool(), targets.int(), targets.to(torch.uint8), targets[:, None], targets[:, None].bool()]
-    assert all(torch.equal(module(logits, form), expected) for form in forms)
-    rows = INPUTS["multi_hot"].rows()
-    module = INPUTS["multi_hot"].module(loss, **loss.default)
-    codes = (rows.targets == 1).long()
-    assert torch.equal(module(rows.logits, codes), module(rows.logits, codes.bool()))
+    # Only live rows carry the gradient of a threshold.
+    held = {"threshold_gradient": False} if "recall" in name or "pauc" in name else {}
+    expected = function(name, reduction="none", multi_hot=case.multi_hot, **held)(joined.logits, joined.targets)
+    truth = expected.detach(), cases.gradient(expected, live.logits)
+    assert_same(run(name, case, live, past, **held), truth)
+    assert not torch.allclose(run(name, case, live)[0], truth[0], equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FOCAL)
-def test_focal_permutation_and_weights_of_one(name):
+def test_focal_permutation_and_weights_of_one(name: str) -> None:
     loss = FOCAL[name]
     logits, targets, weight = loss.inputs()
     order = torch.arange(len(logits)).flip(0)
@@ -175,7 +170,7 @@ def test_focal_permutation_and_weights_of_one(name):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-def test_focal_ignored_elements_are_removed_elements(poison):
+def test_focal_ignored_elements_are_removed_elements(poison: float) -> None:
     logits, targets, _ = cases.focal_classes()
     flat, labels = logits.movedim(1, -1).reshape(-1, 4), targets.reshape(-1)
     kept = labels != IGNORED
@@ -188,44 +183,44 @@ def test_focal_ignored_elements_are_removed_elements(poison):
 # --- numerics --------------------------------------------------------------------------------------------------------
 
 
-def _against_reference(name, logits, targets, rtol, **changes):
-    loss = POOLED[name]
-    settings = loss.default | changes
-    logits = logits.clone().requires_grad_()
-    ours = loss.functional(logits, targets, **settings)
-    (gradient,) = torch.autograd.grad(ours, logits)
+def assert_reference(name: str, logits: Tensor, targets: Tensor, rtol: float, **changes: Any) -> None:
+    """The loss is that of the reference, with a finite gradient."""
+    loss, settings = VARIANTS[name]
+    value, gradient = cases.step(function(name, **changes), logits, targets)
     assert bool(gradient.isfinite().all())
-    expected = loss.reference(Rows(logits.detach().double(), targets), **settings).loss
-    assert_close(ours.double(), expected, rtol=rtol, atol=1e-7)
-    return ours
+    expected = POOLED[loss].reference(Rows(logits.double(), targets), **(settings | changes)).loss
+    assert_close(value.double(), expected, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@over_losses
-def test_extreme_magnitudes(name, dtype):
+@over_variants
+def test_extreme_magnitudes(name: str, dtype: torch.dtype) -> None:
     rows = INPUTS["binary"].rows()
     logits = rows.logits.to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    _against_reference(name, logits * 1e30, rows.targets, tolerance)
+    if "dro" in name and "tau_scale" in VARIANTS[name][1]:  # the unit of the scores does not matter
+        everywhere, once = (cases.step(function(name), x, rows.targets) for x in (logits * 1e30, logits))
+        assert_close(everywhere[0], once[0], rtol=tolerance, atol=0)
+        assert bool(everywhere[1].isfinite().all())
+    else:
+        assert_reference(name, logits * 1e30, rows.targets, tolerance)
     for index in (0, int((rows.targets == 0).nonzero()[0])):  # one positive, one negative far away
         for far in (1e30, -1e30):
             one = logits.clone()
             one[index] = far
-            _against_reference(name, one, rows.targets, tolerance)
+            assert_reference(name, one, rows.targets, tolerance)
 
 
-@over_losses_of_order
-def test_temperature_of_a_ten_thousandth_of_the_range(name):
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_temperature_of_a_ten_thousandth_of_the_range(name: str) -> None:
     rows = INPUTS["tied"].rows(num_rows=40)
     for logits in (rows.logits.float(), INPUTS["binary"].rows(num_rows=40).logits.float()):
-        targets = (rows.targets == 1).long()
+        targets = (rows.targets == 1).long() if logits.shape[1] == 1 else rows.targets
         span = (logits.max() - logits.min()).item()
-        _against_reference(
-            name, logits, targets if logits.shape[1] == 1 else rows.targets, 1e-4, temperature=1e-4 * span
-        )
+        assert_reference(name, logits, targets, 1e-4, temperature=1e-4 * span)
 
 
-def test_all_scores_equal():
+def test_all_scores_equal() -> None:
     logits = torch.full((9, 1), 2.5, requires_grad=True)
     targets = (torch.arange(9) < 3).long()
     assert_close(losses.smooth_ap(logits, targets).item(), 1 - (1 + 2 / 2) / (1 + 8 / 2), rtol=1e-6, atol=0)
@@ -243,7 +238,7 @@ def test_all_scores_equal():
         assert not bool(scaled(logits, targets, return_per_class=True).valid.any())
 
 
-def test_equal_scores_are_valid_where_no_scale_divides_them():
+def test_equal_scores_are_valid_where_no_scale_divides_them() -> None:
     """Each pair has the logistic loss of 0, and pulls its rows apart by half."""
     logits = torch.full((9, 2), 2.5, requires_grad=True)
     targets = (torch.arange(9)[:, None] < torch.tensor([3, 0])).long()
@@ -259,33 +254,31 @@ def test_equal_scores_are_valid_where_no_scale_divides_them():
 
 
 @pytest.mark.parametrize(("label", "score"), [(0, -math.inf), (1, math.inf)], ids=["negative_last", "positive_first"])
-@over_losses
-def test_infinite_scores(name, label, score):
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "automatic" not in name])  # its spread sees no infinity
+def test_infinite_scores_at_the_right_end(name: str, label: int, score: float) -> None:
     rows = INPUTS["binary"].rows(num_rows=40)
     place = int((rows.targets == label).nonzero()[0])
     results = []
     for value in (score, math.copysign(1e6, score)):
         logits = rows.logits.clone()
         logits[place] = value
-        leaf = logits.requires_grad_()
-        loss = POOLED[name].functional(leaf, rows.targets, **POOLED[name].default)
-        results.append((loss.detach(), cases.gradient(loss, leaf)))
-    _assert_same(*results)
+        results.append(cases.step(function(name), logits, rows.targets))
+    assert_same(*results)
 
 
 @over_losses
-def test_infinite_scores_in_a_class_that_is_not_valid(name):
-    # Two positives at +inf have no order, but without negatives none is asked for.
+def test_infinite_scores_in_a_class_that_is_not_valid(name: str) -> None:
+    """Two positives at +inf have no order, but without negatives none is asked for."""
     if not POOLED[name].needs_negatives:
         pytest.skip("needs no negatives")
-    logits = torch.tensor([[math.inf], [math.inf], [1.0]], requires_grad=True)
-    loss = POOLED[name].functional(logits, torch.ones(3, dtype=torch.int64))
-    assert loss.item() == 0.0
-    assert torch.autograd.grad(loss, logits)[0].tolist() == [[0.0]] * 3
+    logits = torch.tensor([[math.inf], [math.inf], [1.0]])
+    value, gradient = cases.step(POOLED[name].functional, logits, torch.ones(3, dtype=torch.int64))
+    assert value.item() == 0.0
+    assert gradient.tolist() == [[0.0]] * 3
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
-def test_sigmoid_focal_of_extreme_logits(gamma):
+def test_focal_losses_of_extreme_logits(gamma: float) -> None:
     for far in (math.inf, 1e30):  # on the right side: p_t is 1
         logits = torch.tensor([far, -far], requires_grad=True)
         loss = losses.sigmoid_focal(logits, torch.tensor([1.0, 0.0]), gamma=gamma)
@@ -295,10 +288,6 @@ def test_sigmoid_focal_of_extreme_logits(gamma):
     loss = losses.sigmoid_focal(logits, torch.tensor([1.0, 0.0]), alpha=-1, gamma=gamma, reduction="sum")
     assert loss.item() == pytest.approx(2e30, rel=1e-6)
     assert torch.autograd.grad(loss, logits)[0].tolist() == [-1.0, 1.0]
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
-def test_softmax_focal_of_extreme_logits(gamma):
     logits = torch.tensor([[1e30, 0.0, -math.inf], [1e30, 0.0, -math.inf]], requires_grad=True)
     loss = losses.softmax_focal(logits, torch.tensor([0, 1]), gamma=gamma, reduction="sum")
     assert loss.item() == pytest.approx(1e30, rel=1e-6)
@@ -309,7 +298,7 @@ def test_softmax_focal_of_extreme_logits(gamma):
 
 @over_inputs
 @over_losses
-def test_nan_poisons_its_own_step_and_no_other(name, inputs):
+def test_nan_poisons_its_own_step_and_no_other(name: str, inputs: str) -> None:
     case, loss = INPUTS[inputs], POOLED[name]
     rows, clean = case.rows(0), case.rows(1)
     for column in range(case.num_classes):
@@ -331,21 +320,18 @@ def test_nan_poisons_its_own_step_and_no_other(name, inputs):
 # --- degenerate classes ----------------------------------------------------------------------------------------------
 
 
-def _degenerate(kind, case):
-    rows = case.rows(num_rows=0 if kind == "rows" else 12)
-    fill = {"positives": 0, "negatives": 1, "valid": IGNORED, "rows": 0}[kind]
-    return rows._replace(targets=torch.full_like(rows.targets, fill))
-
-
 @pytest.mark.parametrize("inputs", ["binary", "multi_hot"])
 @pytest.mark.parametrize("missing", ["positives", "negatives", "rows", "valid"])
 @over_losses
-def test_without_valid_classes_the_loss_is_zero_and_connected(name, missing, inputs):
+def test_without_valid_classes_the_loss_is_zero_and_connected(name: str, missing: str, inputs: str) -> None:
     case, loss = INPUTS[inputs], POOLED[name]
     if missing in ("positives", "negatives") and not getattr(loss, f"needs_{missing}"):
         pytest.skip(f"needs no {missing}")
+    given = case.rows(num_rows=0 if missing == "rows" else 12)
+    fill = {"positives": 0, "negatives": 1, "valid": IGNORED, "rows": 0}[missing]
+    given = given._replace(targets=torch.full_like(given.targets, fill))
     for reduction in ("mean", "sum", "none"):
-        rows = cases.leaf(_degenerate(missing, case))
+        rows = cases.leaf(given)
         module = case.module(loss, queue_size=8, reduction=reduction, **loss.default)
         result = cases.call(module, rows, return_per_class=True)
         assert not result.valid.any()
@@ -357,20 +343,33 @@ def test_without_valid_classes_the_loss_is_zero_and_connected(name, missing, inp
         assert result.loss.item() == 0.0
         assert rows.logits.grad is not None
         assert not rows.logits.grad.any()
-        weightless = _degenerate(missing, case)._replace(sample_weight=torch.zeros(len(rows.logits)))
+        weightless = given._replace(sample_weight=torch.zeros(len(given.logits)))
         assert cases.call(module, weightless).item() == 0.0
 
 
-@over_losses_of_order
-def test_a_class_whose_positives_weigh_nothing_is_not_valid(name):
-    rows = INPUTS["classes"].rows()
-    rows = rows._replace(sample_weight=(rows.targets != 1).double())
-    module = INPUTS["classes"].module(POOLED[name], **POOLED[name].default)
-    assert cases.call(module, rows, return_per_class=True).valid.tolist() == [True, False, True]
+@pytest.mark.parametrize("name", OF_ORDER)
+def test_positives_of_no_weight_do_not_count(name: str) -> None:
+    """Whatever their scores are, but for a NaN; a class that has no others is not valid."""
+    loss, settings = VARIANTS[name]
+    case, rows = INPUTS["classes"], INPUTS["classes"].rows()
+    weightless = rows._replace(sample_weight=(rows.targets != 1).double())
+    module = case.module(POOLED[loss], **settings)
+    assert cases.call(module, weightless, return_per_class=True).valid.tolist() == [True, False, True]
+    if "dro" not in name:
+        return  # the others rank it, and thresholds are those of all rows
+    place = int((rows.targets == 1).nonzero()[0])
+    kept = torch.arange(len(rows.targets)) != place
+    expected = run(name, case, reference.take(rows, kept))[0][1]
+    for score, found in ((-math.inf, expected), (math.nan, torch.tensor(math.nan, dtype=torch.float64))):
+        logits = rows.logits.clone()
+        logits[place, 1] = score
+        value = run(name, case, Rows(logits, rows.targets, None, kept.double()))[0]
+        assert_close(value[1], found, equal_nan=True, **SAME)
+        assert value[[0, 2]].isfinite().all() or not math.isnan(score)
 
 
 @over_losses
-def test_no_live_rows_above_a_full_queue(name):
+def test_no_live_rows_above_a_full_queue(name: str) -> None:
     case, loss = INPUTS["classes"], POOLED[name]
     past, empty = case.rows(0), cases.leaf(case.rows(1, num_rows=0))
     module = case.module(loss, queue_size=100, **loss.default)
@@ -378,11 +377,12 @@ def test_no_live_rows_above_a_full_queue(name):
     result = cases.call(module, empty)
     result.backward()
     assert_close(result, loss.reference(past, **loss.default).loss, **SAME)
+    assert empty.logits.grad is not None
     assert empty.logits.grad.shape == (0, 3)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (4, 3), (0, 3, 2)], ids=str)
-def test_focal_without_valid_elements(shape):
+def test_focal_without_valid_elements(shape: tuple[int, ...]) -> None:
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.full((shape[0], *shape[2:]), IGNORED)
     for reduction in ("mean", "mean_positive", "mean_weighted", "sum"):
@@ -394,7 +394,7 @@ def test_focal_without_valid_elements(shape):
         assert losses.sigmoid_focal(logits, torch.zeros(shape)).item() == 0.0
 
 
-def test_focal_of_weights_that_are_all_zero():
+def test_focal_of_weights_that_are_all_zero() -> None:
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     zeros = torch.zeros(4)
     for loss in (
@@ -410,7 +410,7 @@ def test_focal_of_weights_that_are_all_zero():
 # --- max_pool_size ---------------------------------------------------------------------------------------------------
 
 
-def test_draw_keeps_a_quota_of_every_class():
+def test_draw_keeps_a_quota_of_every_class() -> None:
     targets = torch.cat([torch.zeros(900), torch.ones(6), torch.full((60,), 2), torch.full((34,), IGNORED)]).long()
     batch = Batch(torch.zeros(1000, 3), targets)
     draws = [draw_rows(batch, TargetRule(3), 120, draw) for draw in (0, 0, 1)]
@@ -426,9 +426,7 @@ def test_draw_keeps_a_quota_of_every_class():
     assert counts[3] < 35
     few = targets.masked_fill(torch.arange(1000) >= 50, IGNORED)
     assert len(draw_rows(Batch(torch.zeros(1000, 3), few), TargetRule(3), 120, 0)) == 50
-
-
-def test_draw_counts_a_multi_hot_row_under_each_of_its_classes():
+    # A multi-hot row counts under each of its classes.
     codes = torch.zeros(400, 2, dtype=torch.int64)
     codes[:3] = 1
     codes[3, 0] = 1
@@ -437,20 +435,15 @@ def test_draw_counts_a_multi_hot_row_under_each_of_its_classes():
 
 
 @over_losses
-def test_max_pool_size(name):
+def test_max_pool_size(name: str) -> None:
     case, loss = INPUTS["classes"], POOLED[name]
     steps = [case.rows(seed, num_rows=60) for seed in range(4)]
-
-    def build():
-        return case.module(loss, queue_size=50, max_pool_size=40, **loss.default)
-
-    module, twin = build(), build()
+    module, twin, resumed = (case.module(loss, queue_size=50, max_pool_size=40, **loss.default) for _ in range(3))
     with pytest.warns(UserWarning, match="max_pool_size=40") as caught:
         ours = [cases.call(module, rows).item() for rows in steps]
     assert len(caught) == 1
     with pytest.warns(UserWarning, match="max_pool_size=40"):
         assert ours[:2] == [cases.call(twin, rows).item() for rows in steps[:2]]
-    resumed = build()
     resumed.load_state_dict(twin.state_dict())
     with pytest.warns(UserWarning, match="max_pool_size=40"):
         assert ours[2:] == [cases.call(resumed, rows).item() for rows in steps[2:]]
@@ -469,44 +462,43 @@ def test_max_pool_size(name):
 # --- host syncs ------------------------------------------------------------------------------------------------------
 
 
-def _num_syncs(function):
-    # On a device each of these waits for it. A dispatch mode would not see into the custom operators.
+def num_syncs(call: Callable[[], object]) -> int:
+    """Return how often a device would be waited for. A dispatch mode would not see into the custom operators."""
     waiting = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique_dim", "aten::_unique2")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
+        call()
     return sum(event.count for event in profile.key_averages() if event.key in waiting)
 
 
-def _step(module, num_classes, **given):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(100, num_classes, generator=generator).requires_grad_()
-    module(logits, torch.arange(100) % num_classes, **given).backward()
+def train_once(loss: Callable[..., Tensor], num_classes: int, **given: Any) -> None:
+    """Run forward and backward on 100 rows."""
+    logits = torch.randn(100, num_classes, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.autograd.backward(loss(logits, torch.arange(100) % num_classes, **given))
 
 
 @over_losses
-def test_number_of_syncs_does_not_grow_with_the_number_of_classes(name):
+def test_number_of_syncs_does_not_grow_with_the_number_of_classes(name: str) -> None:
     counts = []
     for num_classes in (3, 50):
         module = POOLED[name].module(num_classes, queue_size=30, **POOLED[name].default)
-        _step(module, num_classes)
-        counts.append(_num_syncs(lambda m=module, c=num_classes: _step(m, c)))
+        train_once(module, num_classes)
+        counts.append(num_syncs(lambda m=module, c=num_classes: train_once(m, c)))  # type: ignore[misc]
     assert counts[0] == counts[1] > 0
     module = POOLED[name].module(50, queue_size=0, validate_args=False, **POOLED[name].default)
-    assert _num_syncs(lambda: _step(module, 50)) < counts[0]
+    assert num_syncs(lambda: train_once(module, 50)) < counts[0]
 
 
 @pytest.mark.parametrize("form", ["list", "tensor"])
-def test_number_of_syncs_of_focal_weights(form):
+def test_number_of_syncs_of_focal_weights(form: str) -> None:
     counts = []
     for num_classes in (3, 50):
-        alpha = [1.0] * num_classes if form == "list" else torch.ones(num_classes)
-        counts.append(_num_syncs(lambda a=alpha, c=num_classes: _step(losses.softmax_focal, c, alpha=a)))
+        alpha: Any = [1.0] * num_classes if form == "list" else torch.ones(num_classes)
+        counts.append(
+            num_syncs(lambda a=alpha, c=num_classes: train_once(losses.softmax_focal, c, alpha=a))  # type: ignore[misc]
+        )
     assert counts[0] == counts[1]
-
-
-def test_the_count_sees_a_sync_in_a_loop():
-    counts = [_num_syncs(lambda n=n: [float(x) for x in torch.zeros(n)]) for n in (3, 50)]
-    assert counts == [3, 50]
+    # The control: the count sees a sync in a loop.
+    assert [num_syncs(lambda n=n: [float(x) for x in torch.zeros(n)]) for n in (3, 50)] == [3, 50]  # type: ignore[misc]
 
 
 # --- quantiles -------------------------------------------------------------------------------------------------------
@@ -514,7 +506,7 @@ def test_the_count_sees_a_sync_in_a_loop():
 SIZES = range(1, 301)
 
 
-def _pools():
+def pools() -> tuple[Tensor, Tensor]:
     """Row n - 1 has n members, anywhere among 300 columns whose other entries would be noticed."""
     generator = torch.Generator().manual_seed(0)
     member = torch.rand(300, 300, generator=generator).argsort(dim=1) < torch.tensor(SIZES)[:, None]
@@ -523,37 +515,30 @@ def _pools():
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_quantiles_equal_those_of_numpy(interpolation):
-    scores, member = _pools()
+def test_quantiles_equal_those_of_numpy_and_of_the_decimal_fraction(interpolation: str) -> None:
+    scores, member = pools()
+    values = [scores[n - 1][member[n - 1]] for n in SIZES]
     # Multiples of 1/64, for which 1 - q and (1 - q)(n - 1) have no rounding error in numpy.
-    fractions = [k / 64 for k in (0, 1, 5, 16, 31, 32, 33, 48, 63, 64)]
-    ours = upper_quantiles(scores, member, fractions, interpolation)
-    for n in SIZES:
-        values = scores[n - 1][member[n - 1]].numpy()
-        expected = numpy.quantile(values, 1 - numpy.array(fractions), method=interpolation)
-        assert_close(ours[n - 1], torch.from_numpy(expected), rtol=1e-12, atol=1e-14, msg=f"n={n}")
-
-
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_quantiles_at_decimal_fractions(interpolation):
-    scores, member = _pools()
-    fractions = [0.005, 0.01, 0.05, 0.1, 0.3, 0.7, 0.995]
-    for each in ([fraction] for fraction in fractions):
-        assert torch.equal(
-            upper_quantiles(scores, member, each, interpolation),
-            upper_quantiles(scores, member, fractions, interpolation)[:, fractions.index(each[0])][:, None],
-        )
-    ours = upper_quantiles(scores, member, fractions, interpolation)
-    expected = [
-        [reference.upper_quantile(scores[n - 1][member[n - 1]].tolist(), q, interpolation) for q in fractions]
-        for n in SIZES
-    ]
+    binary = [k / 64 for k in (0, 1, 5, 16, 31, 32, 33, 48, 63, 64)]
+    expected = [numpy.quantile(v.numpy(), 1 - numpy.array(binary), method=interpolation).tolist() for v in values]
+    ours = upper_quantiles(scores, member, binary, interpolation)
     assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    decimal = [0.005, 0.01, 0.05, 0.1, 0.3, 0.7, 0.995]
+    expected = [[reference.upper_quantile(v.tolist(), q, interpolation) for q in decimal] for v in values]
+    ours = upper_quantiles(scores, member, decimal, interpolation)
+    assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    for place, fraction in enumerate(decimal):
+        assert torch.equal(upper_quantiles(scores, member, [fraction], interpolation)[:, 0], ours[:, place])
+    assert math.ceil((1 - 0.7) * 10) == 4  # 3.0000000000000004: rounding moves it past an integer
+    eleven = torch.arange(11.0)[None]
+    assert upper_quantiles(eleven, torch.ones_like(eleven, dtype=torch.bool), [0.7], "higher").item() == 3.0
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("order", ["random", "sorted", "periodic", "ties", "constant", "infinite"])
-def test_quantiles_bracketed_by_a_sample_are_the_same(order, interpolation, monkeypatch):
+def test_quantiles_bracketed_by_a_sample_are_the_same(
+    order: str, interpolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(3, 2000, generator=generator)
     scores = {
@@ -581,7 +566,7 @@ def test_quantiles_bracketed_by_a_sample_are_the_same(order, interpolation, monk
     assert torch.equal(results[0].base[:, 0], scores[:, 7::400].amax(dim=1))  # a control that calls no code of ours
 
 
-def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch):
+def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.arange(100.0)[None].clone()
     scores[0, 3] = math.nan
     for rows in (10**9, 1):
@@ -591,47 +576,31 @@ def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch):
         assert found[0, 1] == 51.0
 
 
-def test_a_rank_that_rounding_moves_past_an_integer():
-    assert math.ceil((1 - 0.7) * 10) == 4  # 3.0000000000000004
-    scores = torch.arange(11.0)[None]
-    assert upper_quantiles(scores, torch.ones_like(scores, dtype=torch.bool), [0.7], "higher").item() == 3.0
+# --- infinite scores -------------------------------------------------------------------------------------------------
 
 
-# Infinite scores
+def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives() -> None:
+    scores = torch.tensor([[torch.inf], [torch.inf], [1.0], [0.5], [0.2], [-1.0]])
+    recall = function("recall", temperature=0.1)
+    value, gradient = cases.step(recall, scores, torch.tensor([0, 0, 1, 0, 1, 0]))
+    assert value.item() == 1.0  # no positive reaches the threshold
+    assert not gradient.any()
+    assert recall(scores, torch.tensor([1, 0, 1, 0, 1, 0])).isnan()  # infinity less infinity, by the definition
 
 
-def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives():
-    scores = torch.tensor([[torch.inf], [torch.inf], [1.0], [0.5], [0.2], [-1.0]], requires_grad=True)
-    loss = losses.recall_at_quantile(scores, torch.tensor([0, 0, 1, 0, 1, 0]), quantile=0.3, temperature=0.1)
-    loss.backward()
-    assert loss.item() == 1.0  # no positive reaches the threshold
-    assert torch.equal(scores.grad, torch.zeros_like(scores))
-    at_it = losses.recall_at_quantile(scores, torch.tensor([1, 0, 1, 0, 1, 0]), quantile=0.3, temperature=0.1)
-    assert at_it.isnan()  # infinity less infinity, by the definition
-
-
-# Second derivatives
+# --- second derivatives ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [40, 4000], ids=["pairs", "bins"])
-@pytest.mark.parametrize("name", ["smooth_ap", "pauc_pairwise", "pauc_dro", "retrieval"])
+@pytest.mark.parametrize("name", [*OF_ORDER, "retrieval"])
 def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     """A gradient penalty would add nothing; the first derivative is that of a run without ``create_graph``."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(size, 1, generator=generator, dtype=torch.float64)
+    leaf = torch.randn(size, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     targets = torch.arange(size) % 4 == 0
-
-    def loss(leaf: torch.Tensor) -> torch.Tensor:
-        if name == "smooth_ap":
-            return losses.SmoothAPLoss(1, queue_size=0, temperature=0.1)(leaf, targets)
-        if name == "pauc_pairwise":
-            return losses.PAUCAtBudgetLoss(1, beta=0.5, surrogate="pairwise", queue_size=0)(leaf, targets)
-        if name == "pauc_dro":
-            return losses.PAUCAtBudgetLoss(1, surrogate="dro", queue_size=0)(leaf, targets)
-        return losses.RetrievalSmoothAPLoss(0.1)(torch.cat([leaf, leaf**2], dim=1)[:40], targets[:40].long())
-
-    leaf = scores.clone().requires_grad_()
-    value = loss(leaf)
+    if name == "retrieval":
+        value = losses.RetrievalSmoothAPLoss(0.1)(torch.cat([leaf, leaf**2], dim=1)[:40], targets[:40].long())
+    else:
+        value = function(name)(leaf, targets)
     (expected,) = torch.autograd.grad(value, leaf, retain_graph=True)
     (found,) = torch.autograd.grad(value, leaf, create_graph=True)
     assert torch.equal(found, expected)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from loss_cases import POOLED, VARIANTS, normal
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
 from fullrank.kernels import sigmoid_sums as sums
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import pauc_at_budget, recall_at_quantile, sigmoid_focal, smooth_ap, softmax_focal
+from fullrank.losses import pauc_at_budget, recall_at_quantile, sigmoid_focal, softmax_focal
 from fullrank.metrics import RecallAtQuantile
 
 FLOAT32, FLOAT64 = 2e-6, 1e-12  # relative errors of a gradient
 DTYPES = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, FLOAT32), (torch.float64, FLOAT64)], ids=str)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers that float32 holds, in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def slope(difference: Tensor) -> Tensor:
@@ -135,13 +133,14 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
     scores, positive = normal(200, 2).float(), normal(200, 2, seed=1) > 1
     row = int((~positive[:, 0]).nonzero()[0])
     scores[row, 0] = math.inf
-    options = {"beta": 0.3, "surrogate": surrogate, "multi_hot": True, "return_per_class": True}
+    options = {"beta": 0.3, "surrogate": surrogate, "multi_hot": True}
     for scale, valid in (("band", [False, True]), ("iqr", [True, True])):
         leaf = scores.clone().requires_grad_()
-        found = pauc_at_budget(leaf, positive.long(), tau_scale=scale, **options)
-        assert found.valid.tolist() == valid
-        assert found.loss.isfinite()
-        (gradient,) = torch.autograd.grad(found.loss, leaf)
+        per_class = pauc_at_budget(leaf, positive.long(), tau_scale=scale, reduction="none", **options)
+        assert (~per_class.isnan()).tolist() == valid
+        loss = pauc_at_budget(leaf, positive.long(), tau_scale=scale, **options)
+        assert loss.isfinite()
+        (gradient,) = torch.autograd.grad(loss, leaf)
         assert gradient.isfinite().all()
         assert bool(gradient[:, 1].any())
         assert bool(gradient[:, 0].any()) == valid[0]
@@ -149,7 +148,7 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
     with pytest.warns(UserWarning, match="class 0 is left out"):
         assert module(scores, positive.long()).isfinite()
     scores[row, 0] = math.nan
-    assert pauc_at_budget(scores, positive.long(), tau_scale="band", **(options | {"return_per_class": False})).isnan()
+    assert pauc_at_budget(scores, positive.long(), tau_scale="band", **options).isnan()
 
 
 @DTYPES
@@ -261,49 +260,29 @@ def test_gradients_at_soft_targets(gamma: float) -> None:
 
 # Weights whose sum float32 cannot hold
 
-HUGE = 3e38
+HUGE = {torch.float32: 3e38, torch.float64: 3e307}
+WEIGHTED: dict[str, Callable[..., Tensor]] = {
+    name: functools.partial(POOLED[loss].functional, **settings) for name, (loss, settings) in VARIANTS.items()
+}
+for _reduction in ("mean", "mean_weighted"):
+    WEIGHTED[f"sigmoid_focal {_reduction}"] = lambda x, t, r=_reduction, **given: sigmoid_focal(
+        x[:, 0], t == 0, reduction=r, **given
+    )
+for _reduction in ("mean", "mean_positive", "mean_weighted"):
+    WEIGHTED[f"softmax_focal {_reduction}"] = functools.partial(softmax_focal, alpha=[1, 2, 3], reduction=_reduction)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("weight", [HUGE, 1.0, 1e-30])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sigmoid",
-        "sigmoid weighted",
-        "softmax",
-        "softmax positive",
-        "softmax weighted",
-        "smooth_ap",
-        "recall",
-        "pauc",
-        "pauc dro",
-    ],
-)
-def test_weights_whose_sum_overflows(name: str, weight: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", HUGE, ids=str)
+@pytest.mark.parametrize("weight", ["huge", 1.0, 1e-30])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_whose_sum_overflows(name: str, weight: str | float, dtype: torch.dtype) -> None:
     """Weights that are all the same, however large, are no weights."""
-    x, classes = normal(64, 3).to(dtype), torch.arange(64) % 3
-    weight = weight * 1e269 if dtype == torch.float64 and weight == HUGE else weight
-    losses = {
-        "sigmoid": lambda x, w: sigmoid_focal(x[:, 0], classes == 0, sample_weight=w),
-        "sigmoid weighted": lambda x, w: sigmoid_focal(
-            x[:, 0], classes == 0, reduction="mean_weighted", sample_weight=w
-        ),
-        "softmax": lambda x, w: softmax_focal(x, classes, sample_weight=w),
-        "softmax weighted": lambda x, w: softmax_focal(
-            x, classes, [1, 2, 3], reduction="mean_weighted", sample_weight=w
-        ),
-        "softmax positive": lambda x, w: softmax_focal(x, classes, reduction="mean_positive", sample_weight=w),
-        "smooth_ap": lambda x, w: smooth_ap(x, classes, 0.5, sample_weight=w),
-        "recall": lambda x, w: recall_at_quantile(x, classes, 0.3, 0.5, sample_weight=w),
-        "pauc": lambda x, w: pauc_at_budget(x, classes, beta=0.3, surrogate="trapezoid", sample_weight=w),
-        "pauc dro": lambda x, w: pauc_at_budget(x, classes, sample_weight=w),
-    }
+    value = HUGE[dtype] if isinstance(weight, str) else weight
     outcomes = []
-    for given in (torch.full((64,), weight, dtype=dtype), None):
-        leaf = x.clone().requires_grad_()
-        value = losses[name](leaf, given)
-        outcomes.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+    for given in (torch.full((64,), value, dtype=dtype), None):
+        leaf = normal(64, 3).to(dtype).requires_grad_()
+        loss = WEIGHTED[name](leaf, torch.arange(64) % 3, sample_weight=given)
+        outcomes.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     assert outcomes[1][0] > 0
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=2e-6, atol=1e-9)
 

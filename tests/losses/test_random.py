@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,11 +119,6 @@ def extreme_rows(num_classes: int, picks: list[tuple[int, int]], dtype: torch.dt
     return Rows(torch.tensor(scores, dtype=dtype).view(count, num_classes), targets)
 
 
-def finite(tensor: Tensor) -> bool:
-    """Return True when every entry is finite."""
-    return bool(tensor.isfinite().all())
-
-
 # What the losses warn of, once each: a pool that is drawn, a reference without spread. Nothing else may warn.
 pytestmark = [
     pytest.mark.slow,
@@ -132,16 +128,27 @@ pytestmark = [
     ),
 ]
 
-# The same examples in every run: a failure is a defect of this commit, not of this run.
-ALWAYS = settings(deadline=None, derandomize=True, database=None)
+
+def over_examples(few: int, many: int) -> pytest.MarkDecorator:
+    """Run with few examples, and in ``make full`` with many."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.full)])
 
 
-def _assert_close(ours, truth, tolerance):
-    scale = max(numpy.linalg.norm(truth), 1e-3)
-    assert numpy.linalg.norm(ours - truth) <= tolerance * scale
+def check(examples: int, claim: Callable[..., None], **drawn: Any) -> None:
+    """Check a claim on drawn arguments.
+
+    The examples are the same in every run: a failure is a defect of this commit, not of this run.
+    """
+    settings(deadline=None, derandomize=True, database=None, max_examples=examples)(given(**drawn)(claim))()
 
 
-def _check_one_process_equals_many(problem, world_size):
+def assert_near(ours: Any, truth: Any, tolerance: float) -> None:
+    """The difference is small in the norm."""
+    assert numpy.linalg.norm(ours - truth) <= tolerance * max(numpy.linalg.norm(truth), 1e-3)
+
+
+def one_process_equals(world_size: int, problem: Problem) -> None:
+    """Values, gradients and queues over ranks are those of one process."""
     values, gradients, held = run(problem)
     ranks = get_pool(world_size)(on_rank, problem)
     tolerance = 1e-12 if problem.dtype == torch.float64 else 2e-6
@@ -149,22 +156,20 @@ def _check_one_process_equals_many(problem, world_size):
         assert all(mine[step] == ranks[0][0][step] or value != value for mine, _, _ in ranks)
         assert ranks[0][0][step] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True)
         spread = numpy.concatenate([theirs[step] for _, theirs, _ in ranks]) / world_size
-        _assert_close(spread, gradient, tolerance)
+        assert_near(spread, gradient, tolerance)
     for _, _, queue in ranks:
         for mine, other in zip(queue, held):
             numpy.testing.assert_array_equal(mine, other)
 
 
-@given(problem=problems(2))
-@settings(ALWAYS, max_examples=60)
-def test_one_process_equals_two(problem: Problem) -> None:
-    _check_one_process_equals_many(problem, 2)
+@over_examples(15, 60)
+def test_one_process_equals_two(examples: int) -> None:
+    check(examples, one_process_equals, world_size=st.just(2), problem=problems(2))
 
 
-@given(problem=problems(3))
-@settings(ALWAYS, max_examples=40)
-def test_one_process_equals_three(problem: Problem) -> None:
-    _check_one_process_equals_many(problem, 3)
+@pytest.mark.full
+def test_one_process_equals_three() -> None:
+    check(40, one_process_equals, world_size=st.just(3), problem=problems(3))
 
 
 def test_the_comparison_can_fail() -> None:
@@ -173,10 +178,10 @@ def test_the_comparison_can_fail() -> None:
     _, (truth,), _ = run(problem)
     halves = [run(problem, [slice(0, 9)])[1][0], run(problem, [slice(9, 16)])[1][0]]
     with pytest.raises(AssertionError):
-        _assert_close(numpy.concatenate(halves) / 2, truth, 1e-3)
+        assert_near(numpy.concatenate(halves) / 2, truth, 1e-3)
 
 
-def _value_and_gradient(problem, rows):
+def value_and_gradient(problem: Problem, rows: Rows) -> tuple[Tensor, Tensor]:
     module = problem.module()
     rows = cases.leaf(rows)
     loss = cases.call(module, rows)
@@ -186,42 +191,37 @@ def _value_and_gradient(problem, rows):
 SAME = {"rtol": 1e-11, "atol": 1e-12}  # float64 sums in another order, divided by temperatures of 0.05
 
 
-@given(problem=problems(1), order=st.randoms(use_true_random=False))
-@settings(ALWAYS, max_examples=80)
-def test_rows_in_any_order_shifted_ignored_and_weighted_by_one(problem: Problem, order) -> None:
+def holds_in_any_order(problem: Problem, order: Any) -> None:
+    """Rows permuted, shifted, without those that are ignored, and weighted by one."""
     problem = Problem(**{**vars(problem), "dtype": torch.float64, "max_pool_size": None, "queue_size": 0})
     rows = problem.rows(0)
     count = len(rows.logits)
-    loss, gradient = _value_and_gradient(problem, rows)
+    loss, gradient = value_and_gradient(problem, rows)
 
     index = torch.tensor(order.sample(range(count), count), dtype=torch.int64)
-    permuted = _value_and_gradient(problem, reference.take(rows, index))
+    permuted = value_and_gradient(problem, reference.take(rows, index))
     assert_close(permuted, (loss, gradient[index]), equal_nan=True, **SAME)
 
     if POOLED[problem.name].of_order:
-        shifted = _value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64))
-        far = _value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64 + 4096))
+        shifted = value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64))
+        far = value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64 + 4096))
         assert_close(far, shifted, equal_nan=True, **SAME)
 
     if rows.sample_weight is None:
         ones = torch.ones(count, dtype=torch.float64)
-        assert_close(_value_and_gradient(problem, rows._replace(sample_weight=ones)), (loss, gradient), **SAME)
+        assert_close(value_and_gradient(problem, rows._replace(sample_weight=ones)), (loss, gradient), **SAME)
     kept = ((rows.targets != IGNORED) if rows.targets.ndim == 1 else (rows.targets != IGNORED).any(1)).nonzero()[:, 0]
-    removed = _value_and_gradient(problem, reference.take(rows, kept))
+    removed = value_and_gradient(problem, reference.take(rows, kept))
     assert_close(removed, (loss, gradient[kept]), equal_nan=True, **SAME)
 
 
-@given(
-    capacity=st.integers(0, 12),
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    cut=st.integers(0, 9),
-    keep=st.sampled_from(["all", "negatives"]),
-    seed=st.integers(0, 1000),
-)
-@settings(ALWAYS, max_examples=150)
-def test_a_batch_in_two_parts_leaves_the_same_queue(
-    capacity: int, sizes: list[int], cut: int, keep: str, seed: int
-) -> None:
+@over_examples(20, 80)
+def test_rows_in_any_order_shifted_ignored_and_weighted_by_one(examples: int) -> None:
+    check(examples, holds_in_any_order, problem=problems(1), order=st.randoms(use_true_random=False))
+
+
+def fills_alike(capacity: int, sizes: list[int], cut: int, keep: str, seed: int) -> None:
+    """A batch in two parts leaves the queue of the whole batch."""
     whole, parts = (MemoryQueue(capacity, 1, keep=keep) for _ in range(2))
     for step, size in enumerate(sizes):
         rows = cases.InputCase(1).rows(seed + step, num_rows=size)
@@ -232,19 +232,23 @@ def test_a_batch_in_two_parts_leaves_the_same_queue(
         assert one is other is None or torch.equal(one, other)
 
 
+@over_examples(40, 150)
+def test_a_batch_in_two_parts_leaves_the_same_queue(examples: int) -> None:
+    check(
+        examples,
+        fills_alike,
+        capacity=st.integers(0, 12),
+        sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+        cut=st.integers(0, 9),
+        keep=st.sampled_from(["all", "negatives"]),
+        seed=st.integers(0, 1000),
+    )
+
+
 picks = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), min_size=0, max_size=9)
 
 
-@pytest.mark.parametrize("name", POOLED)
-@given(
-    rows=picks,
-    num_classes=st.integers(1, 3),
-    exponent=st.integers(-6, 6),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    capacity=st.sampled_from([0, 1, 8]),
-)
-@settings(ALWAYS, max_examples=40)
-def test_extreme_scores(
+def stays_finite(
     name: str, rows: list[tuple[int, int]], num_classes: int, exponent: int, dtype: torch.dtype, capacity: int
 ) -> None:
     """Finite, in [0, 1], without a warning of torch's and with anomaly detection on; the second step sees the queue."""
@@ -262,7 +266,22 @@ def test_extreme_scores(
                 loss.backward()
         assert 0.0 <= loss.item() <= (1.0 if POOLED[name].of_order else 1e38)
         assert batch.logits.grad is not None
-        assert finite(batch.logits.grad)
+        assert batch.logits.grad.isfinite().all()
+
+
+@over_examples(10, 40)
+@pytest.mark.parametrize("name", POOLED)
+def test_extreme_scores(name: str, examples: int) -> None:
+    check(
+        examples,
+        stays_finite,
+        name=st.just(name),
+        rows=picks,
+        num_classes=st.integers(1, 3),
+        exponent=st.integers(-6, 6),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+        capacity=st.sampled_from([0, 1, 8]),
+    )
 
 
 @pytest.mark.parametrize("name", POOLED)
@@ -279,13 +298,11 @@ def test_a_hundred_thousand_classes_with_three_rows(name: str) -> None:
     assert valid.nonzero()[:, 0].tolist() == expected
     assert per_class.isfinite().nonzero()[:, 0].tolist() == expected
     assert logits.grad is not None
-    assert finite(logits.grad)
+    assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", [fullrank.SoftmaxFocalLoss(), fullrank.SigmoidFocalLoss()], ids=["softmax", "sigmoid"])
-@given(rows=picks, dtype=st.sampled_from([torch.float32, torch.float64]))
-@settings(ALWAYS, max_examples=60)
-def test_extreme_scores_in_focal_losses(loss, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def focal_stays_finite(loss: torch.nn.Module, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    """No less than 0, with a finite gradient."""
     batch = cases.leaf(extreme_rows(3, rows, dtype))
     targets = batch.targets
     if isinstance(loss, fullrank.SigmoidFocalLoss):
@@ -294,4 +311,11 @@ def test_extreme_scores_in_focal_losses(loss, rows: list[tuple[int, int]], dtype
     value.backward()
     assert value.item() >= 0.0
     assert batch.logits.grad is not None
-    assert finite(batch.logits.grad)
+    assert batch.logits.grad.isfinite().all()
+
+
+@over_examples(15, 60)
+@pytest.mark.parametrize("loss", [fullrank.SoftmaxFocalLoss(), fullrank.SigmoidFocalLoss()], ids=["softmax", "sigmoid"])
+def test_extreme_scores_in_focal_losses(loss: torch.nn.Module, examples: int) -> None:
+    dtypes = st.sampled_from([torch.float32, torch.float64])
+    check(examples, focal_stays_finite, loss=st.just(loss), rows=picks, dtype=dtypes)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerPool, class_of
+from workers import WorkerPool, error_of
 
 import fullrank
 from fullrank.kernels.costs import TABLE
@@ -87,136 +85,6 @@ def separated(layout: str, seed: int = 0) -> tuple[Tensor, Tensor]:
     return lengths * directions[labels.unique(return_inverse=True)[1]], labels
 
 
-# --- over ranks ------------------------------------------------------------------------------------------------------
-
-
-class Form(NamedTuple):
-    """One of the two losses of retrieval, and how its gradients are combined."""
-
-    loss: str  # "queries" or "embeddings"
-    dtype: str = "float64"
-    reduction: str = "mean"
-    gradient_reduction: str = "mean"
-    weighted: bool = False
-    apart: bool = False  # the control: every rank has its own queries, and the wrapper averages the losses
-
-
-def _make_loss(form: Form, local: bool) -> nn.Module:
-    gather = False if local or form.apart else None
-    options: dict[str, Any] = {"reduction": form.reduction, "gather_distributed": gather}
-    options |= {"gradient_reduction": form.gradient_reduction, "temperature": 0.2}
-    if form.loss == "queries":
-        return fullrank.SmoothAPLoss(1, queue_size=32, **options)
-    return fullrank.RetrievalSmoothAPLoss(**options)
-
-
-def _make_step(form: Form, step: int) -> dict[str, Tensor | None]:
-    """Return the whole batch; the rows of a query, and of a label, lie all over it."""
-    generator = torch.Generator().manual_seed(step)
-    dtype = getattr(torch, form.dtype)
-    count = 41 + 4 * step
-    weight = torch.rand(count, generator=generator, dtype=torch.float64).to(dtype) if form.weighted else None
-    targets = torch.randint(0, 2 if form.loss == "queries" else 9, (count,), generator=generator)
-    return {
-        "features": torch.randn(count, NUM_FEATURES, generator=generator, dtype=torch.float64).to(dtype),
-        "targets": targets.masked_fill(torch.arange(count) % 11 == 3, IGNORED),
-        "indexes": torch.randint(-3, 4, (count,), generator=generator),
-        "weight": weight,
-    }
-
-
-def _gradient(form: Form, rank: int, world_size: int, step: int) -> Tensor:
-    """Return the loss, and the gradient of the parameters once the ranks have combined it, in one tensor."""
-    local = world_size == 1
-    model = Scorer(1 if form.loss == "queries" else 4).to(getattr(torch, form.dtype))
-    wrapped = model if local or form.gradient_reduction == "sum" else DistributedDataParallel(model)
-    batch = _make_step(form, step)
-    if not local:
-        counts = split(len(batch["indexes"]), world_size, step)  # type: ignore[arg-type]
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        batch = {name: None if value is None else value[own] for name, value in batch.items()}
-    outputs = wrapped(batch["features"])
-    options = {"sample_weight": batch["weight"], "indexes": batch["indexes"]} if form.loss == "queries" else {}
-    loss = _make_loss(form, local)(outputs, batch["targets"], **options)
-    factors = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
-    objective = (loss.nan_to_num() * factors).sum()
-    objective.backward()
-    gradient = torch.cat(flat_gradients(model))
-    if not local and form.gradient_reduction == "sum":
-        dist.all_reduce(gradient)
-    return torch.cat([objective.detach().reshape(1), gradient]).double()
-
-
-def worst_error(rank: int, world_size: int, form: Form) -> tuple[float, float]:
-    """Return the largest relative error of gradient and loss over four batches, one rank being empty in two of them."""
-    worst = [0.0, 0.0]
-    for step in range(4):
-        spread, whole = (_gradient(form, rank, size, step) for size in (world_size, 1))
-        gradient = float((spread[1:] - whole[1:]).norm() / whole[1:].norm())
-        worst = [max(worst[0], gradient), max(worst[1], float(abs(spread[0] / whole[0] - 1)))]
-    return worst[0], worst[1]
-
-
-def collectives(rank: int, loss: str) -> tuple[int, int]:
-    """Return the collectives in the forward and in the backward."""
-    module = _make_loss(Form(loss), local=False)
-    rows = torch.randn(5 + rank, 1 if loss == "queries" else 4, requires_grad=True)
-    options = {"indexes": torch.arange(5 + rank) % 2} if loss == "queries" else {}
-    with CollectiveCounter() as forward:
-        value = module(rows, torch.arange(5 + rank) % 2, **options)
-    with CollectiveCounter() as backward:
-        value.backward()
-    return forward.total, backward.total
-
-
-def values_of_all_ranks(rank: int, loss: str) -> list[list[float]]:
-    """Return the values under ``"none"`` over the ranks, and those of one process."""
-    form = Form(loss, reduction="none")
-    world_size = dist.get_world_size()
-    batch = _make_step(form, 1)
-    outputs = Scorer(1 if loss == "queries" else 4)(batch["features"]).detach()
-    counts = split(len(outputs), world_size, 1)
-    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    values = []
-    for local, rows in ((False, own), (True, slice(None))):
-        options = {"indexes": batch["indexes"][rows]} if loss == "queries" else {}  # type: ignore[index]
-        values.append(_make_loss(form, local)(outputs[rows], batch["targets"][rows], **options).tolist())  # type: ignore[index]
-    return values
-
-
-def disagree(rank: int, what: str) -> tuple[str, str]:
-    """Return the error of a call in which rank 1 differs."""
-    odd = rank == 1
-    logits, targets = torch.randn(4, 1), torch.tensor([0, 1, 0, 1])
-    try:
-        if what == "temperature":
-            fullrank.RetrievalSmoothAPLoss(0.1 if odd else 0.2)(logits, targets)
-        elif what == "max_pool_size":
-            module = fullrank.SmoothAPLoss(1, max_pool_size=3 if odd else None)
-            module(logits, targets, indexes=targets)
-        else:
-            fullrank.SmoothAPLoss(1)(logits, targets, indexes=None if odd else targets)
-    except Exception as error:
-        return class_of(error), str(error)
-    return "none", ""
-
-
-def autocast_error(loss: str, guarded: bool) -> float:
-    """Return how far autocast moves loss and gradient; without ``guarded`` the losses are blind to it."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(600, 1 if loss == "queries" else 8, generator=generator, requires_grad=True)
-    targets = torch.randint(0, 2 if loss == "queries" else 40, (600,), generator=generator)
-    options = {"indexes": torch.randint(0, 9, (600,), generator=generator)} if loss == "queries" else {}
-    outcomes = []
-    for enabled in (False, True):
-        blind = nullcontext() if guarded else mock.patch.object(torch, "is_autocast_enabled", return_value=False)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), blind:
-            value = _make_loss(Form(loss), local=True)(rows, targets, **options)
-            (gradient,) = torch.autograd.grad(value, rows)
-        outcomes.append(torch.cat([value.detach().reshape(1), gradient.flatten() * 100]))
-    return float((outcomes[0] - outcomes[1]).norm() / outcomes[0].norm())
-
-
 # Both sides are float64 and add at most some hundred terms of order one in another order.
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 # Cosines of float64 add some roundings of 1e-16, which a temperature of 0.1 makes 1e-15, in a gradient of order 1e-2.
@@ -225,11 +93,6 @@ REDUCTIONS = ["mean", "sum", "none"]
 
 over_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
-over_losses = pytest.mark.parametrize("loss", ["queries", "embeddings"])
-
-
-def _of_queries(rows: Rows, indexes: Tensor, **options):
-    return smooth_ap(rows.logits, rows.targets, sample_weight=rows.sample_weight, indexes=indexes, **options)
 
 
 # --- rows grouped by indexes -----------------------------------------------------------------------------------------
@@ -244,12 +107,14 @@ def test_queries_equal_the_reference(form: str, weighted: bool, reduction: str, 
         twin = cases.leaf(rows)
         rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
         expected = reference.smooth_ap_of_queries(twin, indexes, temperature=0.3, reduction=reduction)
-        options = {"indexes": indexes.to(device), "return_per_class": True, "sample_weight": rows.sample_weight}
+        options = {"indexes": indexes.to(device), "sample_weight": rows.sample_weight}
         if form == "module":
             module = fullrank.SmoothAPLoss(1, temperature=0.3, reduction=reduction)
-            loss, per_query, valid = module(rows.logits, rows.targets, **options)
+            loss, per_query, valid = module(rows.logits, rows.targets, return_per_class=True, **options)
         else:
-            loss, per_query, valid = smooth_ap(rows.logits, rows.targets, 0.3, reduction, **options)
+            loss = smooth_ap(rows.logits, rows.targets, 0.3, reduction, **options)
+            per_query = smooth_ap(rows.logits, rows.targets, 0.3, "none", **options)
+            valid = ~per_query.isnan()
         assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
         assert_close(per_query.cpu(), expected.per_class, equal_nan=True, **EXACT)
         assert torch.equal(valid.cpu(), expected.valid)
@@ -274,59 +139,43 @@ def test_controls_of_queries() -> None:
     assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_queries_in_float32(weighted: bool) -> None:
-    """Single precision holds the loss and, in relation to its norm, the gradient."""
-    rows, indexes = make_queries(1, weighted=weighted)
-    single, double = (
-        cases.leaf(Rows(*(None if x is None else x.to(dtype) if x.is_floating_point() else x for x in rows)))
-        for dtype in (torch.float32, torch.float64)
-    )
-    double = cases.leaf(double._replace(logits=single.logits.double()))
-    ours, exact = (_of_queries(part, indexes, temperature=0.1) for part in (single, double))
-    assert abs(ours.item() - exact.item()) <= 2e-6
-    gradients = [cases.gradient(loss, part.logits).double() for loss, part in ((ours, single), (exact, double))]
-    assert (gradients[0] - gradients[1]).norm() <= 2e-6 * gradients[1].norm()
-
-
 def _force_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     # A pair costs so much that pairs are never summed one by one.
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pair=1e9))
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_queries_summed_by_bins(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
-    rows, indexes = make_queries(2, weighted=weighted)
+def _query_outcome(rows: Rows, indexes: Tensor, temperature: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Return the loss of each query, and the gradient of a combination of them."""
     rows = cases.leaf(rows)
-    pairs = _of_queries(rows, indexes, temperature=0.3, reduction="none")
-    expected = pairs.detach(), cases.gradient(pairs, rows.logits)
-    _force_bins(monkeypatch)
-    bins = _of_queries(rows, indexes, temperature=0.3, reduction="none")
-    assert not torch.equal(bins.nan_to_num(), expected[0].nan_to_num())  # they are other sums
-    assert_close(bins.detach(), expected[0], equal_nan=True, **EXACT)
-    assert_close(cases.gradient(bins, rows.logits), expected[1], **EXACT)
+    loss = smooth_ap(rows.logits, rows.targets, temperature, "none", sample_weight=rows.sample_weight, indexes=indexes)
+    return loss.detach(), cases.gradient(loss, rows.logits)
 
 
-def test_the_order_of_rows_does_not_matter() -> None:
-    rows, indexes = make_queries(weighted=True)
-    order = torch.randperm(indexes.numel(), generator=torch.Generator().manual_seed(1))
-    outcomes = []
-    for index in (torch.arange(indexes.numel()), order):
-        part = cases.leaf(reference.take(rows, index))
-        loss = _of_queries(part, indexes[index], temperature=0.3, reduction="none")
-        outcomes.append((loss.detach(), cases.gradient(loss, part.logits)))
-    assert_close(outcomes[1][0], outcomes[0][0], equal_nan=True, **EXACT)
-    assert_close(outcomes[1][1], outcomes[0][1][order], **EXACT)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
-def test_indexes_of_any_integers(dtype: torch.dtype) -> None:
-    (logits, targets, *_), indexes = make_queries()
-    number = indexes.unique(return_inverse=True)[1]
-    expected = smooth_ap(logits, targets, reduction="none", indexes=indexes)
-    assert_close(
-        smooth_ap(logits, targets, reduction="none", indexes=number.to(dtype)), expected, equal_nan=True, rtol=0, atol=0
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_queries_in_float32_and_summed_by_bins(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
+    rows, indexes = make_queries(1, weighted=weighted)
+    single = rows._replace(logits=rows.logits.float())
+    narrow, exact = (
+        _query_outcome(rows._replace(logits=x), indexes, 0.1) for x in (single.logits, single.logits.double())
     )
+    assert (narrow[0] - exact[0]).abs().nan_to_num().max() <= 2e-6
+    assert (narrow[1].double() - exact[1]).norm() <= 2e-6 * exact[1].norm()
+    expected = _query_outcome(rows, indexes)
+    _force_bins(monkeypatch)
+    bins = _query_outcome(rows, indexes)
+    assert not torch.equal(bins[0].nan_to_num(), expected[0].nan_to_num())  # they are other sums
+    assert_close(bins, expected, equal_nan=True, **EXACT)
+
+
+def test_the_order_of_rows_and_the_dtype_of_indexes_do_not_matter() -> None:
+    rows, indexes = make_queries(weighted=True)
+    expected = _query_outcome(rows, indexes)
+    order = torch.randperm(indexes.numel(), generator=torch.Generator().manual_seed(1))
+    loss, gradient = _query_outcome(reference.take(rows, order), indexes[order])
+    assert_close((loss, gradient), (expected[0], expected[1][order]), equal_nan=True, **EXACT)
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        found = _query_outcome(rows, indexes.unique(return_inverse=True)[1].to(dtype))
+        assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 
 
 def test_ignored_rows_are_removed_rows_and_their_nan_is_not_seen() -> None:
@@ -346,8 +195,8 @@ def test_nan_poisons_its_own_query() -> None:
     first = int((targets == 0).nonzero()[0])
     clean = smooth_ap(logits, targets, 0.3, "none", indexes=indexes)
     poisoned = logits.index_fill(0, torch.tensor([first]), math.nan).requires_grad_()
-    loss, values, _ = smooth_ap(poisoned, targets, 0.3, indexes=indexes, return_per_class=True)
-    assert loss.isnan()
+    assert smooth_ap(poisoned, targets, 0.3, indexes=indexes).isnan()
+    values = smooth_ap(poisoned, targets, 0.3, "none", indexes=indexes)
     place = int((indexes.unique() == indexes[first]).nonzero())
     others = torch.arange(14) != place
     assert_close(values[others], clean[others], equal_nan=True, **EXACT)
@@ -375,17 +224,12 @@ def test_without_valid_queries_the_loss_is_zero_and_connected(missing: str, redu
     assert not gradient.any()
 
 
-def _shuffled_grid(count: int, targets: Tensor, seed: int) -> Tensor:
-    """Scores of step 1, no two alike, of positives a little higher."""
-    noise = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (noise + 0.7 * targets).argsort().argsort().double()
-
-
 def test_small_temperatures_give_the_average_precision_of_scikit_learn_and_torchmetrics() -> None:
     from torchmetrics.retrieval import RetrievalMAP  # slow to import, and the workers import this file
 
     (_, targets, *_), indexes = make_queries(3)
-    scores = _shuffled_grid(targets.numel(), targets.clamp_min(0), 3)
+    noise = torch.randn(targets.numel(), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scores = (noise + 0.7 * targets.clamp_min(0)).argsort().argsort().double()  # of step 1, no two alike
     values = smooth_ap(scores[:, None], targets, 0.01, "none", indexes=indexes)  # a sigmoid is 0 or 1 within exp(-100)
     for index, value in zip(indexes.unique(), values):
         rows = (indexes == index) & (targets != IGNORED)
@@ -430,52 +274,15 @@ def test_indexes_reach_the_main_loss_of_a_wrapper() -> None:
     kept = targets != IGNORED
     logits, targets, indexes = logits[kept], targets[kept], indexes[kept]
 
-    def warmup(scores: Tensor, labels: Tensor) -> Tensor:
-        return torch.nn.functional.binary_cross_entropy_with_logits(scores[:, 0], labels.to(scores.dtype))
-
-    class Warmup(torch.nn.Module):
-        def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
-            return warmup(scores, labels)
-
-    main = fullrank.SmoothAPLoss(1, temperature=0.3)
-    wrapper = fullrank.LossWarmupWrapper(Warmup(), main, warmup_steps=1, blend_steps=1, temp_start=0.3, temp_end=0.3)
+    warmup, main = nn.BCEWithLogitsLoss(), fullrank.SmoothAPLoss(1, temperature=0.3)
+    wrapper = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=1, blend_steps=1, temp_start=0.3, temp_end=0.3)
     values = []
     for step in range(3):
         wrapper.on_train_batch_start(step)
         values.append(wrapper(logits, targets, indexes=indexes))
-    first, last = warmup(logits, targets), smooth_ap(logits, targets, 0.3, indexes=indexes)
+    first, last = warmup(logits, targets[:, None].double()), smooth_ap(logits, targets, 0.3, indexes=indexes)
     for value, expected in zip(values, (first, (first + last) / 2, last)):
         assert_close(value, expected, **EXACT)
-
-
-# name: (class, head of the message, changed arguments)
-BAD = {
-    "a list": (TypeError, "indexes: expected a tensor or None, got ", {"indexes": [0, 1, 0, 1]}),
-    "floats": (TypeError, "indexes: expected a tensor of integers, got a float32", {"indexes": torch.zeros(4)}),
-    "bools": (TypeError, "indexes: expected a tensor of integers, got a bool", {"indexes": torch.ones(4) > 0}),
-    "a column": (ValueError, "indexes: expected shape .4,., one entry", {"indexes": torch.zeros(4, 1).long()}),
-    "too few": (ValueError, "indexes: expected shape .4,., one entry", {"indexes": torch.zeros(3).long()}),
-    "elsewhere": (ValueError, "indexes: expected a tensor on cpu", {"indexes": torch.zeros(4).long().to("meta")}),
-    "classes": (ValueError, "logits: expected shape .N, 1. with indexes", {"logits": torch.zeros(4, 3)}),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_indexes_raise_and_change_nothing(bad: str) -> None:
-    error, text, changes = BAD[bad]
-    rows = {"logits": torch.randn(4, 1), "targets": torch.tensor([0, 1, 0, 1]), "indexes": torch.arange(4) % 2}
-    with pytest.raises(error, match=text):
-        smooth_ap(**(rows | changes))
-    module = fullrank.SmoothAPLoss(3 if bad == "classes" else 1)
-    with pytest.raises(error, match=text):
-        module(**(rows | changes))
-    assert len(module.queue) == 0
-
-
-def test_a_drawn_pool_has_no_queries() -> None:
-    module = fullrank.SmoothAPLoss(1, max_pool_size=100)
-    with pytest.raises(ValueError, match="max_pool_size: expected None in a call with indexes, got 100"):
-        module(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]), indexes=torch.arange(4) % 2)
 
 
 class _Operators(TorchDispatchMode):
@@ -547,22 +354,6 @@ def test_separated_embeddings_have_no_loss(layout: str) -> None:
     num_classes = labels[labels != IGNORED].unique().numel()
     bound = torch.arange(labels.numel()) * num_classes // labels.numel()
     assert reference.retrieval_smooth_ap(embeddings, bound).loss > 0.1
-
-
-def test_the_peer_is_bound_to_its_layout() -> None:
-    """Separated embeddings have no loss there either, if they lie in classes of as many rows as there are classes."""
-    if importlib.util.find_spec("pytorch_metric_learning") is None:
-        pytest.skip("needs the bench extra")
-    if importlib.metadata.version("pytorch-metric-learning") != "2.9.0":
-        pytest.skip("says something about version 2.9.0")
-    peer = importlib.import_module("pytorch_metric_learning.losses").SmoothAPLoss()
-    square = torch.arange(4).repeat_interleave(4)
-    oblong = torch.arange(3).repeat_interleave(5)
-    shuffled = square[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
-    losses = [peer(torch.eye(4)[labels], labels).item() for labels in (square, shuffled, oblong)]
-    assert losses[0] <= 1e-6
-    assert min(losses[1:]) > 0.1
-    assert max(retrieval_smooth_ap(torch.eye(4)[y], y).item() for y in (square, shuffled, oblong)) <= 1e-12
 
 
 def test_embeddings_are_queries_of_all_pairs() -> None:
@@ -693,100 +484,6 @@ def test_without_valid_embeddings_the_loss_is_zero_and_connected(labels: list[in
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
-    embeddings, labels = make_embeddings("unequal sizes")
-    half = embeddings.to(dtype).requires_grad_()
-    single = half.detach().float().requires_grad_()
-    losses = [retrieval_smooth_ap(z, labels, temperature=0.1) for z in (half, single)]
-    assert torch.equal(losses[0], losses[1])
-    gradients = [torch.autograd.grad(loss, z)[0] for loss, z in zip(losses, (half, single))]
-    assert gradients[0].dtype == dtype
-    assert torch.equal(gradients[0], gradients[1].to(dtype))
-    (logits, targets, *_), indexes = make_queries()
-    rows = logits.to(dtype).requires_grad_()
-    loss = smooth_ap(rows, targets, 0.3, indexes=indexes)
-    assert torch.equal(loss, smooth_ap(rows.detach().float(), targets, 0.3, indexes=indexes))
-    assert torch.autograd.grad(loss, rows)[0].dtype == dtype
-
-
-def test_autocast_changes_no_bit() -> None:
-    for loss in ("queries", "embeddings"):
-        assert autocast_error(loss, guarded=True) == 0.0
-    assert autocast_error("embeddings", guarded=False) > 1e-4  # the control
-
-
-@pytest.mark.slow
-def test_compiled_functions_call_the_losses_outside_of_their_graphs() -> None:
-    embeddings, labels = make_embeddings("unequal sizes")
-    (logits, targets, *_), indexes = make_queries()
-    compiled = torch.compile(
-        lambda z, x: retrieval_smooth_ap(2 * z, labels) + smooth_ap(2 * x, targets, indexes=indexes), backend="eager"
-    )
-    plain = retrieval_smooth_ap(embeddings, labels) + smooth_ap(2 * logits, targets, indexes=indexes)
-    assert_close(compiled(embeddings, logits), plain, **COSINES)
-
-
-BAD_EMBEDDINGS = {
-    "embeddings: expected a tensor, got ": (TypeError, {"embeddings": [[1.0]]}),
-    "embeddings: expected a floating-point tensor, got an int64": (TypeError, {"embeddings": torch.ones(4, 2).long()}),
-    "embeddings: expected shape (N, D), D >= 1, got a float32 tensor of shape (4,)": (
-        ValueError,
-        {"embeddings": torch.ones(4)},
-    ),
-    "embeddings: expected shape (N, D), D >= 1, got a float32 tensor of shape (4, 0)": (
-        ValueError,
-        {"embeddings": torch.ones(4, 0)},
-    ),
-    "labels: expected a tensor, got [0, 1, 0, 1]": (TypeError, {"labels": [0, 1, 0, 1]}),
-    "labels: expected integers or bools, got a float32": (TypeError, {"labels": torch.ones(4)}),
-    "labels: expected shape (4,) or (4, 1), one entry per row of embeddings, got an int64 tensor of shape (4, 2)": (
-        ValueError,
-        {"labels": torch.ones(4, 2).long()},
-    ),
-    "labels: expected a tensor on cpu, as embeddings, got one on meta. Use labels.to(embeddings.device).": (
-        ValueError,
-        {"labels": torch.ones(4).long().to("meta")},
-    ),
-}
-
-
-def test_labels_may_be_a_column() -> None:
-    embeddings, labels = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 2, 2])
-    loss_fn = fullrank.RetrievalSmoothAPLoss()
-    assert torch.equal(loss_fn(embeddings, labels[:, None]), loss_fn(embeddings, labels))
-
-
-@pytest.mark.parametrize("text", BAD_EMBEDDINGS)
-def test_bad_embeddings_raise(text: str) -> None:
-    error, changes = BAD_EMBEDDINGS[text]
-    rows = {"embeddings": torch.randn(4, 2), "labels": torch.tensor([0, 1, 0, 1])} | changes
-    for loss in (retrieval_smooth_ap, fullrank.RetrievalSmoothAPLoss()):
-        with pytest.raises(error) as caught:
-            loss(**rows)
-        assert str(caught.value).startswith(text)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "error"),
-    [
-        ("temperature", 0.0, ValueError),
-        ("temperature", math.nan, ValueError),
-        ("temperature", "0.1", TypeError),
-        ("reduction", "median", ValueError),
-        ("ignore_index", -1.5, TypeError),
-        ("gather_distributed", "yes", TypeError),
-        ("gradient_reduction", "average", ValueError),
-    ],
-)
-def test_bad_settings_raise(argument: str, value: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{argument}: expected .*, got "):
-        fullrank.RetrievalSmoothAPLoss(**{argument: value})
-    if argument not in ("gather_distributed", "gradient_reduction"):
-        with pytest.raises(error, match=f"{argument}: expected .*, got "):
-            retrieval_smooth_ap(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]), **{argument: value})
-
-
 def test_bools_are_labels_and_another_value_is_ignored() -> None:
     embeddings, labels = make_embeddings("ignored rows")
     moved = torch.where(labels == IGNORED, 77, labels)
@@ -797,19 +494,7 @@ def test_bools_are_labels_and_another_value_is_ignored() -> None:
     assert torch.equal(even, retrieval_smooth_ap(embeddings, 5 - 3 * (labels % 2)))
 
 
-def test_the_module_shows_its_settings_and_saves_its_temperature() -> None:
-    loss = fullrank.RetrievalSmoothAPLoss(0.2, "sum", ignore_index=-1)
-    text = "RetrievalSmoothAPLoss(reduction='sum', ignore_index=-1, gradient_reduction='mean')"
-    assert repr(loss).replace("\n", "") == text
-    other = fullrank.RetrievalSmoothAPLoss()
-    other.load_state_dict(loss.state_dict())
-    assert other.temperature == 0.2
-    loss.temperature = -1.0
-    with pytest.raises(ValueError, match=r"temperature: expected a finite number > 0, got -1\.0"):
-        loss(*make_embeddings("equal sizes"))
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_of_four_thousand_embeddings(tmp_path: Path) -> None:
     """The peak of a process, Python and torch included, with 4,096 x 64 and 64 rows of a label."""
     if not Path("/proc/self/status").exists():
@@ -823,87 +508,141 @@ def test_memory_of_four_thousand_embeddings(tmp_path: Path) -> None:
 
 # --- over ranks ------------------------------------------------------------------------------------------------------
 
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
+
+class Form(NamedTuple):
+    """One of the losses of retrieval, and how its gradients are combined."""
+
+    loss: str  # "queries", "embeddings", or "split": embeddings of which each rank computes its own queries
+    dtype: str = "float64"
+    reduction: str = "mean"
+    gradient_reduction: str = "mean"
+    control: str = ""  # "apart": every rank ranks its own rows; "own part": it keeps its own part of the gradient
+
+    def module(self, local: bool = False) -> nn.Module:
+        """Return the loss, over the rows of all ranks or of one process."""
+        gather = False if local or self.control == "apart" else None
+        options: dict[str, Any] = {"reduction": self.reduction, "gather_distributed": gather}
+        options |= {"gradient_reduction": self.gradient_reduction, "temperature": 0.2}
+        if self.loss == "queries":
+            return fullrank.SmoothAPLoss(1, queue_size=32, **options)
+        return fullrank.RetrievalSmoothAPLoss(**options)
+
+    def arguments(self, step: int, own: slice = slice(None)) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return features, targets and keywords of a batch of which the rows of a query, and of a label, lie apart."""
+        generator = torch.Generator().manual_seed(step)
+        count = 41 + 4 * step
+        weight = torch.rand(count, generator=generator, dtype=torch.float64)
+        targets = torch.randint(0, 2 if self.loss == "queries" else 9, (count,), generator=generator)
+        features = torch.randn(count, NUM_FEATURES, generator=generator, dtype=torch.float64)
+        indexes = torch.randint(-3, 4, (count,), generator=generator)
+        given = features, targets.masked_fill(torch.arange(count) % 11 == 3, IGNORED), weight, indexes
+        features, targets, weight, indexes = (tensor[own] for tensor in given)
+        dtype = getattr(torch, self.dtype)
+        options = {"sample_weight": weight.to(dtype), "indexes": indexes} if self.loss == "queries" else {}
+        return features.to(dtype), targets, options
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
-@over_losses
-def test_gradient_equals_one_process(pool: WorkerPool, loss: str, gradient_reduction: str, dtype: str) -> None:
-    """Queries and labels split over ranks, uneven shards, an empty rank, ignored rows; under DDP, and under a sum."""
-    for reduction in REDUCTIONS:
-        form = Form(loss, dtype, reduction, gradient_reduction, weighted=loss == "queries")
-        for gradient, value in pool(worst_error, pool.world_size, form):
-            assert gradient <= LIMITS[dtype], form
-            assert value <= LIMITS[dtype], form
+def outcome(form: Form, rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the gradient of the parameters once the ranks have combined it."""
+    local, own = world_size == 1, slice(None)
+    model = Scorer(1 if form.loss == "queries" else 4).to(getattr(torch, form.dtype))
+    wrapped = model if local or form.gradient_reduction == "sum" else DistributedDataParallel(model)
+    if not local:
+        counts = split(41 + 4 * step, world_size, step)
+        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    features, targets, options = form.arguments(step, own)
+    loss = form.module(local)(wrapped(features), targets, **options)
+    factors = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
+    torch.autograd.backward((loss.nan_to_num() * factors).sum())
+    gradient = torch.cat(flat_gradients(model)).double()
+    if not local and form.gradient_reduction == "sum":
+        dist.all_reduce(gradient)
+    return loss.detach().double(), gradient
 
 
-@over_losses
-def test_control_queries_of_each_rank_are_another_loss(pool: WorkerPool, loss: str) -> None:
-    for gradient, value in pool(worst_error, pool.world_size, Form(loss, apart=True)):
-        assert gradient > 0.1
-        assert value > 1e-3
+def errors_over_ranks(rank: int, world_size: int, form: Form) -> tuple[float, float, tuple[int, int]]:
+    """Return the largest error of gradient and loss over four batches, and the collectives forward and backward.
 
-
-@over_losses
-def test_every_rank_has_the_values_of_all_queries(pool: WorkerPool, loss: str) -> None:
-    for spread, whole in pool(values_of_all_ranks, loss):
-        assert len(whole) >= 7
-        assert_close(torch.tensor(spread), torch.tensor(whole), rtol=0, atol=1e-12, equal_nan=True)
-
-
-@over_losses
-def test_two_collectives_forward_and_none_backward(pool_of_two: WorkerPool, loss: str) -> None:
-    assert pool_of_two(collectives, loss) == [(2, 0)] * 2
-
-
-def sharing_queries(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run ``function`` with queries that the ranks share, however few they are."""
-    with mock.patch.object(retrieval, "FEWEST_SPLIT", 0):
-        return function(rank, *arguments)
-
-
-def gradients_of_one_rank(rank: int, world_size: int, form: Form) -> tuple[float, float]:
-    """Do what ``worst_error`` does, with the part of the gradient that each rank has computed itself."""
+    One rank is empty in two of the batches.
+    """
 
     def own(self: Any, tensor: Tensor, counts: Any, what: str) -> Tensor:
         return tensor.split(list(counts))[rank]
 
-    with mock.patch("fullrank.distributed.exchange.Exchange.sum_own", own):
-        return worst_error(rank, world_size, form)
+    worst = [0.0, 0.0]
+    with ExitStack() as patches:
+        if form.loss == "split":
+            patches.enter_context(mock.patch.object(retrieval, "FEWEST_SPLIT", 0))
+        if form.control == "own part":
+            patches.enter_context(mock.patch("fullrank.distributed.exchange.Exchange.sum_own", own))
+        for step in range(4):
+            (loss, gradient), (whole, exact) = (outcome(form, rank, size, step) for size in (world_size, 1))
+            error = (loss - whole).abs()[~whole.isnan()].amax() if loss.shape == whole.shape else math.inf
+            worst = [max(worst[0], float((gradient - exact).norm() / exact.norm())), max(worst[1], float(error))]
+        features, targets, options = form.arguments(0, slice(5 + rank))
+        scores = Scorer(1 if form.loss == "queries" else 4).to(features.dtype)(features)
+        with CollectiveCounter() as forward:
+            value = form.module()(scores, targets, **options)
+        with CollectiveCounter() as backward:
+            value.nan_to_num().sum().backward()
+    return worst[0], worst[1], (forward.total, backward.total)
+
+
+LIMITS = {"float64": 1e-12, "float32": 2e-6}
+over_losses = pytest.mark.parametrize("loss", ["queries", "embeddings", "split"])
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
-def test_each_rank_computes_its_own_queries(pool: WorkerPool, gradient_reduction: str, dtype: str) -> None:
+@over_losses
+def test_loss_and_gradient_equal_one_process(pool: WorkerPool, loss: str, gradient_reduction: str, dtype: str) -> None:
+    """Queries and labels split over ranks, uneven shards, an empty rank, ignored rows; under DDP, and under a sum.
+
+    With ``"none"`` every rank has the values of all queries. The header and the rows travel forward, and with them the
+    sums where each rank computes its own queries; nothing travels backward.
+    """
     for reduction in REDUCTIONS:
-        form = Form("embeddings", dtype, reduction, gradient_reduction)
-        for gradient, value in pool(sharing_queries, worst_error, pool.world_size, form):
+        form = Form(loss, dtype, reduction, gradient_reduction)
+        for gradient, value, travels in pool(errors_over_ranks, pool.world_size, form):
             assert gradient <= LIMITS[dtype], form
             assert value <= LIMITS[dtype], form
+            assert travels == (4 if loss == "split" else 2, 0)
 
 
-def test_every_rank_has_the_values_of_the_queries_of_others(pool: WorkerPool) -> None:
-    for spread, whole in pool(sharing_queries, values_of_all_ranks, "embeddings"):
-        assert_close(torch.tensor(spread), torch.tensor(whole), rtol=0, atol=1e-12, equal_nan=True)
-    assert pool(sharing_queries, collectives, "embeddings") == [(4, 0)] * pool.world_size
+@over_losses
+def test_controls_over_ranks(pool_of_two: WorkerPool, loss: str) -> None:
+    """Queries of each rank are another loss, and the part of one rank is not the gradient."""
+    for gradient, value, _ in pool_of_two(errors_over_ranks, 2, Form(loss, control="apart")):
+        assert gradient > 0.1
+        assert value > 1e-3
+    if loss == "split":
+        assert min(found[0] for found in pool_of_two(errors_over_ranks, 2, Form(loss, control="own part"))) > 0.1
 
 
-def test_control_the_part_of_one_rank_is_not_the_gradient(pool_of_two: WorkerPool) -> None:
-    errors = pool_of_two(sharing_queries, gradients_of_one_rank, 2, Form("embeddings"))
-    assert min(gradient for gradient, _ in errors) > 0.1
+def disagree(rank: int, what: str) -> tuple[str, str]:
+    """Return the error of a call in which rank 1 differs."""
+    odd = rank == 1
+    logits, targets = torch.randn(4, 1), torch.tensor([0, 1, 0, 1])
+    calls: dict[str, Callable[[], Tensor]] = {
+        "temperature": lambda: fullrank.RetrievalSmoothAPLoss(0.1 if odd else 0.2)(logits, targets),
+        "max_pool_size": lambda: fullrank.SmoothAPLoss(1, max_pool_size=3 if odd else None)(
+            logits, targets, indexes=targets
+        ),
+        "indexes": lambda: fullrank.SmoothAPLoss(1)(logits, targets, indexes=None if odd else targets),
+    }
+    return error_of(calls[what])
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "texts"),
+    ("what", "error", "text"),
     [
-        ("indexes", "ValueError", ["with indexes: True on rank 0, False on rank 1"]),
-        ("max_pool_size", "ValueError", ["rank 1: max_pool_size: expected None in a call with indexes, got 3"]),
-        ("temperature", "RuntimeError", ["temperature: 0.2 on rank 0, 0.1 on rank 1"]),
+        ("indexes", "ValueError", "with indexes: True on rank 0, False on rank 1"),
+        ("max_pool_size", "ValueError", "rank 1: max_pool_size: expected None in a call with indexes, got 3"),
+        ("temperature", "RuntimeError", "temperature: 0.2 on rank 0, 0.1 on rank 1"),
     ],
 )
-def test_ranks_that_differ_are_named(pool_of_two: WorkerPool, what: str, error: str, texts: list[str]) -> None:
+def test_ranks_that_differ_are_named(pool_of_two: WorkerPool, what: str, error: str, text: str) -> None:
     outcomes = pool_of_two(disagree, what)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == error, outcomes[0]
-    assert all(text in outcomes[0][1] for text in texts), outcomes[0]
+    assert text in outcomes[0][1], outcomes[0]

@@ -62,15 +62,9 @@ def calls(x: Tensor, t: Tensor, flag: bool) -> None:
     assert_type(RetrievalSmoothAPLoss()(x, t), Tensor)
 
     assert_type(smooth_ap(x, t, 0.1), Tensor)
-    assert_type(smooth_ap(x, t, 0.1, "sum", -100, False, indexes=t), Tensor)
-    assert_type(smooth_ap(x, t, 0.1, return_per_class=True, indexes=t, multi_hot=True), LossWithClasses)
-    assert_type(smooth_ap(x, t, return_per_class=flag, reduction="none"), Tensor | LossWithClasses)
+    assert_type(smooth_ap(x, t, 0.1, "sum", -100, indexes=t), Tensor)
     assert_type(recall_at_quantile(x, t, 0.1), Tensor)
-    assert_type(recall_at_quantile(x, t, 0.1, temperature=0.2, return_per_class=True), LossWithClasses)
-    assert_type(recall_at_quantile(x, t, return_per_class=flag), Tensor | LossWithClasses)
     assert_type(pauc_at_budget(x, t, 0.0, 0.1, "pairwise"), Tensor)
-    assert_type(pauc_at_budget(x, t, beta=0.1, surrogate="pairwise", return_per_class=True), LossWithClasses)
-    assert_type(pauc_at_budget(x, t, return_per_class=flag, iid_mask=t > 0), Tensor | LossWithClasses)
 
     assert_type(pauc.alpha, float)
     assert_type(pauc.temperature, float)
@@ -81,9 +75,14 @@ def calls(x: Tensor, t: Tensor, flag: bool) -> None:
 WRONG = {
     'SmoothAPLoss(1)(torch.ones(1, 1), "targets")': "call-overload",
     "SmoothAPLoss(1)(torch.ones(1, 1), torch.ones(1), return_diagnostics=True)": "call-overload",
-    "smooth_ap(torch.ones(1, 1), torch.ones(1), temperatur=0.1)": "call-overload",
-    "smooth_ap(torch.ones(1, 1), torch.ones(1), return_per_class=True, temperatur=0.1)": "call-overload",
-    'pauc_at_budget(torch.ones(1, 1), torch.ones(1), return_per_class=True, surrogate="hinge")': "call-overload",
+    "smooth_ap(torch.ones(1, 1), torch.ones(1), temperatur=0.1)": "call-arg",
+    "smooth_ap(torch.ones(1, 1), torch.ones(1), return_per_class=True)": "call-arg",
+    'pauc_at_budget(torch.ones(1, 1), torch.ones(1), surrogate="hinge")': "arg-type",
+    "SmoothAPLoss(1, quantile=0.1)": "call-arg",
+    'SmoothAPLoss(1, pool="spread")': "arg-type",
+    'RecallAtQuantileLoss(1, pol="sharded")': "call-arg",
+    'PAUCAtBudgetLoss(1, queue_keep="positives")': "arg-type",
+    'SigmoidFocalLoss(group="world")': "arg-type",
     "SmoothAPLoss(1)(torch.ones(1, 1), torch.ones(1)).per_class": "attr-defined",
     "SmoothAPLoss(1)(torch.ones(1, 1), torch.ones(1), return_per_class=True).backward()": "attr-defined",
 }

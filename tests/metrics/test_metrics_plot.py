@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 METRICS = [(RecallAtQuantile, {"quantile": 0.3}), (PAUCAtBudget, {"beta": 0.3})]
+over_metrics = pytest.mark.parametrize("kind", METRICS, ids=["recall", "pAUC"])
 
 
 @pytest.fixture
@@ -39,71 +39,48 @@ def drawn(axes: Any) -> list[list[float]]:
     return [[float(value) for value in line.get_ydata()] for line in axes.get_lines()]
 
 
-def close(values: Tensor) -> Any:
-    """Return what float64 values must equal when they are drawn. Drawing does no arithmetic."""
-    return pytest.approx(values.tolist(), rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", METRICS, ids=["recall", "pAUC"])
-def test_one_value(kind: Any, pyplot: Any) -> None:
+@over_metrics
+def test_one_value_and_one_per_step(kind: Any, pyplot: Any) -> None:
     metric = make_metric(kind)
     figure, axes = metric.plot()
     ((height,),) = drawn(axes)
-    assert height == pytest.approx(float(metric.compute()), rel=1e-12)
+    assert height == pytest.approx(float(metric.compute()), rel=1e-12)  # drawing does no arithmetic
     assert 0.2 < height < 1  # neither end of the range, where anything might be drawn
     assert axes.get_ylabel() == kind[0].__name__
     assert axes.get_ylim() == pytest.approx((-0.1, 1.1))  # the range of the metric, with a margin
     assert axes.get_legend() is None
     assert figure.axes == [axes]
-
-
-@pytest.mark.parametrize("kind", METRICS, ids=["recall", "pAUC"])
-def test_a_value_per_class(kind: Any, pyplot: Any) -> None:
-    metric = make_metric(kind, average=None)
-    _, axes = metric.plot()
-    values = metric.compute()
-    assert [height for (height,) in drawn(axes)] == close(values)
-    assert len(set(values.tolist())) == 3  # else the order of the classes would not show
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Class 0", "Class 1", "Class 2"]
-
-
-@pytest.mark.parametrize("kind", METRICS, ids=["recall", "pAUC"])
-def test_a_value_per_step(kind: Any, pyplot: Any) -> None:
     values = [make_metric(kind, seed=seed).compute() for seed in range(4)]
-    _, axes = make_metric(kind).plot(values)
+    _, axes = metric.plot(values)
     (line,) = drawn(axes)
-    assert line == close(torch.stack(values))
+    assert line == pytest.approx(torch.stack(values).tolist(), rel=1e-12)
     assert len(set(line)) > 1
     assert axes.get_xlabel() == "Step"
     assert list(axes.get_xticks()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", METRICS, ids=["recall", "pAUC"])
+@over_metrics
 def test_a_value_per_class_and_step(kind: Any, pyplot: Any) -> None:
     """A line per class, also if a class is NaN for a step, which leaves a gap."""
-    values = [make_metric(kind, average=None, seed=seed).compute() for seed in range(4)]
-    values[2] = torch.where(torch.arange(3) == 1, torch.nan, values[2])
-    _, axes = make_metric(kind, average=None).plot(values)
-    table = torch.stack(values)
-    for index, line in enumerate(drawn(axes)):
-        assert line == pytest.approx(table[:, index].tolist(), rel=1e-12, nan_ok=True)
-    assert len(drawn(axes)) == 3
-    assert len(axes.get_legend().get_texts()) == 3
-
-
-@pytest.mark.parametrize("average", ["macro", None])
-def test_a_binary_metric(average: Any, pyplot: Any) -> None:
-    metric = RecallAtQuantile(num_classes=1, quantile=0.5, average=average)
-    metric.update(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]))
+    metric = make_metric(kind, average=None)
     _, axes = metric.plot()
-    assert [float(height) for (height,) in drawn(axes)] == [0.5]
+    values = metric.compute()
+    assert [height for (height,) in drawn(axes)] == pytest.approx(values.tolist(), rel=1e-12)
+    assert len(set(values.tolist())) == 3  # else the order of the classes would not show
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Class 0", "Class 1", "Class 2"]
+    steps = [make_metric(kind, average=None, seed=seed).compute() for seed in range(4)]
+    steps[2] = torch.where(torch.arange(3) == 1, torch.nan, steps[2])
+    _, axes = metric.plot(steps)
+    assert len(drawn(axes)) == 3
+    for line, column in zip(drawn(axes), torch.stack(steps).t()):
+        assert line == pytest.approx(column.tolist(), rel=1e-12, nan_ok=True)
 
 
 def test_axes_of_ones_own(pyplot: Any) -> None:
     """Two metrics next to each other; drawing does not change the metric."""
     _, pair = pyplot.subplots(1, 2)
-    metrics = [make_metric(kind) for kind in METRICS]
-    for metric, axes in zip(metrics, pair):
+    for kind, axes in zip(METRICS, pair):
+        metric = make_metric(kind)
         before = metric.compute()
         figure, used = metric.plot(ax=axes)
         assert figure is None
@@ -112,9 +89,11 @@ def test_axes_of_ones_own(pyplot: Any) -> None:
     assert drawn(pair[0]) != drawn(pair[1])
 
 
-def test_without_rows_nothing_is_drawn_at_zero(pyplot: Any) -> None:
-    """No class is valid, so the value is NaN, and a plot of it shows no point."""
-    metric = RecallAtQuantile(num_classes=1)
-    metric.update(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))
-    _, axes = metric.plot()
-    assert drawn(axes) == [[pytest.approx(float("nan"), nan_ok=True)]]
+@pytest.mark.parametrize("average", ["macro", None])
+def test_a_binary_metric_and_one_without_a_valid_class(average: Any, pyplot: Any) -> None:
+    """A value that is NaN shows no point, and none at zero."""
+    for targets, expected in ((torch.tensor([1, 0, 1, 0]), 0.5), (torch.zeros(4, dtype=torch.long), float("nan"))):
+        metric = RecallAtQuantile(num_classes=1, quantile=0.5, average=average)
+        metric.update(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), targets)
+        _, axes = metric.plot()
+        assert drawn(axes) == [[pytest.approx(expected, nan_ok=True)]]

@@ -1,25 +1,17 @@
-"""The documentation: every Python block runs, every public name is in the reference, and the site builds by itself."""
+"""The documentation: every Python block runs, and every public name is in the reference."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import importlib.util
 import io
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
@@ -208,21 +200,12 @@ def blocks(page: str) -> list[str]:
 
 
 # The blocks of these pages are run by other tests, each with a check that none is left out.
-ELSEWHERE = {
-    "accumulation.md": ("test_accumulation_doc.py", "test_every_block_is_run_here"),
-    "checkpointing.md": ("test_resume.py", "test_no_block_is_left_out"),
-    "integrations.md": ("test_integrations_plain.py", "test_every_block_is_run"),
-    "recipes/accelerate.md": ("test_integrations_accelerate.py", "test_it_trains_validates_and_resumes_as_one_process"),
-    "recipes/ddp.md": ("test_recipe_ddp.py", "test_the_script_prints_what_the_page_says"),
-    "recipes/fsdp.md": ("test_recipe_fsdp.py", "test_it_validates_saves_and_resumes_as_one_process"),
-    "recipes/loop.md": ("test_recipe_loop.py", "test_two_heads_are_those_of_one_process"),
-    "recipes/sentence-transformers.md": ("test_recipe_sentence_transformers.py", "test_it_trains_as_one_process"),
-    "recipes/lightning.md": ("test_integrations_lightning.py", "test_the_ranker_trains_as_one_process"),
-    "recipes/trainer.md": ("test_integrations_transformers.py", "test_it_trains_validates_and_resumes_as_one_process"),
-}
+ELSEWHERE = {"accumulation.md", "checkpointing.md", "integrations.md"}
 ELSEWHERE |= {
-    page: ("test_migrating.py", "test_the_block_of_a_page") for page in PAGES if page.startswith("migrating/")
+    f"recipes/{name}.md"
+    for name in ("accelerate", "ddp", "fsdp", "lightning", "loop", "sentence-transformers", "trainer")
 }
+ELSEWHERE |= {page for page in PAGES if page.startswith("migrating/")}
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
     f"{name}.md"
@@ -236,18 +219,10 @@ CLIP, EXPERTS, STAGES, TIED = blocks("gradient-norm.md")
 
 def test_every_block_is_run() -> None:
     here = {*IN_ORDER, "distributed.md", "agreement.md", "gradient-norm.md"}
-    assert {page for page, text in PAGES.items() if "```python" in text} == here | set(ELSEWHERE)
+    assert {page for page, text in PAGES.items() if "```python" in text} == here | ELSEWHERE
     assert here.isdisjoint(ELSEWHERE)
     assert all(text.count("```python") == len(blocks(page)) for page, text in PAGES.items())
     assert TRAIN.startswith("# train.py")
-
-
-@pytest.mark.parametrize("page", ELSEWHERE)
-def test_the_other_tests_exist(page: str) -> None:
-    file, function = ELSEWHERE[page]
-    (path,) = (ROOT / "tests").rglob(file)
-    tree = ast.parse(path.read_text("utf-8"))
-    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 # Pages of one process
@@ -425,168 +400,6 @@ def test_a_diagram_is_that_of_its_code(name: str) -> None:
     assert set(diagrams) == drawn
 
 
-def test_pictures_are_small_and_used() -> None:
-    for path in (DOCS / "images").iterdir():
-        assert path.stat().st_size < 200 * 1024, path
-        assert path.name.replace("-narrow", "") in "".join(PAGES.values()) + (ROOT / "README.md").read_text("utf-8"), (
-            path
-        )
-
-
-# The site
-
-
-def build(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run mkdocs in the root of the repository."""
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-
-
-needs_site = pytest.mark.skipif(
-    any(
-        importlib.util.find_spec(name) is None
-        for name in ("mkdocs", "material", "mkdocstrings", "latex2mathml", "ziamath", "fontTools")
-    ),
-    reason="needs the extra `docs`",
-)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built strictly: a link or an anchor that leads nowhere is an error. `make test` has just built it."""
-    if "FULLRANK_SITE" in os.environ:
-        return Path(os.environ["FULLRANK_SITE"])
-    folder = tmp_path_factory.mktemp("site")
-    done = build(["--site-dir", str(folder)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-class Page(HTMLParser):
-    """What a page, or a style sheet, holds: its anchors, what it links to, and what it loads."""
-
-    LOADING = ("stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch", "modulepreload", "manifest")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.anchors: set[str] = set()
-        self.links: list[str] = []
-        self.loads = re.findall(r"url\([\"']?([^)\"']+)", text) + re.findall(r"@import\s+[\"']([^\"']+)", text)
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        """Note what a tag names."""
-        values = {name: value or "" for name, value in attributes}
-        self.anchors.update(value for name, value in values.items() if name in ("id", "name"))
-        if tag == "a" and "href" in values:
-            self.links.append(values["href"])
-        if tag == "link" and any(kind in values.get("rel", "").split() for kind in self.LOADING):
-            self.loads.append(values.get("href", ""))
-        if tag != "a":
-            self.loads += [values[name] for name in ("src", "srcset", "data", "poster") if values.get(name)]
-
-
-@functools.cache
-def page_of(path: Path) -> Page:
-    """Return what a file of the site holds."""
-    return Page(path.read_text("utf-8"))
-
-
-def is_external(address: str) -> bool:
-    return bool(urlsplit(address).netloc) or urlsplit(address).scheme not in ("", "data")
-
-
-@needs_site
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
-    pages = sorted(site.rglob("*.html"))
-    assert len(pages) > 20
-    assert {load for page in pages for load in page_of(page).loads if is_external(load)} == set()
-    # The theme's script fetches a library for diagrams, if a page has one of that kind.
-    assert not any('class="mermaid"' in page.read_text("utf-8") for page in pages)
-    styles = sorted(site.rglob("*.css"))
-    assert any("extra" in style.name for style in styles)
-    for style in styles:
-        loads = [load for load in Page(style.read_text("utf-8")).loads if not load.startswith("data:")]
-        assert [load for load in loads if is_external(load) or not (style.parent / load).is_file()] == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<script src="https://cdn.example/x.js"></script>',
-        '<link rel="stylesheet" href="//fonts.example/x.css">',
-        '<link rel="preconnect" href="https://fonts.example">',
-        "<style>@font-face { src: url(https://fonts.example/x.woff2); }</style>",
-        "<style>@import 'https://fonts.example/x.css';</style>",
-        '<img src="http://pictures.example/x.png">',
-    ],
-)
-def test_control_what_is_loaded_from_elsewhere_is_seen(text: str) -> None:
-    assert any(is_external(load) for load in Page(text).loads)
-
-
-SOUGHT = {"AUROC", "AUPRC", "pos_weight", "wandb", "calibration", "InfoNCE", "triplet", "early stopping"}
-SOUGHT |= {
-    "class weights",
-    "hard negatives",
-    "oversampling",
-    "GradCache",
-    "MoCo",
-    "NDCG",
-    "DeepSpeed",
-    "TensorBoard",
-    "GradScaler",
-}
-
-
-@needs_site
-def test_the_search_knows_the_words_of_others(site: Path) -> None:
-    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
-    text = " ".join(entry["title"] + " " + entry["text"] for entry in index["docs"]).lower()
-    assert [word for word in SOUGHT if word.lower() not in text] == []
-    assert "no such word" not in text
-    # What the search needs in a page that is opened from a folder.
-    assert (site / "search" / "search_index.js").read_text("utf-8").startswith("var __index")
-    assert "javascripts/iframe-worker.js" in (site / "index.html").read_text("utf-8")
-
-
-@needs_site
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
-    """mkdocs checks those of Markdown; here also those of the theme, the reference and the shown files."""
-    pages = {path.resolve(): page_of(path) for path in site.rglob("*.html")}
-    broken = []
-    for path, page in pages.items():
-        for link in page.links + page.loads:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            target = target / "index.html" if target.is_dir() else target
-            if path.name == "404.html" and parts.path.startswith("/"):
-                continue  # this one page is served under any address
-            known = pages[target].anchors if target in pages else set()
-            if not target.is_file() or (parts.fragment and unquote(parts.fragment) not in known):
-                broken.append((path.name, link))
-    assert broken == []
-    assert sum(len(page.links) for page in pages.values()) > 1000
-
-
-@needs_site
-@pytest.mark.parametrize("wrong", ["[x](index.md#nowhere)", "[x](nowhere.md)"])
-def test_control_a_broken_link_fails_the_build(tmp_path: Path, wrong: str) -> None:
-    pages = tmp_path / "pages"
-    pages.mkdir()
-    (pages / "index.md").write_text(f"# Page\n\n{wrong}\n", encoding="utf-8")
-    # The settings of the site, without what only its own pages need.
-    settings = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: {pages}\nsite_dir: {tmp_path / 'site'}\nnav: [index.md]\n"
-    settings += f"hooks: []\nextra_css: []\nplugins: [search]\nwatch: [{pages}]\n"
-    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
-    done = build(["--config-file", str(tmp_path / "mkdocs.yml")])
-    assert done.returncode != 0
-    assert "nowhere" in done.stdout + done.stderr
-
-
 # The reference
 
 
@@ -604,13 +417,11 @@ def public_names() -> list[str]:
     return names
 
 
-@needs_site
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    anchors = [page_of(path).anchors for path in (site / "reference").glob("*.html")]
-    found = set().union(*anchors)
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(text for page, text in PAGES.items() if page.startswith("reference/"))
+    found = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
     # A function that has the name of its module is under the path of its definition.
     assert [name for name in public_names() if {name, f"{name}.{name.rpartition('.')[2]}"}.isdisjoint(found)] == []
-    assert "fullrank.no_such_name" not in found
     assert len(public_names()) > 35
 
 
@@ -626,62 +437,3 @@ def test_every_option_of_the_command_is_in_the_reference(tmp_path: Path) -> None
     options = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", done.stdout, re.MULTILINE)) - {"--help"}
     assert len(options) >= 4
     assert {option for option in options if f"`{option} " not in PAGES["reference/preflight.md"]} == set()
-
-
-@needs_site
-def test_docstrings_look_like_pages(site: Path) -> None:
-    text = "".join(path.read_text("utf-8") for path in (site / "reference").glob("*.html"))
-    for left in (".. math", ":func:", ":class:", ":meth:", "$$", "arithmatex", "&gt;&gt;&gt;</p>", "<blockquote>"):
-        assert left not in text, left
-    assert text.count("<math") >= 15
-    assert 'href="formulas.html#fullrank.losses.smooth_ap.smooth_ap"' in text  # a role that became a link
-
-
-@needs_site
-def test_formulas_have_their_font(site: Path) -> None:
-    """All characters are in it, and brackets grow: that is what its table MATH is for."""
-    from fontTools.ttLib import TTFont
-
-    font = TTFont(site / "stylesheets" / "math.woff")
-    formulas = [
-        found for path in site.rglob("*.html") for found in re.findall(r"<math.*?</math>", path.read_text("utf-8"))
-    ]
-    characters = {ord(character) for found in formulas for character in unescape(re.sub(r"<[^>]*>", "", found))}
-    assert len(formulas) > 40
-    assert characters <= set(font.getBestCmap())
-    assert len(font["MATH"].table.MathVariants.VertGlyphCoverage.glyphs) > 0
-    assert 'url("math.woff")' in (site / "stylesheets" / "extra.css").read_text("utf-8")
-
-
-needs_griffe = pytest.mark.skipif(importlib.util.find_spec("griffe") is None, reason="needs the extra `docs`")
-
-
-@needs_griffe
-@pytest.mark.parametrize(
-    ("docstring", "expected"),
-    [
-        (".. math:: a\n    + b\n\nText.", "$$ a + b $$\n\n\nText."),
-        (".. math::\n    a\n", "$$ a $$"),
-        ("The :math:`x_r` of ``N``.", "The $x_r$ of `N`."),
-        ("See :func:`~fullrank.windows`.", "See [`windows`][fullrank.windows]."),
-        ("See :func:`windows`.", "See [`windows`][fullrank.windows]."),
-        ("See :class:`Hidden`.", "See `Hidden`."),
-        ("As here. ::\n\n    f(x)\n\nMore.", "As here.\n\n```python\nf(x)\n```\n\nMore."),
-        ("Example:\n    >>> 1\n    1", "Examples:\n    >>> 1\n    1"),
-        ("Args:\n    a, b: numbers.", "Args:\n    a: numbers.\n    b: numbers."),
-        ("Args:\n    a, b: two\n        numbers.", "Args:\n    a: see `b`.\n    b: two\n        numbers."),
-        ("Args:\n    a: > 0, a number.", "Args:\n    a: \\> 0, a number."),
-        ("Raises:\n    A, B: for others.", "Raises:\n    A, B: for others."),
-    ],
-)
-def test_a_docstring_becomes_markdown(docstring: str, expected: str) -> None:
-    module = load(DOCS / "tools" / "docstrings.py")
-    link = {"fullrank.windows": "fullrank.windows", "windows": "fullrank.windows"}.get
-    assert module.to_markdown(docstring, link).strip() == expected
-
-
-@needs_griffe
-@pytest.mark.parametrize("text", ["Shape:\n    (N,).", "Shape: (N,)."])
-def test_a_section_becomes_a_headed_paragraph(text: str) -> None:
-    module = load(DOCS / "tools" / "docstrings.py")
-    assert module.to_markdown(text).split() == ["<span", 'class="doc-section-title">Shape:</span>', "(N,)."]

@@ -84,7 +84,7 @@ FOLDERS = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
 OTHERS = [f"--ignore=tests/{name}" for name in FOLDERS if name != "repository"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments", [["tests/repository/test_smoke.py"], ["-k", "test_smoke", *OTHERS]], ids=["file", "bare"]
 )

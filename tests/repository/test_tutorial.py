@@ -13,7 +13,7 @@ import torch
 
 import fullrank
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 SEEDS = range(3)

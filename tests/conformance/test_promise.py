@@ -7,41 +7,12 @@ from typing import Any
 import gradient_cases
 import pytest
 import torch
-import torch.distributed as dist
+from batches import part_of, split
 from gradient_cases import Case
-from meshes import init_device_mesh
+from subjects import LIMITS
 from workers import WorkerPool, get_pool
 
 import fullrank
-
-
-def sharded_gradients(rank: int, form: str, inside: bool) -> float:
-    """Return the gradient error of SmoothAP under FSDP2 or HSDP as they come, against one process."""
-    from torch.distributed.fsdp import fully_shard
-
-    case = Case("smooth_ap", queue_size=32, dtype="float64")
-    world_size = dist.get_world_size()
-    if form == "fsdp2":
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(case, local=False)]
-    whole_model = gradient_cases.Scorer(1)
-    model = fully_shard(gradient_cases.Scorer(1, losses[1] if inside else None), mesh=mesh)
-    worst = 0.0
-    for index in range(3):
-        step = gradient_cases.make_step(case, index)
-        counts = gradient_cases.split(step.features.shape[0], world_size, index)
-        own = gradient_cases.shard(step, counts, rank)
-        whole_model.zero_grad()
-        model.zero_grad()
-        losses[0](whole_model(step.features), step.targets).backward()
-        value = model(own.features, own.targets) if inside else losses[1](model(own.features), own.targets)
-        value.backward()
-        whole = torch.cat(gradient_cases.flat_gradients(whole_model))
-        spread = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
-        worst = max(worst, float((spread - whole).norm() / whole.norm()))
-    return worst
 
 
 def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
@@ -65,17 +36,15 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
     return values
 
 
-# float64: rounding of sums in another order. float32: the model's own products, summed over ranks instead of rows.
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined"]
 
 
-def assert_exact(pool: WorkerPool, case: Case) -> None:
+def assert_exact(pool: WorkerPool, *cases: Case) -> None:
     """Assert that gradients and loss values of all steps equal those of one process."""
-    for gradient, value in pool(gradient_cases.worst_error, pool.world_size, case):
-        assert gradient <= LIMITS[case.dtype], (case, gradient)
-        assert value <= LIMITS[case.dtype], (case, value)
+    for of_rank in pool(gradient_cases.worst_errors, pool.world_size, [*cases]):
+        for case, errors in zip(cases, of_rank, strict=True):
+            assert max(errors) <= LIMITS[case.dtype], (case, errors)
 
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
@@ -108,6 +77,7 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("pauc_dro", queue_size=0, dtype="float32"),
         Case("hard_negative", num_classes=3, weighted=True),
         Case("hard_negative", num_classes=3, multi_hot=True, weighted=True, queue_keep="negatives"),
+        Case("hard_negative", num_classes=3, queue_size=20, queue_keep="negatives", pool="sharded"),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),
@@ -136,8 +106,8 @@ def weighted_means(rank: int, world_size: int) -> tuple[float, float, float]:
     """Return the weighted mean over all ranks, over this rank's rows, and torch's over all rows, of random classes."""
     step = gradient_cases.make_step(Case("softmax_focal"), 0)
     alpha = [0.2, 1.0, 3.0]
-    counts = gradient_cases.split(step.features.shape[0], world_size, 0)
-    own = gradient_cases.shard(step, counts, rank)
+    counts = split(step.features.shape[0], world_size, 0)
+    own = part_of(step, counts, rank)
     spread = fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted")
     alone = fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted", gather_distributed=False)
     weights = torch.tensor(alpha, dtype=torch.float64)
@@ -190,10 +160,20 @@ def test_control_scaled_loss_is_off_after_the_gather(pool: WorkerPool) -> None:
         assert errors["scale_ratio"] == pytest.approx(pool.world_size, rel=1e-12)
 
 
+def wrappers() -> list[Any]:
+    """Return world size and wrapper."""
+    of_two = [(2, "fsdp2", []), (2, "replicate", pytest.mark.slow), (2, "summed", pytest.mark.slow)]
+    return [pytest.param(*case, marks=marks) for *case, marks in [*of_two, (4, "hsdp", pytest.mark.slow)]]
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize("form", ["fsdp2", "hsdp"])
-def test_sharded_models_as_they_come(pool_of_four: WorkerPool, form: str, inside: bool) -> None:
-    assert max(pool_of_four(sharded_gradients, form, inside)) <= 1e-12
+@pytest.mark.parametrize(("world_size", "wrapper"), wrappers())
+def test_every_loss_under_every_other_wrapper(world_size: int, wrapper: str, inside: bool) -> None:
+    """As they come, and ``summed`` after ``sum_gradients_``."""
+    reduction = "sum" if wrapper == "summed" else "mean"
+    common = {"wrapper": wrapper, "loss_inside": inside, "gradient_reduction": reduction}
+    cases = [Case(loss, **common) for loss in LOSSES] + [Case("smooth_ap", pool="sharded", **common)]
+    assert_exact(get_pool(world_size), *cases)
 
 
 @pytest.mark.filterwarnings("ignore:.*drawn down")

@@ -1,7 +1,7 @@
-"""What the worker processes run for the tests of the promise: gradients over ranks against those of one process.
+"""Every loss in every form, and a training that shows whether its gradients over ranks are those of one process.
 
-``train`` takes a few optimizer steps of a small model. The same function computes both sides: spread over the ranks of
-the pool under DDP, and in one process on the whole batch. It returns the gradient of every step.
+``train`` takes a few optimizer steps of the model. The same function computes both sides: spread over the ranks of the
+pool under a wrapper, and in one process on the whole batch. It returns the gradient of every step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from batches import Rows, make_rows, part_of, split
+from subjects import NUM_FEATURES as NUM_FEATURES
+from subjects import Model, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
 
-NUM_FEATURES = 6
 NUM_STEPS = 4
 COMBINED = ("smooth_ap", "cross_entropy")
+ELEMENTS = ("sigmoid_focal", "binary_cross_entropy")  # of which each has a target
 
 
 class Case(NamedTuple):
@@ -31,7 +34,8 @@ class Case(NamedTuple):
     multi_hot: bool = False
     queue_keep: str = "all"
     max_pool_size: int | None = None
-    loss_inside: bool = False  # the loss is part of the DDP-wrapped module
+    wrapper: str = "ddp"
+    loss_inside: bool = False  # the loss is part of the wrapped module
     gradient_reduction: str | int = "mean"
     reduction: str = "mean"
     temperature: float | None = 0.2  # of the losses that have an automatic one
@@ -85,45 +89,21 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     )
 
 
-class Scorer(nn.Module):
-    """A two-layer model, with the loss inside if asked for."""
-
-    def __init__(self, num_outputs: int, loss: nn.Module | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        self.hidden = nn.Parameter(torch.randn(NUM_FEATURES, 8, dtype=torch.float64, generator=generator) / 2)
-        self.output = nn.Parameter(torch.randn(8, num_outputs, dtype=torch.float64, generator=generator))
-        self.loss = loss
-
-    def forward(self, features: Tensor, *args: Tensor, **kwargs: Tensor | None) -> Tensor:
-        logits = torch.tanh(features @ self.hidden) @ self.output
-        return logits if self.loss is None else self.loss(logits, *args, **kwargs)
+def Scorer(num_outputs: int) -> Model:
+    """Return the model in float64."""
+    return Model(num_outputs=num_outputs)
 
 
-class Step(NamedTuple):
-    """The whole batch of one step."""
-
-    features: Tensor
-    targets: Tensor
-    weight: Tensor | None
+def flat_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradient as a list of one vector."""
+    return [gradient(model)]
 
 
-def make_step(case: Case, step: int) -> Step:
-    """Return the same batch in every process; some rows are ignored."""
-    generator = torch.Generator().manual_seed(100 + step)
-    dtype = getattr(torch, case.dtype)
-    count, columns = 37 + 3 * step, num_outputs(case)
-    features = torch.randn(count, NUM_FEATURES, dtype=torch.float64, generator=generator).to(dtype)
-    if case.loss in ("sigmoid_focal", "binary_cross_entropy"):
-        targets = (torch.rand(count, columns, generator=generator) < 0.3).to(dtype)
-    elif case.multi_hot:
-        targets = (torch.rand(count, columns, generator=generator) < 0.3).long()
-        targets[torch.rand(count, columns, generator=generator) < 0.1] = -100
-    else:
-        targets = torch.randint(0, max(2, columns), (count,), generator=generator)
-        targets[::6] = -100
-    weight = torch.rand(count, dtype=torch.float64, generator=generator).to(dtype) if case.weighted else None
-    return Step(features, targets, weight)
+def make_step(case: Case, step: int) -> Rows:
+    """Return the batch of all ranks; the same in every process, some rows ignored."""
+    kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
+    options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": case.weighted}
+    return make_rows(100 + step, 37 + 3 * step, dtype=case.dtype, **options)
 
 
 def num_outputs(case: Case) -> int:
@@ -131,39 +111,23 @@ def num_outputs(case: Case) -> int:
     return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined") else case.num_classes
 
 
-def split(count: int, world_size: int, step: int) -> list[int]:
-    """Return uneven row counts; in every odd step one rank, a different one each time, has none."""
-    shares = [1 + (rank + step) % world_size * 2 for rank in range(world_size)]
-    if step % 2:
-        shares[(step // 2) % world_size] = 0
-    counts = [count * share // sum(shares) for share in shares]
-    counts[counts.index(max(counts))] += count - sum(counts)
-    return counts
-
-
-def shard(step: Step, counts: list[int], rank: int) -> Step:
-    """Return the rows of ``rank``."""
-    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    return Step(*(None if tensor is None else tensor[rows] for tensor in step))
-
-
 class Trace(NamedTuple):
-    """What a training leaves: per step, the loss and the gradient in one list, and the parameters it started from."""
+    """What a training leaves: per step, the loss and the gradient as one vector, and the parameters it started from."""
 
-    gradients: list[list[float]]
+    gradients: list[Tensor]
     parameters: list[dict[str, Tensor]]
 
 
 def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -> Trace:
-    """Train over ``world_size`` ranks under DDP, or in one process if it is 1.
+    """Train over ``world_size`` ranks under the wrapper, or in one process if it is 1.
 
-    With ``follow`` every step starts from the parameters of that trace, so that one step's rounding is not what the
-    next step's gradient is judged by.
+    With ``follow``, under DDP, every step starts from the parameters of that trace, so that one step's rounding is not
+    what the next step's gradient is judged by.
     """
     local = world_size == 1
     loss = make_loss(case, local)
-    model = Scorer(num_outputs(case), loss if case.loss_inside else None).to(getattr(torch, case.dtype))
-    wrapped = model if local else DistributedDataParallel(model)
+    model = Model(case.dtype, num_outputs(case), loss=loss if case.loss_inside else None)
+    wrapped = model if local else wrap(model, case.wrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     trace = Trace([], [])
     for index in range(NUM_STEPS):
@@ -172,27 +136,16 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
         trace.parameters.append({name: value.detach().clone() for name, value in model.named_parameters()})
         step = make_step(case, index)
         if not local:
-            step = shard(step, split(step.features.shape[0], world_size, index), rank)
+            step = part_of(step, split(step.features.shape[0], world_size, index), rank)
         optimizer.zero_grad()
         if case.loss_inside:
             value = wrapped(step.features, step.targets, sample_weight=step.weight)
         else:
             value = loss(wrapped(step.features), step.targets, sample_weight=step.weight)
         value.backward()
-        trace.gradients.append(torch.cat([value.detach().reshape(1), *flat_gradients(model)]).double().tolist())
+        trace.gradients.append(torch.cat([value.detach().reshape(1), gradient(model)]).double())
         optimizer.step()
     return trace
-
-
-def flat_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients, flattened, in the order of the parameters."""
-    return [parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None]
-
-
-def relative_error(values: list[float], reference: list[float]) -> float:
-    """Return the norm of the difference over the norm of the reference, without the loss value in front."""
-    a, b = (torch.tensor(v[1:], dtype=torch.float64) for v in (values, reference))
-    return float((a - b).norm() / b.norm())
 
 
 def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
@@ -204,9 +157,13 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     whole = train(case, rank, 1)
     spread = train(case, rank, world_size, whole if case.dtype == "float32" else None)
     pairs = list(zip(spread.gradients, whole.gradients))
-    gradient = max(relative_error(a, b) for a, b in pairs)
-    value = max(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3) for a, b in pairs)
-    return gradient, value
+    value = max(float(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3)) for a, b in pairs)
+    return max(error(a[1:], b[1:]) for a, b in pairs), value
+
+
+def worst_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
+    """Do so for several cases in one task."""
+    return [worst_error(rank, world_size, case) for case in cases]
 
 
 def post_gather_errors(rank: int, world_size: int, dtype: str, convention: str) -> dict[str, float]:
@@ -216,11 +173,11 @@ def post_gather_errors(rank: int, world_size: int, dtype: str, convention: str) 
     or ``"scaled"`` (the same with the loss multiplied by W).
     """
     case = Case("smooth_ap", dtype=dtype, queue_size=0)
-    step = make_step(case, 0)
+    step = make_step(case, 4)  # of the first ones, some have a gradient of the scale that cancels to float32 noise
     counts = split(step.features.shape[0], world_size, 0)
     whole = _scaled_gradients(case, step, "local", world_size)
-    spread = _scaled_gradients(case, shard(step, counts, rank), convention, world_size)
-    return {name: float((spread[name] - whole[name]).norm() / whole[name].norm()) for name in whole} | {
+    spread = _scaled_gradients(case, part_of(step, counts, rank), convention, world_size)
+    return {name: error(spread[name], whole[name]) for name in whole} | {
         "ratio": float((spread["encoder"] @ whole["encoder"]) / whole["encoder"].norm() ** 2),
         "scale_ratio": float(spread["scale"].sum() / whole["scale"].sum()),
     }
@@ -231,7 +188,7 @@ class ScaledScorer(nn.Module):
 
     def __init__(self, case: Case, convention: str, world_size: int) -> None:
         super().__init__()
-        self.encoder = Scorer(1)
+        self.encoder = Model(num_outputs=1)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64) * 1.3)
         self.loss = make_loss(case, local=True)
         self.convention, self.world_size = convention, world_size
@@ -259,10 +216,9 @@ def _detached_gather(tensor: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _scaled_gradients(case: Case, step: Step, convention: str, world_size: int) -> dict[str, Tensor]:
+def _scaled_gradients(case: Case, step: Rows, convention: str, world_size: int) -> dict[str, Tensor]:
     model = ScaledScorer(case, convention, world_size).to(getattr(torch, case.dtype))
     wrapped = model if convention == "local" else DistributedDataParallel(model)
     wrapped(step.features, step.targets).backward()
-    encoder = torch.cat(flat_gradients(model.encoder)).double()
     assert model.scale.grad is not None
-    return {"encoder": encoder, "scale": model.scale.grad.reshape(1).double()}
+    return {"encoder": gradient(model.encoder).double(), "scale": model.scale.grad.reshape(1).double()}

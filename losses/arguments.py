@@ -1,0 +1,86 @@
+"""Arguments that losses share are described once; a docstring describes only its own.
+
+``@completed(...)`` gives a function or a class what its docstring leaves out: the descriptions of arguments, and whole
+sections. They come from the bases of the class, and from the functions and classes that are named. In the signature of
+a class, ``**options`` becomes the arguments that a base takes. So ``help(SmoothAPLoss)`` shows everything.
+docs/tools/docstrings.py does the same for the site, which is made without importing the package.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from textwrap import dedent, indent
+from typing import Any, TypeVar
+
+# The sections of a docstring, in their order. Those that stand in INHERITED are taken over as a whole.
+_ORDER = "Args, Shape, Returns, Raises, Degenerate, Automatic temperature, Numerics, Distributed, Example, Reference"
+SECTIONS = _ORDER.split(", ")
+INHERITED = ("Shape", "Raises", "Automatic temperature", "Reference")
+_SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):.*\n(?:(?: .*)?\n)*", re.MULTILINE)
+_ENTRY = re.compile(r"^(?=[\w*])", re.MULTILINE)
+
+T = TypeVar("T")
+
+
+def completed(*sources: Any) -> Callable[[T], T]:
+    """Return a decorator that completes a docstring from those of ``sources``, and of a class first from its bases."""
+
+    def complete(item: T) -> T:
+        bases: tuple[Any, ...] = ()
+        if isinstance(item, type):
+            bases = tuple(base for base in item.__mro__[1:] if base.__module__.startswith(f"{_PACKAGE}."))
+            _complete_signature(item, bases)
+        if item.__doc__:  # not under python -OO
+            parameters = inspect.signature(item).parameters.values()  # type: ignore[arg-type]
+            names = [f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters]
+            given = [source.__doc__ or "" for source in (*bases, *sources)]
+            item.__doc__ = complete_docstring(item.__doc__, [name for name in names if name != "self"], given)
+        return item
+
+    return complete
+
+
+def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[str]) -> str:
+    """Return ``docstring`` with what it lacks and one of ``sources`` has, the first of them before the others.
+
+    Args:
+        docstring: the text before the sections stays first, and the sections are put in order.
+        names: the arguments, in the order of the signature; each of them must be described.
+        sources: other docstrings.
+    """
+    entries: dict[str, str] = {}
+    sections: dict[str, str] = {}
+    for text in (docstring, *sources):
+        found = {match[1]: match[0].strip() for match in _SECTION.finditer(inspect.cleandoc(text) + "\n")}
+        for entry in _ENTRY.split(dedent(found.get("Args", "").partition("\n")[2])):
+            for name in entry.partition(":")[0].split(", "):
+                entries.setdefault(name, entry.rstrip())
+        sections = {
+            name: found[name] for name in (found if text is docstring else INHERITED) if name in found
+        } | sections
+    described = indent("\n".join(dict.fromkeys(entries[name] for name in names)), "    ")
+    sections["Args"] = f"Args:\n{described}"
+    head = _SECTION.sub("", inspect.cleandoc(docstring) + "\n").strip()
+    return "\n\n".join([head, *(sections[name] for name in SECTIONS if name in sections)]) + "\n"
+
+
+def _complete_signature(cls: type, bases: Iterable[type]) -> None:
+    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of its bases in Options."""
+    init: Any = cls.__dict__.get("__init__")
+    if init is None:
+        return
+    *own, options = inspect.signature(init).parameters.values()
+    found = re.fullmatch(r"Unpack\[(\w+)\]", str(options.annotation))
+    if found is None:
+        return
+    named = init.__globals__[found[1]].__annotations__
+    base = next(
+        inspect.signature(base.__dict__["__init__"]).parameters for base in bases if "__init__" in base.__dict__
+    )
+    given = [base[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in named]
+    init.__signature__ = inspect.Signature([*own, *given])
+
+
+_PACKAGE = __name__.partition(".")[0]

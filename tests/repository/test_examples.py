@@ -1,0 +1,218 @@
+"""The examples run, prove what they promise, and say so. Each program starts once."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import Done, run_script
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DOCS = EXAMPLES.parent / "docs"
+PROVED = {
+    "cross-entropy",
+    "weighted cross-entropy",
+    "weighted CE + SmoothAP",
+    "focal",
+    "SmoothAP, queue",
+    "RecallAtQuantile, queue",
+    "PAUCAtBudget, queue",
+    "hard-negative CE, queue",
+}
+# label, fullrank, detached gather, no gather
+PROOF_LINE = re.compile(r"^  (\S.*?\S) +(\d\.\de[+-]\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
+# metric, loss, difference, width of the interval
+VERDICT_LINE = re.compile(r"^  (AP|recall|pAUC) +(\S.*?\S) +([+-]\d\.\d+) \+- (\d\.\d+) ", re.MULTILINE)
+# label, gap
+GAP_LINE = re.compile(r"^    (\S.*\S) +(\d\.\de[+-]\d+)$", re.MULTILINE)
+
+
+def _run(script: str, *arguments: object, cwd: Path, processes: int) -> Done:
+    done = run_script(EXAMPLES / f"{script}.py", *arguments, cwd=cwd, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stderr.lower()
+    assert (done.stdout + done.stderr).isascii()
+    return done
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Callable[[str], Any]]:
+    """A function that imports an example by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        yield importlib.import_module
+
+
+# The demo
+
+
+def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable[[str], Any], tmp_path: Path) -> None:
+    output = tmp_path / "figures" / "demo.png"
+    done = _run("train_ddp", "--seeds", 2, "--steps", 8, "--output", output, cwd=tmp_path, processes=2)
+    proofs = {label: (float(ours), float(detached)) for label, ours, detached, _ in PROOF_LINE.findall(done.stdout)}
+    assert set(proofs) == PROVED
+    for label, (ours, detached) in proofs.items():
+        assert ours <= 1e-12, label
+        assert detached > 0.1, label  # the control: half of the gradient is missing
+    assert "The promise is at most 1e-12: kept." in done.stdout
+    (difference,) = re.findall(r"largest difference (\S+), they agree", done.stdout)
+    assert float(difference) <= 1e-6
+    found = {(metric, label) for metric, label, _, _ in VERDICT_LINE.findall(done.stdout)}
+    others = [style.label for name, style in modules("train_ddp").STYLES.items() if name != "cross_entropy"]
+    assert found == {(metric, label) for metric in ("AP", "recall", "pAUC") for label in others}
+    assert "\r" not in done.stdout  # a log is no terminal: one line for each loss, nothing redrawn
+    assert f"Figure: {output}" in done.stdout
+    assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.full
+def test_the_demo_needs_no_torchrun(tmp_path: Path) -> None:
+    arguments = ("--seeds", 1, "--steps", 4, "--losses", "sum", "--output", tmp_path / "demo.png")
+    done = _run("train_ddp", *arguments, cwd=tmp_path, processes=0)
+    assert "the proof is trivial" in done.stdout
+    assert (tmp_path / "demo.png").is_file()
+
+
+def test_train_and_test_rows_are_those_of_the_set(modules: Callable[[str], Any]) -> None:
+    make_rows = modules("demo_data").make_rows
+    train, test = make_rows("H", 0)
+    assert len(train.targets) + len(test.targets) == 20_000
+    assert int(train.targets.sum() + test.targets.sum()) == 734
+    assert float(train.features.mean(dim=0).abs().max()) < 1e-5  # standardized by the training rows
+    assert not torch.equal(make_rows("H", 1)[0].targets, train.targets)  # another seed draws other rows
+    with pytest.raises(SystemExit, match="expected a letter from A to Z"):
+        make_rows("?", 0)
+
+
+def test_the_recipe_is_the_sum_of_its_two_losses(modules: Callable[[str], Any]) -> None:
+    """What the docstring says to copy: weighted cross-entropy, divided by the sum of the weights, plus Smooth-AP."""
+    demo, generator = modules("train_ddp"), torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(40, 1, generator=generator), (torch.arange(40) % 10 == 0).long()
+    weights = torch.where(targets == 1, 0.9, 0.1)
+    each = torch.nn.functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float(), reduction="none")
+    weighted = (each * weights).sum() / weights.sum()
+    ranking = demo.SmoothAPLoss(num_classes=1, queue_size=0)(logits, targets)
+    recipe = demo.WeightedPlusRanking(0.1)(logits, targets)
+    torch.testing.assert_close(recipe, weighted + ranking, rtol=1e-6, atol=0)
+    assert abs(float(recipe - weighted)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "value"),
+    [
+        ("train_ddp", "--budget", 0),
+        ("train_ddp", "--budget", 1.5),
+        ("train_ddp", "--seeds", 0),
+        ("train_ddp", "--batch-size", 1),
+        ("train_ddp", "--queue-size", -1),
+        ("accumulation", "--steps", 0),
+        ("accumulation", "--length", 3),
+    ],
+)
+def test_a_bad_option_is_named(
+    modules: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    option: str,
+    value: float,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", f"{option}={value}"])
+    with pytest.raises(SystemExit) as stop:
+        modules(script).main()
+    assert stop.value.code == 2
+    assert f"error: {option}: expected " in capsys.readouterr().err
+
+
+# Accumulation
+
+
+@pytest.mark.full
+def test_exact_accumulation_coincides_and_naive_does_not(tmp_path: Path) -> None:
+    """One step of the toy, and paragraphs of a few tokens."""
+    arguments = ("--steps", 1, "--length", 24, "--output", "figures/curves.json")
+    done = _run("accumulation", *arguments, cwd=tmp_path, processes=2)
+    sections = re.split(r"\n\n  (?=\S)", done.stdout)[1:]
+    gaps = [{label: float(gap) for label, gap in GAP_LINE.findall(section)} for section in sections]
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    assert [len(found) for found in gaps] == [8, 8, *[6] * has_transformers, 6]
+    for number, found in enumerate(gaps):
+        exact = [gap for label, gap in found.items() if label.startswith(("accumulate", "pooled_backward"))]
+        naive = [gap for label, gap in found.items() if label.startswith("mean of") and "1 x 512" not in label]
+        assert max(exact) <= 1e-12
+        # The control with equal lengths is the second.
+        assert max(naive) <= 1e-12 if number == 1 else min(naive) > 1e-5
+    panels = json.loads((tmp_path / "figures" / "curves.json").read_text("utf-8"))
+    assert [len(panel["whole"]) for panel in panels] == [2, 2, *[3] * has_transformers, 4]
+
+
+def test_the_page_quotes_the_curves() -> None:
+    """The table of the page and the picture are of one run."""
+    page = (DOCS / "accumulation.md").read_text("utf-8")
+    panels = json.loads((EXAMPLES.parent / "benchmarks" / "results" / "accumulation.json").read_text("utf-8"))
+    assert [panel["title"] for panel in panels if panel["in_picture"]] == [panels[-2]["title"], panels[-1]["title"]]
+    for title, first, last in re.findall(r"^  (\S.*): loss from (\S+) to (\S+)$", page, re.MULTILINE):
+        (panel,) = (panel for panel in panels if panel["title"] == title)
+        assert [panel["whole"][0], panel["whole"][-1]] == pytest.approx([float(first), float(last)], abs=1e-3)
+        for label, curve in panel["naive"].items():
+            gap = max(abs(value / other - 1) for value, other in zip(curve, panel["whole"]))
+            (quoted,) = re.findall(rf"^  {re.escape(title)}.*?^    {label} +(\S+)$", page, re.MULTILINE | re.DOTALL)
+            assert float(quoted) == pytest.approx(gap, rel=0.06) or max(float(quoted), gap) < 1e-5
+
+
+@pytest.mark.parametrize(("value", "is_kept"), [(1.0, True), (1.0 + 1e-9, False), (float("nan"), False)])
+def test_a_gap_is_seen(modules: Callable[[str], Any], capsys: Any, value: float, is_kept: bool) -> None:
+    report, whole = modules("accumulation_report"), [(0, 2.0), (1, 1.0)]
+    panel = report.Panel("rows", "loss", whole, {"naive": [(0, 9.0), (1, 9.0)]}, {"exact": [(0, 2.0), (1, value)]})
+    assert report.print_gaps([panel], 1e-12) is is_kept
+    assert ("BROKEN. The exit status is 1" in capsys.readouterr().out) is not is_kept
+    assert not report.print_gaps([panel._replace(naive_must_coincide=True)], 1e-12)
+
+
+# Clipping
+
+
+@pytest.mark.full
+def test_clipping_over_a_mixed_mesh_has_the_norm_of_one_process(tmp_path: Path) -> None:
+    """And torch's own function does not."""
+    done = _run("clip_mixed_mesh", cwd=tmp_path, processes=4)
+    (alone,) = re.findall(r"one process +(\S+) +(\S+)", done.stdout)
+    (ours,) = re.findall(r"fullrank +(\S+) +(\S+)", done.stdout)
+    assert all(abs(float(own) / float(right) - 1) < 1e-13 for own, right in zip(ours, alone))
+    assert "same bits on all ranks: True" in done.stdout
+    assert "_StridedShard" in done.stdout  # the placement that is_shard() does not know
+    # torch refuses all three, the last with some gradients scaled; each mesh by itself leaves more than max_norm.
+    assert done.stdout.count("RuntimeError: ") == 3
+    assert "after 4 of 11 gradients have been scaled" in done.stdout
+    (left,) = re.findall(r"norm (\S+) after clipping to 0\.1", done.stdout)
+    assert float(left) > 0.15
+
+
+@pytest.mark.full
+def test_clipping_over_five_dimensions_prints_what_the_page_quotes(tmp_path: Path) -> None:
+    done = _run("clip_five_dimensions", cwd=tmp_path, processes=8)
+    alone, ours, no_experts, no_stages = (
+        float(re.search(rf"{name} +(\S+)", done.stdout)[1])
+        for name in ("one process", "fullrank", "without shard_groups", "without across")
+    )
+    assert abs(ours / alone - 1) < 1e-13
+    assert "same bits on all ranks: True" in done.stdout
+    assert max(no_experts, no_stages) < 0.97 * alone  # the controls
+    placed = ("data _StridedShard, tp Shard", "copies Replicate, own Shard, a different one on each rank of tp")
+    assert all(text in done.stdout for text in placed)
+    page = (DOCS / "gradient-norm.md").read_text("utf-8")
+    (quoted,) = re.findall(r"```text\n(norm\.weight.*?)```", page, re.DOTALL)
+    number = re.compile(r"\d+\.\d+|\d+e-\d+")
+    assert number.sub("#", quoted).split() == number.sub("#", done.stdout).split()
+    norms = [[float(found) for found in number.findall(text) if "." in found] for text in (quoted, done.stdout)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
