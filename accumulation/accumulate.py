@@ -225,7 +225,11 @@ class Step:
             share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
         if self._is_last:
             self._close()
-        share.register_hook(self._count_backward)
+
+        def count(grad: Tensor) -> None:
+            self._num_backward += 1
+
+        share.register_hook(count)
         return share
 
     def mean_loss(self) -> Tensor:
@@ -253,7 +257,7 @@ class Step:
                 window.wrappers.hold_broadcasts()  # of the first forward alone: the others follow a reduction
             else:
                 switched.enter_context(window.wrappers.no_broadcasts())
-            switched.callback(self._end)
+            switched.callback(setattr, self, "_index", -1)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
@@ -276,9 +280,6 @@ class Step:
             self._has_ended = True
         window.wrappers.leave_as_reduced()
         note_count(window.model, self._terms.number)
-
-    def _end(self) -> None:
-        self._index = -1
 
     def _share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
         """Check and add up one micro-batch, and return ``m * S / N``."""
@@ -307,9 +308,6 @@ class Step:
         self._losses.append(detached.full_tensor() if hasattr(detached, "full_tensor") else detached.clone())
         number = self._terms.number
         return total * (self._terms.multiplier / number) if number else _zero_loss(total)
-
-    def _count_backward(self, grad: Tensor) -> None:
-        self._num_backward += 1
 
     def _note(self, mistake: Exception, *, keeps_step: bool) -> None:
         """Keep ``mistake`` for the closing header; raise it at once where no header follows, or where ranks would hang.
@@ -392,10 +390,6 @@ def _zero_loss(loss: Tensor) -> Tensor:
         # Not the leaves: they return nothing, and DDP keeps them, so that the hooks would stay for good.
         if node is not None and node not in seen and node.next_functions:
             seen.add(node)
-            node.register_hook(_zeros_like)
+            node.register_hook(lambda grads, _: tuple(None if one is None else torch.zeros_like(one) for one in grads))
             pending += [following for following, _ in node.next_functions]
     return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0
-
-
-def _zeros_like(grads: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
-    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)

@@ -145,7 +145,12 @@ class DeferredMean:
         """
         sums, is_first = self._sums, self._sums.num_calls == 0
         if is_first:
-            self._ranks = self._find_ranks()
+            try:
+                find_sync(self._model)
+            except Exception:
+                pass  # it is raised in the next header, in the group of the last step, which the other ranks use
+            else:
+                self._ranks = find_ranks(self._model, self._group)
 
         def bring() -> Offer[None]:
             if is_first:
@@ -160,12 +165,15 @@ class DeferredMean:
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+            old = map(held_gradient, distinct_entries(self._model)) if is_first else ()
+            counts = [grad.count_nonzero() for grad in old if grad is not None]  # NaN is not 0
+            num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
             facts = {
                 "calls before": sums.num_calls,
                 "multiplier": self._multiplier,
                 "forwards of DDP": self._sync.same_forwards,
             }
-            return Offer(None, facts, totals=(number, loss, self._count_nonzero() if is_first else 0))
+            return Offer(None, facts, totals=(number, loss, num_stale))
 
         with self._forgetting_forwards():
             totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
@@ -220,8 +228,16 @@ class DeferredMean:
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
                 raise RuntimeError(expected("model", "gradients divided by one number throughout", found, fix))
             entries = _read_sync_groups(sync_groups, distinct_entries(self._model))
-            if self._group is None:
-                self._check_complete(sync, entries)
+            paired = {id(parameter) for own, _, is_pair in entries if is_pair for _, parameter in own}
+            unmanaged = sync.unmanaged if self._group is None else []
+            missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
+            if missing:
+                what = "every trainable parameter inside a wrapper, or in a pair of sync_groups"
+                fix = (
+                    "Pass (parameters, group), with the group of the ranks that have copies, or None if no rank has "
+                    "one."
+                )
+                raise ValueError(expected("model", what, Words(f"{shorten(missing)} in neither"), fix))
             facts = {"calls of backward": sums.num_calls, "sync_groups": len(entries)}
             return Offer((entries, set(sync.unmanaged)), facts)
 
@@ -267,17 +283,6 @@ class DeferredMean:
         self._multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
         self._sync.check_group(self._group)
 
-    def _find_ranks(self) -> ProcessGroup | None:
-        """Return the ranks for the next step; those of the last step if this rank cannot read its wrappers any more.
-
-        It reports that error in the next header, which must be in the group that the other ranks use.
-        """
-        try:
-            find_sync(self._model)
-        except Exception:
-            return self._ranks
-        return find_ranks(self._model, self._group)
-
     @contextmanager
     def _forgetting_forwards(self) -> Iterator[None]:
         """After an error, undo what the forward has prepared for a backward that does not follow."""
@@ -287,20 +292,6 @@ class DeferredMean:
             self._sync.forget_forwards()
             self._sync.watch_forwards()  # a loss whose forward is forgotten would not be reduced
             raise
-
-    def _count_nonzero(self) -> Tensor | int:
-        """Return how many elements of the gradients are not 0, an int without gradients; NaN is not 0."""
-        held = [grad for grad in map(held_gradient, distinct_entries(self._model)) if grad is not None]
-        return torch.stack([grad.count_nonzero().to(held[0].device) for grad in held]).sum() if held else 0
-
-    def _check_complete(self, sync: GradientSync, entries: list[_SyncEntry]) -> None:
-        """Raise ValueError when some gradients are reduced by no wrapper and named in no pair."""
-        paired = {id(parameter) for own, _, is_pair in entries if is_pair for _, parameter in own}
-        missing = [name for name in sync.unmanaged if id(self._model.get_parameter(name)) not in paired]
-        if missing:
-            what = "every trainable parameter inside a wrapper, or in a pair of sync_groups"
-            fix = "Pass (parameters, group), with the group of the ranks that have copies, or None if no rank has one."
-            raise ValueError(expected("model", what, Words(f"{shorten(missing)} in neither"), fix))
 
     def _divide(self, num_terms: float, unmanaged: set[str]) -> None:
         """Divide every gradient in place: by N / m where a wrapper has divided by m, else by N; with N = 0 set it to 0.

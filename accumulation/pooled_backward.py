@@ -158,8 +158,20 @@ def pooled_backward(
         for name, function in (("forward", forward), ("loss", loss)):
             if not callable(function):
                 raise TypeError(expected(name, "a function", function))
-        table = _open_stream(loss, targets, sample_weight) if stream else None
-        if not stream and not (targets is None and sample_weight is None):
+        table: LossTable | None = None
+        if stream:
+            open_stream = getattr(loss, "open_stream", None)
+            if open_stream is None:
+                given = Words(f"a {type(loss).__name__}") if isinstance(loss, nn.Module) else loss
+                fix = "A function of all scores, quantiles and queries need them together: leave out stream."
+                raise ValueError(expected("loss", "a SmoothAPLoss with stream=True", given, fix))
+            if not callable(targets):
+                fix = "Such as targets=lambda batch: batch[1]; the loss is not called with the micro-batches."
+                raise TypeError(expected("targets", "a function of a micro-batch with stream=True", targets, fix))
+            if sample_weight is not None and not callable(sample_weight):
+                raise TypeError(expected("sample_weight", "a function of a micro-batch or None", sample_weight))
+            table = open_stream(sample_weight is not None)
+        elif not (targets is None and sample_weight is None):
             fix = "It says which rows a streamed loss has; without stream the loss is called with all micro-batches."
             name, found = ("sample_weight", sample_weight) if targets is None else ("targets", targets)
             raise ValueError(expected(name, "None without stream=True", found, fix))
@@ -194,21 +206,6 @@ def pooled_backward(
             raise
     window.wrappers.leave_as_reduced()
     return value.detach().reshape(())
-
-
-def _open_stream(loss: Any, targets: Any, sample_weight: Any) -> LossTable:
-    """Return the table of a streamed loss."""
-    if not hasattr(loss, "open_stream"):
-        found = loss if not isinstance(loss, nn.Module) else Words(f"a {type(loss).__name__}")
-        fix = "A function of all scores, quantiles and queries need them together: leave out stream."
-        raise ValueError(expected("loss", "a SmoothAPLoss with stream=True", found, fix))
-    if not callable(targets):
-        fix = "Such as targets=lambda batch: batch[1]; the loss is not called with the micro-batches."
-        raise TypeError(expected("targets", "a function of a micro-batch with stream=True", targets, fix))
-    if sample_weight is not None and not callable(sample_weight):
-        raise TypeError(expected("sample_weight", "a function of a micro-batch or None", sample_weight))
-    table: LossTable = loss.open_stream(sample_weight is not None)
-    return table
 
 
 class _Scored:
@@ -338,7 +335,10 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> Tensor:
         leaves = list(leaves_of(value)) if value.requires_grad else []
         for other in leaves:
             if other is not leaf:
-                found = Words(f"a loss of {_describe_leaf(other, window.model)} too")
+                owned = (f"the parameter {name!r}" for name, one in window.model.named_parameters() if one is other)
+                is_parameter = isinstance(other, nn.Parameter)
+                kind = "a parameter outside of model" if is_parameter else "another tensor that requires grad"
+                found = Words(f"a loss of {next(owned, f'{kind}, of shape {tuple(other.shape)},')} too")
                 fix = "Use it in forward and return the result in the scores: no other gradient reaches the parameters."
                 raise ValueError(expected("loss", "a function of the scores alone", found, fix))
         if not leaves:
@@ -347,14 +347,6 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> Tensor:
         return Offer(value)
 
     return agree_on(CALL, window.ranks, bring).value
-
-
-def _describe_leaf(leaf: Tensor, model: nn.Module) -> str:
-    for name, parameter in model.named_parameters():
-        if parameter is leaf:
-            return f"the parameter {name!r}"
-    kind = "a parameter outside of model" if isinstance(leaf, nn.Parameter) else "another tensor that requires grad"
-    return f"{kind}, of shape {tuple(leaf.shape)},"
 
 
 def _replay(
@@ -381,7 +373,14 @@ def _replay(
             is_last = index == len(window.micro_batches) - 1
             used = window.switch(index)
             scores = forward(batch)
-            _check_replayed(scores, *scored.form(index))
+            shape, dtype = scored.form(index)
+            if not isinstance(scores, Tensor) or scores.shape != shape or scores.dtype != dtype:
+                what = f"scores like those of the first pass, {dtype} of shape {tuple(shape)}"
+                raise RuntimeError(expected("forward", what, scores, _CAUSES))
+            if not scores.requires_grad:
+                found = Words("scores that do not require grad")
+                fix = "Unfreeze a parameter that they depend on, and use neither detach nor no_grad in forward."
+                raise ValueError(expected("forward", "scores with a graph", found, fix))
             if is_last or window.sync == "each":
                 window.wrappers.check_forwards("scores", scores, used)
             if check_replay:
@@ -419,16 +418,6 @@ _CAUSES = (
     "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator), data or "
     "targets that change between the passes, module state that is not a buffer."
 )
-
-
-def _check_replayed(scores: Any, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raise unless the scores of the second pass have the form of those of the first, and a graph."""
-    if not isinstance(scores, Tensor) or scores.shape != shape or scores.dtype != dtype:
-        form = f"{dtype} of shape {tuple(shape)}"
-        raise RuntimeError(expected("forward", f"scores like those of the first pass, {form}", scores, _CAUSES))
-    if not scores.requires_grad:
-        fix = "Unfreeze a parameter that they depend on, and use neither detach nor no_grad in forward."
-        raise ValueError(expected("forward", "scores with a graph", Words("scores that do not require grad"), fix))
 
 
 def tolerance(dtype: torch.dtype) -> float:

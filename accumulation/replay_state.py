@@ -21,10 +21,14 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the content of every buffer of ``model`` at the end; all modules hold the same tensor objects again."""
     kept = []
     for module in model.modules():
-        slots = buffer_slots(module)
-        copies = [
-            (tensor, tensor.detach().clone()) for tensor in slots.values() if tensor is not None and _changes(tensor)
-        ]
+        slots, copies = buffer_slots(module), []
+        for tensor in slots.values():
+            # No forward can change expanded memory in place, nor tensors of inference mode.
+            if tensor is None or tensor.is_inference():
+                continue
+            is_strided = tensor.layout is torch.strided
+            if not (is_strided and any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))):
+                copies.append((tensor, tensor.detach().clone()))
         kept.append((slots, dict(slots), copies))
     try:
         yield
@@ -36,14 +40,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 tensor.data.copy_(copy)
             slots.clear()
             slots.update(found)
-
-
-def _changes(tensor: Tensor) -> bool:
-    """Return False for what no forward can change in place: expanded memory, and tensors of inference mode."""
-    is_expanded = tensor.layout is torch.strided and any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())
-    )
-    return not (is_expanded or tensor.is_inference())
 
 
 class RngState(NamedTuple):

@@ -108,7 +108,12 @@ class TokenRule(NamedTuple):
 
     def num_valid(self, micro_batch: Any) -> Tensor:
         """Return the number of valid tokens in one micro-batch, an int64 scalar on the labels' device."""
-        key, shift = self._first_key(micro_batch)
+        present = ((key, shift) for key, shift in zip(self.keys, self.shifts) if _entry(micro_batch, key) is not None)
+        first = next(present, None)
+        if first is None:
+            keys = ", ".join(map(repr, self.keys))
+            raise ValueError(expected("micro-batch", f"one of the keys {keys}", _held(micro_batch), "Pass key."))
+        key, shift = first
         labels = check_tokens("labels", _entry(micro_batch, key))
         if shift and labels.ndim == 0:
             raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
@@ -120,14 +125,6 @@ class TokenRule(NamedTuple):
                 raise ValueError(expected("micro-batch", f"the key {self.document_ids_key!r}", _held(micro_batch), fix))
             valid = valid & same_document(self.document_ids_key, ids, labels)
         return valid.sum()
-
-    def _first_key(self, micro_batch: Any) -> tuple[str, bool]:
-        """Return the first key that is present, and whether its labels are to be shifted."""
-        for key, shift in zip(self.keys, self.shifts):
-            if _entry(micro_batch, key) is not None:
-                return key, shift
-        keys = ", ".join(map(repr, self.keys))
-        raise ValueError(expected("micro-batch", f"one of the keys {keys}", _held(micro_batch), "Pass key."))
 
 
 def _entry(micro_batch: Any, key: str) -> Any:
@@ -163,23 +160,16 @@ def add_counts(micro_batches: Sequence[B], count: Callable[[B], Tensor | float])
             kind, name = public_class(error), f"count of micro-batch {index}"
             if is_from_a_check(error):
                 raise kind(f"{name}: {error}") from None
-            # From None, and with the line, because the ranks print one traceback each.
-            raise kind(expected(name, "a number", Words(_raised(error)))) from None
+            # From None, and with the line of the caller's function, because the ranks print one traceback each. The
+            # first frame is of this module.
+            place, trace = "", error.__traceback__ and error.__traceback__.tb_next
+            if trace is not None:
+                code = trace.tb_frame.f_code
+                place = f", raised in {code.co_name} ({code.co_filename}, line {trace.tb_lineno})"
+            text = f"{type(error).__name__}: " + reason_of(error).removeprefix(f"{type(error).__name__}: ")
+            raise kind(expected(name, "a number", Words(text + place))) from None
         counts.append(check_scalar(f"count of micro-batch {index}", counted))
     return math.fsum(check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts)))
-
-
-def _raised(error: Exception) -> str:
-    """Return the class and text of what a function of the caller has raised, and the line of it that led there."""
-    trace = (
-        error.__traceback__.tb_next if error.__traceback__ is not None else None
-    )  # the first frame is of this module
-    place = ""
-    if trace is not None:
-        code = trace.tb_frame.f_code
-        place = f", raised in {code.co_name} ({code.co_filename}, line {trace.tb_lineno})"
-    text, head = reason_of(error), f"{type(error).__name__}: "
-    return f"{text if text.startswith(head) else head + text}{place}"
 
 
 def check_scalar(name: str, value: Any) -> Tensor | float:

@@ -81,7 +81,12 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     if resolved is None or resolved.size() == 1:
         list_summands(parameters)
         return
-    add_(plan_sum(parameters, resolved, _count_of(parameters)), resolved)
+    count = None  # what the gradients that a module holds now have been divided by, if it is known
+    for module in parameters.modules() if isinstance(parameters, nn.Module) and _COUNTS else ():
+        if module in _COUNTS and count is None:
+            known, noted, grad = _COUNTS[module]
+            count = known if noted.grad is not None and grad() is noted.grad else None
+    add_(plan_sum(parameters, resolved, count), resolved)
 
 
 def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | None:
@@ -124,28 +129,6 @@ def note_count(model: nn.Module, count: float | None) -> None:
         _COUNTS[model] = count, noted, TensorWeakRef(noted.grad)
 
 
-def _count_of(parameters: Any) -> float | None:
-    """Return the count of the gradients that a module holds now, if there is one."""
-    for module in parameters.modules() if isinstance(parameters, nn.Module) and _COUNTS else ():
-        if module in _COUNTS:
-            count, noted, grad = _COUNTS[module]
-            if noted.grad is not None and grad() is noted.grad:
-                return count
-    return None
-
-
-def _check_counts(counts: list[float], group: ProcessGroup) -> None:
-    """Raise RankValueError on every rank when the ranks have divided by different counts; NaN is unknown."""
-    known = [(count, rank) for rank, count in zip(group_ranks(group), counts) if count == count]
-    if known and max(known)[0] - min(known)[0] > 1e-6 * max(known)[0]:  # weights may be summed in another order
-        found = Words(", ".join(f"{count:.17g} on rank {rank}" for count, rank in known))
-        fix = (
-            "These ranks hold different tokens, so all of them must count: pass a group that contains them to "
-            "accumulate(..., group=...) or DeferredMean(model, group)."
-        )
-        raise RankValueError(expected("count of terms", "the same on all ranks that are added up", found, fix))
-
-
 class Summand(NamedTuple):
     """A parameter, and this rank's part of the sum that becomes its gradient."""
 
@@ -185,21 +168,17 @@ def list_summands(parameters: Any) -> list[Summand]:
         held = held_gradient(entry)
         laid_out = parameter if grad is None else grad
         local, dtype = (_memory(laid_out), _gradient_dtype(parameter)) if held is None else (held, held.dtype)
-        layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}{_shard_of(laid_out)}"
+        layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}"
+        if is_dtensor(laid_out):  # which part of the whole tensor this rank holds
+            mesh, own = laid_out.device_mesh, laid_out.device_mesh.get_coordinate()
+            places = zip(laid_out.placements, own or (), range(mesh.ndim))
+            shards = [
+                f", {place} {part} of {mesh.size(dim)}" for place, part, dim in places if not place.is_replicate()
+            ]
+            layout += ", elsewhere" if own is None else "".join(shards)
         layout += "" if parameter.requires_grad else ", frozen"
         summands.append(Summand(entry.name, parameter, held, layout))
     return summands
-
-
-def _shard_of(tensor: Tensor) -> str:
-    """Return which part of the whole tensor this rank holds. It is equal on ranks whose gradients may be added."""
-    if not is_dtensor(tensor):
-        return ""
-    mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if own is None:
-        return ", elsewhere"
-    places = zip(tensor.placements, own, range(mesh.ndim))
-    return "".join(f", {place} {part} of {mesh.size(dim)}" for place, part, dim in places if not place.is_replicate())
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -226,29 +205,30 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -
         return Offer(summands, {"number of parameters": len(summands)}, totals=(known,))
 
     agreed = agree_on(CALL, group, bring)
-    summands = agreed.value
-    _check_counts(agreed.totals[:, 0].tolist(), group)
+    summands, ranks = agreed.value, group_ranks(group)
+    counts = [(one, rank) for rank, one in zip(ranks, agreed.totals[:, 0].tolist()) if one == one]  # NaN is unknown
+    if counts and max(counts)[0] - min(counts)[0] > 1e-6 * max(counts)[0]:  # weights may be summed in another order
+        found = Words(", ".join(f"{one:.17g} on rank {rank}" for one, rank in counts))
+        fix = (
+            "These ranks hold different tokens, so all of them must count: pass a group that contains them to "
+            "accumulate(..., group=...) or DeferredMean(model, group)."
+        )
+        raise RankValueError(expected("count of terms", "the same on all ranks that are added up", found, fix))
     if not summands:
         return []
     hashes = [digest({"layout": one.layout}) for one in summands]
     bits = numpy.packbits([one.held is not None for one in summands]).tobytes()
     sent = digest({"layouts": repr(hashes)}).to_bytes(8, "big", signed=True) + bits
     seen = _gather_words(sent, group, "which gradients there are")  # [W, 8 + parameters / 8]
-    if (seen[:, :8] != seen[0, :8]).any():
-        _raise_difference(summands, hashes, group)
+    if (seen[:, :8] != seen[0, :8]).any():  # name the first parameter whose layouts differ
+        words = b"".join(one.to_bytes(8, "big", signed=True) for one in hashes)
+        layouts = _gather_words(words, group, "the layouts, which differ,")
+        first = summands[int((layouts != layouts[0]).any(axis=0).argmax()) // 8]
+        held: list[Any] = [None] * group.size()
+        dist.all_gather_object(held, (first.name, first.layout), group=group)
+        raise disagreement(ranks, [{"call": CALL, held[0][0]: layout} for _, layout in held])
     is_present = numpy.unpackbits(numpy.bitwise_or.reduce(seen[:, 8:], axis=0), count=len(summands))
     return [summand for summand, present in zip(summands, is_present) if present]
-
-
-def _raise_difference(summands: list[Summand], hashes: list[int], group: ProcessGroup) -> None:
-    """Raise RankValueError on every rank, which names the first parameter whose layouts differ."""
-    sent = b"".join(one.to_bytes(8, "big", signed=True) for one in hashes)
-    seen = _gather_words(sent, group, "the layouts, which differ,")
-    differs = (seen != seen[0]).any(axis=0)
-    first = summands[int(differs.argmax()) // 8]
-    held: list[Any] = [None] * group.size()
-    dist.all_gather_object(held, (first.name, first.layout), group=group)
-    raise disagreement(group_ranks(group), [{"call": CALL, held[0][0]: layout} for _, layout in held])
 
 
 def _gather_words(data: bytes, group: ProcessGroup, what: str) -> Any:
@@ -271,7 +251,16 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
             held = _memory(created[index])
         tensors.append(held)
     for bucket in buckets(tensors):
-        _add_bucket(bucket, group)
+        first, dtype, staged = bucket[0], _sum_dtype(bucket[0].dtype), is_staged(bucket[0], group)
+        if len(bucket) == 1 and first.dtype == dtype and first.is_contiguous() and not staged:
+            _all_reduce(first, group)
+            continue
+        sizes = [tensor.numel() for tensor in bucket]
+        flat = torch.empty(sum(sizes), dtype=dtype, device="cpu" if staged else first.device)
+        parts = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), bucket)]
+        copy_each_(parts, bucket)
+        _all_reduce(flat, group)
+        copy_each_(bucket, parts)
     for index, grad in created.items():
         summands[index].parameter.grad = grad
 
@@ -297,21 +286,6 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients are added: float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _add_bucket(tensors: list[Tensor], group: ProcessGroup) -> None:
-    """Replace each tensor, in its memory, by its sum over the ranks."""
-    first, dtype = tensors[0], _sum_dtype(tensors[0].dtype)
-    staged = is_staged(first, group)
-    if len(tensors) == 1 and first.dtype == dtype and first.is_contiguous() and not staged:
-        _all_reduce(first, group)
-        return
-    sizes = [tensor.numel() for tensor in tensors]
-    flat = torch.empty(sum(sizes), dtype=dtype, device="cpu" if staged else first.device)
-    parts = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors)]
-    copy_each_(parts, tensors)
-    _all_reduce(flat, group)
-    copy_each_(tensors, parts)
 
 
 def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:

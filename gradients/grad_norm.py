@@ -173,9 +173,25 @@ def clip_grad_norm_(
     call = "clip_grad_norm_"
     measured = _measure(call, parameters, norm_type, max_norm, error_if_nonfinite, shard_groups, across)
     reduced = _reduce(measured)
-    if measured.options.max_norm < math.inf:
-        _apply(measured, reduced.norm, foreach)
+    if measured.options.max_norm == math.inf:
+        return reduced.returned
+    # Apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms.
+    by_dtype: dict[torch.dtype, list[_Scaled]] = {}
+    for entry in measured.plan.entries:
+        grad = held_gradient(entry)
+        if grad is not None:
+            by_dtype.setdefault(grad.dtype, []).append(_Scaled(grad))
+    for dtype, scaled in by_dtype.items():
+        # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
+        exact = reduced.norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
+        clip_grads_with_norm_(cast(Iterable[Tensor], scaled), measured.options.max_norm, exact, foreach)
     return reduced.returned
+
+
+class _Scaled(NamedTuple):
+    """Stands for a parameter in torch's scaling, which reads nothing but its gradient."""
+
+    grad: Tensor
 
 
 # --- measure ---------------------------------------------------------------------------------------------------------
@@ -425,25 +441,3 @@ def _exchange(plan: Plan, own: Any) -> list[tuple[int, Any]]:
         dist.all_gather_object(gathered, known, group=group)
         known = {rank: value for part in gathered for rank, value in part.items()}
     return sorted(known.items(), key=lambda item: item[0])
-
-
-# --- apply -----------------------------------------------------------------------------------------------------------
-
-
-class _Scaled(NamedTuple):
-    """Stands for a parameter in torch's scaling, which reads nothing but its gradient."""
-
-    grad: Tensor
-
-
-def _apply(measured: _Measured, norm: Tensor, foreach: bool | None) -> None:
-    """Scale the gradients in place, as plain local tensors: torch's kernels accept no mix of meshes and norms."""
-    by_dtype: dict[torch.dtype, list[_Scaled]] = {}
-    for entry in measured.plan.entries:
-        grad = held_gradient(entry)
-        if grad is not None:
-            by_dtype.setdefault(grad.dtype, []).append(_Scaled(grad))
-    for dtype, scaled in by_dtype.items():
-        # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
-        exact = norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
-        clip_grads_with_norm_(cast(Iterable[Tensor], scaled), measured.options.max_norm, exact, foreach)

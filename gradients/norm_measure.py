@@ -89,26 +89,18 @@ def _row_norms(
     for tensor in tensors:
         if unit is None and tensor.numel() <= _ROW:
             continue
-        for part in _parts(tensor, dtype, unit):
+        if not tensor.is_contiguous():
+            # The order of elements does not matter, and a transposed tensor is contiguous in another order.
+            tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        flat = tensor.reshape(-1)
+        # Converted or divided in parts, without a copy of the whole tensor.
+        for chunk in (flat,) if unit is None and flat.dtype == dtype else flat.split(_CHUNK):
+            part = chunk.to(dtype) if unit is None else chunk.to(dtype) / unit
             whole = part.numel() // _ROW * _ROW
             if whole > 0:
                 yield torch.linalg.vector_norm(part[:whole].view(-1, _ROW), norm_type, dim=1)
             if whole < part.numel():
                 yield torch.linalg.vector_norm(part[whole:], norm_type).reshape(1)
-
-
-def _parts(tensor: Tensor, dtype: torch.dtype, unit: Tensor | None) -> Iterator[Tensor]:
-    """Yield the elements of ``tensor`` divided by ``unit``, flat, in ``dtype``, without copying the whole tensor."""
-    if not tensor.is_contiguous():
-        # The order of elements does not matter, and a transposed tensor is contiguous in another order.
-        tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-    flat = tensor.reshape(-1)
-    if unit is None and flat.dtype == dtype:
-        yield flat
-        return
-    for chunk in flat.split(_CHUNK):
-        wide = chunk.to(dtype)
-        yield wide if unit is None else wide / unit
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:

@@ -76,7 +76,10 @@ class Plan:
         parameter = entry.parameter
         placed: list[ProcessGroup] = []
         if is_dtensor(parameter) and not is_elsewhere(parameter):
-            pairs = zip(self._mesh_groups(parameter.device_mesh), parameter.placements)
+            mesh = parameter.device_mesh
+            if id(mesh) not in self._groups_of_mesh:
+                self._groups_of_mesh[id(mesh)] = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            pairs = zip(self._groups_of_mesh[id(mesh)], parameter.placements)
             placed = [group for group, placement in pairs if is_sharded(placement)]
         self.entries.append(entry)
         self.layouts.append(self._layout(placed))
@@ -118,12 +121,6 @@ class Plan:
                 self._places[id(group)] = list(self._shards).index(ranks) if len(ranks) > 1 else None
             found.append(self._places[id(group)])
         return tuple(sorted({place for place in found if place is not None}))
-
-    def _mesh_groups(self, mesh: DeviceMesh) -> list[ProcessGroup]:
-        """Return the group of every dimension of ``mesh``."""
-        if id(mesh) not in self._groups_of_mesh:
-            self._groups_of_mesh[id(mesh)] = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        return self._groups_of_mesh[id(mesh)]
 
 
 def is_sharded(placement: Placement) -> bool:

@@ -71,24 +71,19 @@ class RetrievalAPLoss(nn.Module):
             raise TypeError(expected("labels", "integers", labels, fix))
         embeddings = [self.model(features)["sentence_embedding"] for features in columns]
         if labels is None and len(columns) > 1:
-            labels = self._labels_of_rows(embeddings)
+            # Anchor and positive share a label, which no other rank has. Each hard negative has its own: it belongs to
+            # nothing.
+            count = len(embeddings[0])
+            own = torch.arange(count * (len(columns) - 1), device=embeddings[0].device)
+            rank = 0
+            if is_initialized() and self.ranking.gather_distributed is not False:
+                rank = resolve_group(self.ranking.group).rank()
+            labels = rank * LABELS_OF_A_RANK + torch.cat([own[:count], own])
         elif labels is None or labels.numel() != len(embeddings[0]):
             found = labels if labels is not None else Words("none")
             fix = "Give the data set a column `label` of integers, or a second column of texts."
             raise ValueError(expected("labels", f"{len(embeddings[0])}, one for each text", found, fix))
         return self.ranking(torch.cat(embeddings), labels.reshape(-1))
-
-    def _labels_of_rows(self, columns: list[Tensor]) -> Tensor:
-        """Return a label for each text of this rank, which no other rank has.
-
-        Anchor and positive share one; each hard negative has its own, so that it belongs to nothing.
-        """
-        count = len(columns[0])
-        own = torch.arange(count * (len(columns) - 1), device=columns[0].device)
-        rank = 0
-        if is_initialized() and self.ranking.gather_distributed is not False:
-            rank = resolve_group(self.ranking.group).rank()
-        return rank * LABELS_OF_A_RANK + torch.cat([own[:count], own])
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the arguments, for the model card."""

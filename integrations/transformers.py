@@ -146,12 +146,8 @@ class LossState:
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Do nothing in the other events. There is no base class to inherit from without importing transformers."""
         if name.startswith("on_"):
-            return _nothing
+            return lambda *args, **kwargs: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The other events of a callback."""
 
 
 class PooledLossMixin:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from textwrap import dedent, indent
 from typing import Any, TypeVar
 
-# The sections of a docstring, in their order. Those that stand in INHERITED are taken over as a whole.
+# The sections of a docstring, in their order. All but OWN are taken over as a whole where they are missing.
 _ORDER = "Args, Shape, Returns, Raises, Degenerate, Automatic temperature, Numerics, Distributed, Example, Reference"
 SECTIONS = _ORDER.split(", ")
-INHERITED = ("Shape", "Raises", "Automatic temperature", "Reference")
+OWN = ("Args", "Returns", "Example")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):.*\n(?:(?: .*)?\n)*", re.MULTILINE)
 _ENTRY = re.compile(r"^(?=[\w*])", re.MULTILINE)
 
@@ -57,9 +57,7 @@ def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[s
         for entry in _ENTRY.split(dedent(found.get("Args", "").partition("\n")[2])):
             for name in entry.partition(":")[0].split(", "):
                 entries.setdefault(name, entry.rstrip())
-        sections = {
-            name: found[name] for name in (found if text is docstring else INHERITED) if name in found
-        } | sections
+        sections = {name: body for name, body in found.items() if text is docstring or name not in OWN} | sections
     described = indent("\n".join(dict.fromkeys(entries[name] for name in names)), "    ")
     sections["Args"] = f"Args:\n{described}"
     head = _SECTION.sub("", inspect.cleandoc(docstring) + "\n").strip()

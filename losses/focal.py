@@ -94,6 +94,8 @@ class FocalLoss(DistributedLoss):
 
     Args:
         reduction: see the subclass.
+
+    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
     """
 
     def __init__(

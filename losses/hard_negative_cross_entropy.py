@@ -12,7 +12,8 @@ from typing_extensions import Unpack
 from ..errors import check_number, expected
 from .arguments import completed
 from .pool import PerClass, Pool, Reduction, local_pool, reduce_values, spread_nan
-from .ranking import PoolOptions, RankingLoss
+from .queued_loss import PoolOptions
+from .ranking import RankingLoss
 
 _SNAP = 1e-9  # relative distance at which a product counts as an integer: 0.07 * 100 is 7.000000000000001
 
@@ -124,11 +125,6 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     Args:
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones.
-
-    Degenerate:
-        A class without positives is valid: its highest negatives still learn that they are negatives. A class whose
-        selected rows have no weight is invalid: left out of the mean and the sum. With no valid class the loss is 0
-        with zero gradients.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from .arguments import completed
 from .distributed_loss import compiled_where_local
+from .hints import Setting
 from .partial_area import (
     SMALLEST_SCALE,
     BudgetBasis,
@@ -20,7 +21,8 @@ from .partial_area import (
     missed_area,
 )
 from .pool import LossWithClasses, PerClass, Pool, Reduction, local_pool, reduce_values
-from .ranking import PoolOptions, RankingLoss
+from .queued_loss import PoolOptions
+from .ranking import Given, RankingLoss
 from .sharded import PoolFacts
 from .sharded_threshold import trapezoid_of_part
 
@@ -326,18 +328,14 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        given = logits, targets, iid_mask, sample_weight
-        pool, live, found = self._pool(*given, needs_rows=return_diagnostics)
-        stats = None  # diagnostics take the rows, so that a sharded pool is gathered for them
-        if found is not None and found.per_class is not None:
-            per_class = found.per_class
-        else:
-            per_class, flat_class, stats = missed_area(
-                pool, self._area, self.temperature, with_stats=return_diagnostics
-            )
+        pooled = self._pool(Given(logits, targets, iid_mask, sample_weight), needs_rows=return_diagnostics)
+        per_class, stats = pooled.per_class, None
+        if per_class is None:
+            found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
+            per_class, flat_class, stats = found
             self._warn_if_flat(flat_class)
-        loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
-        self._finish(pool, live, per_class, found)
+        loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
+        self._finish(pooled, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
         result = LossWithClasses.of(loss, per_class)
@@ -367,16 +365,14 @@ class PAUCAtBudgetLoss(RankingLoss):
                 f"band, or try {other}.",
             )
 
-    def _small_pool_hint(self, rows: int) -> str | None:
-        if rows * self.beta >= 1 or self.surrogate == "dro":  # which has no band
-            return None
-        return (
-            f"a band up to beta={self.beta:g} holds less than one of the {rows} rows of the pool. Make the pool "
+    def _setting(self, num_rows: int) -> Setting:
+        if self.surrogate == "dro":  # which has neither a temperature nor a band
+            return Setting(None, None)
+        small = (
+            f"a band up to beta={self.beta:g} holds less than one of the {num_rows} rows of the pool. Make the pool "
             f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
         )
-
-    def _width_of_step(self) -> float | None:
-        return None if self.surrogate == "dro" else self.temperature
+        return super()._setting(num_rows)._replace(small_pool=small if num_rows * self.beta < 1 else None)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return PartialArea._fields

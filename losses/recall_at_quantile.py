@@ -11,8 +11,10 @@ from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums
 from .arguments import completed
 from .batch import has_values
+from .hints import Setting
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
-from .ranking import PoolOptions, RankingLoss
+from .queued_loss import PoolOptions
+from .ranking import RankingLoss
 from .sharded import PoolFacts
 from .sharded_threshold import recall_of_part
 from .threshold import hold_others, threshold_with_gradient
@@ -142,12 +144,9 @@ class RecallAtQuantileLoss(RankingLoss):
     only loss, all scores can rise together: combine it with a pointwise loss, such as
     ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
-    By default the temperature is 0.3 times the spread of the pool's scores: their interquartile range over 1.349,
-    averaged over the classes, from a sample of about 4,096 scores. So the loss does not depend on the scale of the
-    scores. The spread is a constant for the gradient. A number is an absolute width instead, and may be assigned
-    between steps, as may None. ``current_temperature`` is the temperature of the last call.
-
-    With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold.
+    By default the temperature is 0.3 times the spread of the pool's scores, so the loss does not depend on their scale.
+    A number is an absolute width, and may be assigned between steps, as may None. ``current_temperature`` is the
+    temperature of the last call.
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
@@ -202,14 +201,13 @@ class RecallAtQuantileLoss(RankingLoss):
         threshold = self.quantile, self.quantile_interpolation, self.threshold_gradient
         return recall_of_part(pool, shared, temperature, *threshold)
 
-    def _small_pool_hint(self, rows: int) -> str | None:
-        if rows * self.quantile >= 1:
-            return None
-        return (
-            f"the threshold of quantile={self.quantile:g} is the top score of a pool of {rows} rows, so that hardly "
-            f"any positive gets a gradient. Make the pool several times 1/quantile = {1 / self.quantile:.0f} rows, by "
-            "larger batches or queue_size, or raise quantile."
+    def _setting(self, num_rows: int) -> Setting:
+        small = (
+            f"the threshold of quantile={self.quantile:g} is the top score of a pool of {num_rows} rows, so that "
+            "hardly any positive gets a gradient. Make the pool several times 1/quantile = "
+            f"{1 / self.quantile:.0f} rows, by larger batches or queue_size, or raise quantile."
         )
+        return super()._setting(num_rows)._replace(small_pool=small if num_rows * self.quantile < 1 else None)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return "quantile", "quantile_interpolation", "threshold_gradient"

@@ -114,10 +114,6 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
         embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with
         ``reduction="none"`` (sum over ranks of N,), in rank order.
 
-    Degenerate:
-        A query without another row of its label, or without one of another label, is invalid: left out of the mean and
-        the sum, NaN under ``"none"``. With no valid query the loss is 0 with zero gradients.
-
     Distributed:
         Four collectives forward: the header, one payload with the rows of all ranks, the losses of the queries, and one
         reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every rank gets

@@ -21,7 +21,7 @@ from ..distributed.header import Agreement
 from ..errors import anchor_of, first_order_only
 from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
 from ..queues.sharded_queue import ShardedQueue
-from .pool import PerClass, Pool
+from .pool import Pool
 
 
 class PoolFacts(NamedTuple):
@@ -173,10 +173,3 @@ def with_gradient(values: Tensor, gradient: Tensor | None, pool: Pool, shared: P
 def needs_gradient(pool: Pool) -> bool:
     """Return True if the scores need a gradient."""
     return pool.scores.requires_grad and torch.is_grad_enabled()
-
-
-class Found(NamedTuple):
-    """What became of a sharded call: the loss of each class, None if the rows were gathered; and the shared facts."""
-
-    per_class: PerClass | None
-    shared: PoolFacts

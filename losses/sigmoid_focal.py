@@ -162,9 +162,6 @@ class SigmoidFocalLoss(FocalLoss):
         inputs of any shape, targets the same, where one of (N,) and (N, 1) may stand for the other; sizes may differ
         between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
 
-    Degenerate: no element on any rank gives 0 with zero gradients, and so do weights that are all 0.
-    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
-
     Example:
         >>> import torch
         >>> SigmoidFocalLoss()(torch.tensor([[0.0]]), torch.tensor([[1.0]]))

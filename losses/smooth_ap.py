@@ -120,15 +120,9 @@ class SmoothAPLoss(RankingLoss):
     With ``indexes`` there is one loss for each query instead. Rows with the same index are one query, on whichever rank
     they are. Such a call neither reads nor fills the queue, since rows of earlier steps belong to other queries.
 
-    By default the temperature is 0.1 times the spread of the pool's scores: their interquartile range over 1.349,
-    averaged over the classes, from a sample of about 4,096 scores. So the loss does not depend on the scale of the
-    scores. The spread is a constant for the gradient. A number is an absolute width instead, and may be assigned
-    between steps, as may None. ``current_temperature`` is the temperature of the last call.
-
-
-    Degenerate:
-        A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
-        sum. With no valid class the loss is 0 with zero gradients.
+    By default the temperature is 0.1 times the spread of the pool's scores, so the loss does not depend on their scale.
+    A number is an absolute width, and may be assigned between steps, as may None. ``current_temperature`` is the
+    temperature of the last call.
 
     Distributed:
         Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets

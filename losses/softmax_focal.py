@@ -211,9 +211,6 @@ class SoftmaxFocalLoss(FocalLoss):
         inputs (N, C, *) with C >= 2, targets (N, *) or (N, *, 1); N may differ between ranks and may be 0. Output
         scalar, or (N, *) with ``reduction="none"``.
 
-    Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
-    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
-
     Example:
         >>> import torch
         >>> SoftmaxFocalLoss(gamma=0)(torch.zeros(2, 4), torch.tensor([1, -100]))

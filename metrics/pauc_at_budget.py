@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..losses.arguments import completed
 from ..losses.partial_area import BudgetBasis, PartialArea, check_area
 from ..losses.pool import PerClass, Pool
 from .ranking_metric import Average, RankingMetric
-
-
-class _Counts(NamedTuple):
-    """Rows flagged by a threshold just below each score, best first. Of tied scores only the last is a threshold."""
-
-    positives: Tensor  # [C, M]
-    rows: Tensor  # [C, M]
-    last_of_tie: Tensor  # [C, M] bool
-
-
-def _count_flagged(pool: Pool) -> _Counts:
-    """Count the flagged rows for every threshold of every class. Rows that are no members count nowhere."""
-    scores, order = pool.scores.sort(dim=1, descending=True)
-    positives = pool.positive.gather(1, order).cumsum(dim=1)
-    if pool.member is None:
-        rows = torch.arange(1, scores.shape[1] + 1, device=scores.device).expand_as(positives)
-    else:
-        rows = pool.member.gather(1, order).cumsum(dim=1)
-    last_of_tie = torch.ones_like(pool.positive)
-    # Compared, not subtracted: the difference of two equal infinities is NaN.
-    last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
-    return _Counts(positives, rows, last_of_tie)
 
 
 def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: float) -> Tensor:
@@ -62,17 +41,24 @@ def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
 
 def exact_pauc(pool: Pool, band: PartialArea) -> PerClass:
     """Return the partial area of each class of ``pool``, over the width of the band."""
-    flagged = _count_flagged(pool)
-    positives, negatives = pool.positive.sum(dim=1, keepdim=True), pool.negative.sum(dim=1, keepdim=True)  # [C, 1]
-    tpr = flagged.positives.to(pool.scores) / positives.clamp_min(1)
+    scores, order = pool.scores.sort(dim=1, descending=True)
+    num_positive, num_negative = (mask.sum(dim=1, keepdim=True) for mask in (pool.positive, pool.negative))  # [C, 1]
+    # What a threshold just below each score flags, best first. Of tied scores only the last is a threshold.
+    positives = pool.positive.gather(1, order).cumsum(dim=1)  # [C, M]
+    rows = pool.everyone.gather(1, order).cumsum(dim=1)
+    last_of_tie = torch.ones_like(pool.positive)
+    # Compared, not subtracted: the difference of two equal infinities is NaN.
+    last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
+    tpr = positives.to(pool.scores) / num_positive.clamp_min(1)
     if band.budget_basis == "fpr":
-        spent = (flagged.rows - flagged.positives).to(pool.scores) / negatives.clamp_min(1)
+        spent = (rows - positives).to(pool.scores) / num_negative.clamp_min(1)
     else:
-        spent = flagged.rows.to(pool.scores) / (positives + negatives)
-    area = _area_between(spent, tpr, flagged.last_of_tie, band.alpha, band.beta)
-    return PerClass(area / (band.beta - band.alpha), ((positives > 0) & (negatives > 0))[:, 0])
+        spent = rows.to(pool.scores) / (num_positive + num_negative)
+    area = _area_between(spent, tpr, last_of_tie, band.alpha, band.beta)
+    return PerClass(area / (band.beta - band.alpha), ((num_positive > 0) & (num_negative > 0))[:, 0])
 
 
+@completed()
 class PAUCAtBudget(RankingMetric):
     r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalized.
 
@@ -89,27 +75,12 @@ class PAUCAtBudget(RankingMetric):
     4 * num_classes + 8 bytes for each. The value is float64.
 
     Args:
-        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
         budget_basis: what u is a share of: the negatives (``"fpr"``), or all rows (``"population"``).
-        average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
-
-    Shape:
-        update: logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``. compute:
-        float64 scalar, or (C,) with ``average=None``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
 
     Degenerate:
         A class without a positive or without a negative is NaN under ``average=None`` and left out of the mean; the
         mean over no class is NaN. A NaN score makes its class NaN, and the mean with it.
-
-    Distributed:
-        As for :class:`~fullrank.metrics.RecallAtQuantile`: every rank gets the value of one process with all rows.
 
     Example:
         >>> import torch

@@ -11,8 +11,10 @@ from torch import Tensor
 from torchmetrics.utilities import rank_zero_warn
 
 from ..errors import Words, check_count, check_int, expected
+from ..losses.arguments import completed
 from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
-from ..losses.pool import PerClass, Pool, one_vs_rest
+from ..losses.pool import PerClass, Pool, local_pool, one_vs_rest
+from ..losses.queued_loss import QueuedLoss
 from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
@@ -21,6 +23,7 @@ Average = Literal["macro"] | None
 _NOTHING = -1
 
 
+@completed(QueuedLoss)
 class RankingMetric(GatheredMetric):
     """Base of the metrics over all rows seen; a subclass adds its hyper-parameters and its formula.
 
@@ -28,11 +31,21 @@ class RankingMetric(GatheredMetric):
     logits. The value is computed and returned in float64.
 
     Args:
-        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
+
+    Shape:
+        update: logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``. compute:
+        float64 scalar, or (C,) with ``average=None``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
+
+    Distributed:
+        Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
+        the value of the last call; if not, two more gather the rows. A rank without rows, without rows since the last
+        call, or without any ``update`` takes part like the others. Every rank gets the value of one process with all
+        rows.
     """
 
     full_state_update = False
@@ -61,6 +74,7 @@ class RankingMetric(GatheredMetric):
         rule = torch.tensor([num_classes, ignore_index, int(multi_hot)])
         self.add_state("target_rule", default=rule, dist_reduce_fx="max")
 
+    @completed(local_pool)
     def update(
         self,
         logits: Tensor | None = None,
@@ -73,8 +87,6 @@ class RankingMetric(GatheredMetric):
 
         Args:
             logits: (N, C) raw scores of any floating dtype, or (N,) when C = 1; half precision is kept as float32.
-            targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
-                floats that are whole numbers.
             preds, target: other names of ``logits`` and ``targets``, those of torchmetrics.
 
         Raises:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import check_choice
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
+from ..losses.arguments import completed
 from ..losses.pool import PerClass, Pool
 from ..losses.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
@@ -23,6 +24,7 @@ def exact_recall(pool: Pool, quantile: float, interpolation: str) -> PerClass:
     return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), positives > 0)
 
 
+@completed()
 class RecallAtQuantile(RankingMetric):
     r"""Share of the positives that score at or above the (1 - q) quantile of all scores, so that they are reviewed.
 
@@ -39,31 +41,13 @@ class RecallAtQuantile(RankingMetric):
     4 * num_classes + 8 bytes for each. The value is float64.
 
     Args:
-        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         quantile: q in (0, 1), the share of rows that can be reviewed.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
-        average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
-        ignore_index: rows with this target take no part.
-        multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
-
-    Shape:
-        update: logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``. compute:
-        float64 scalar, or (C,) with ``average=None``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
 
     Degenerate:
         A class without a positive is NaN under ``average=None`` and left out of the mean; the mean over no class is
         NaN. A NaN score makes its class NaN, and the mean with it.
-
-    Distributed:
-        Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
-        the value of the last call; if not, two more gather the rows. A rank without rows, without rows since the last
-        call, or without any ``update`` takes part like the others. Every rank gets the value of one process with all
-        rows.
 
     Example:
         >>> import torch

@@ -390,7 +390,7 @@ def test_row_aligned_tensors_travel_together(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", 6])
 @pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
 def test_backward_scale(pool: WorkerPool, reduction: str | int, backward: str) -> None:
-    for counts in (UNEVEN[pool.world_size], [3] * pool.world_size):
+    for counts in (UNEVEN[pool.world_size], [3] * pool.world_size, [0] * pool.world_size):
         for found, expected, collectives in pool(backward_of_gather, counts, reduction, backward):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
             assert collectives == (1 if backward == "reduce_scatter" else 0)

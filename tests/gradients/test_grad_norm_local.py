@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from blindfold import Blindfold
-from scripts import run_script
 from torch import Tensor, nn
 
 import fullrank
@@ -276,13 +273,3 @@ def test_the_device_is_not_waited_for(
         norms = [fullrank.clip_grad_norm_(layers, 1e6, norm_type) for norm_type in (2.0, 7.0, math.inf)]
     torch.testing.assert_close(norms[0], expected)
     assert norms[2] < norms[1] < norms[0]
-
-
-@pytest.mark.slow
-def test_the_benchmark_writes_its_results(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "grad_norm.py"
-    done = run_script(script, "--quick", "--repeats", 1, "--out", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = json.loads((tmp_path / "grad_norm.json").read_text())["cases"]
-    assert [case["norm_type"] for case in cases] == ["2.0", "1.0", "3.0", "inf"]
-    assert all(case["errors"]["fullrank"] < 1e-6 for case in cases)

@@ -38,7 +38,7 @@ def test_bins_take_over_when_their_cost_is_less_than_that_of_the_pairs():
     assert costs.pairs_are_faster(num_pairs=121, num_rows=10, num_bins=1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_benchmark_prints_an_entry_that_can_be_pasted(tmp_path):
     done = run_script(BENCHMARK, "--quick", "--out", tmp_path, cwd=tmp_path, limit_s=240)
     assert done.returncode == 0, done.stdout + done.stderr

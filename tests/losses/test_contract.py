@@ -37,7 +37,7 @@ from fullrank.losses import (
     softmax_focal,
 )
 from fullrank.losses.distributed_loss import GroupOptions
-from fullrank.losses.ranking import PoolOptions
+from fullrank.losses.queued_loss import PoolOptions
 
 NAN, INF = math.nan, math.inf
 V, T = ValueError, TypeError

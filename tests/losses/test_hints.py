@@ -164,7 +164,7 @@ def test_a_surrogate_without_a_temperature_does_not_blame_it(monkeypatch, is_con
     scores = 100.0 * targets[:, None]
     scores[1] = -1000.0
     if is_control:
-        monkeypatch.setattr(PAUCAtBudgetLoss, "_width_of_step", RankingLoss._width_of_step)
+        monkeypatch.setattr(PAUCAtBudgetLoss, "_setting", RankingLoss._setting)
     loss = PAUCAtBudgetLoss(1, queue_size=0)
     texts = texts_of(loss, 10, make_scores=lambda step: scores.clone().requires_grad_(), targets=targets)
     assert ["temperature=0.1 is too small" in text for text in texts] == [True] * is_control

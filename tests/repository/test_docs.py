@@ -281,6 +281,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_the_tutorial_and_its_figure(tmp_path: Path, pyplot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run_in_order("tutorial.md")
     losses = [row["loss"] for row in names["history"]]
@@ -290,6 +291,7 @@ def test_the_tutorial_and_its_figure(tmp_path: Path, pyplot: Any, monkeypatch: p
     assert "t_alpha" in (tmp_path / "diagnostics.svg").read_text("utf-8")
 
 
+@pytest.mark.full
 def test_the_script_of_the_tutorial(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Using the package does not import the compiler, which takes longer than everything else together."""
+"""Using the package imports neither the compiler, which takes longer than everything else together, nor a framework."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ logits = torch.linspace(-1, 1, 20)[:, None].requires_grad_()
 loss = fullrank.SmoothAPLoss(num_classes=1)(logits, (torch.arange(20) % 4 == 0).long())
 loss.backward()
 assert logits.grad.abs().sum() > 0
+""",
+    "integrations": """
+import fullrank.data, fullrank.integrations.transformers, fullrank.integrations.sentence_transformers
+frameworks = {"pytorch_lightning", "lightning", "accelerate", "transformers", "sentence_transformers"}
+assert frameworks.isdisjoint(sys.modules)
 """,
     "retrieval": """
 embeddings = torch.eye(4).requires_grad_()

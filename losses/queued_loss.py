@@ -1,0 +1,208 @@
+"""The arguments and the state that the losses over a pool share: the queue, the temperature, the draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Unpack
+
+from ..distributed.header import Checksum, State
+from ..distributed.torch_private import not_compiled
+from ..errors import check_choice, check_count, check_int, expected, warn
+from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
+from ..queues.sharded_queue import ShardedQueue
+from .arguments import completed
+from .batch import TargetRule
+from .distributed_loss import (
+    SAME_TEMPERATURE,
+    CurrentTemperature,
+    DistributedLoss,
+    GroupOptions,
+    loaded_temperature,
+    saved_temperature,
+)
+from .hints import Hints
+from .pool import REDUCTIONS, Reduction, check_temperature, local_pool
+
+PoolForm = Literal["gathered", "sharded"]
+POOL_FORMS = ("gathered", "sharded")
+
+_SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
+
+
+class PoolOptions(GroupOptions, total=False):
+    """The keyword arguments of :class:`QueuedLoss`, which its subclasses pass on as they are."""
+
+    queue_keep: Keep
+    queue_in_eval: bool
+    multi_hot: bool
+    pool: PoolForm
+
+
+@completed(local_pool)
+class QueuedLoss(CurrentTemperature, DistributedLoss):
+    """Base of the losses with a memory queue: holds the arguments that they share, and saves what changes.
+
+    Args:
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
+        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        update_queue_in_eval: let rows enter the queue in eval mode too.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
+            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
+            together.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
+            validation rows among themselves.
+        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
+            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
+            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
+            ``max_pool_size``.
+
+    Shape:
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
+    """
+
+    has_temperature: ClassVar[bool] = True
+    # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
+    spread_multiple: ClassVar[float | None] = None
+
+    def __init__(
+        self,
+        num_classes: int,
+        queue_size: int = 0,
+        temperature: float | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        update_queue_in_eval: bool = False,
+        gather_distributed: bool | None = None,
+        max_pool_size: int | None = None,
+        *,
+        queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
+        multi_hot: bool = False,
+        pool: PoolForm = "gathered",
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        super().__init__(gather_distributed, **options)
+        self._pool_form = check_choice("pool", pool, POOL_FORMS)
+        if pool == "sharded" and max_pool_size is not None:
+            fix = "No rank holds a sharded pool, so that none has too many rows, and a draw needs them all."
+            raise ValueError(expected("max_pool_size", "None with pool='sharded'", max_pool_size, fix))
+        self.num_classes = check_count("num_classes", num_classes, 1)
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.ignore_index = check_int("ignore_index", ignore_index)
+        self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
+        if self.has_temperature:
+            self.temperature = check_temperature(temperature, self.spread_multiple is not None)
+        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
+        self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
+        self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
+        self.multi_hot = multi_hot
+        queue = MemoryQueue if pool == "gathered" else ShardedQueue
+        self.queue = queue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
+        self._num_draws = 0
+        self._warned: set[str] = set()
+        self._hints = Hints(type(self).__name__)
+        self.register_load_state_dict_pre_hook(check_saved_queues)
+        self.register_load_state_dict_pre_hook(_check_own_rows)
+
+    @property
+    def _sharded_queue(self) -> ShardedQueue:
+        assert isinstance(self.queue, ShardedQueue)
+        return self.queue
+
+    def _queued_rows(self) -> QueueRows | None:
+        """Return the rows of the queue that belong to the pool, None without any."""
+        return self.queue.rows() if self._ranks_queue and len(self.queue) else None
+
+    @property
+    def _rule(self) -> TargetRule:
+        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
+
+    @property
+    def _enqueues(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
+
+    @property
+    def _ranks_queue(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.queue_in_eval)
+
+    @property
+    def _checksum(self) -> Checksum | None:
+        return Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
+
+    def _state(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+        return {
+            **self._shared_facts(),
+            **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
+            "enqueues rows": State(self._enqueues, _SAME_MODE),
+            "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
+            "queue": State(self.queue.position, SAME_QUEUE),
+            "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
+        }
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(text)
+
+    def reset_queue(self) -> None:
+        """Remove all queued rows. With several ranks, call it on every rank."""
+        self.queue.reset()
+
+    @not_compiled
+    def gather_queue(self) -> None:
+        """With ``pool="sharded"``, let the next ``state_dict`` hold the queue of all ranks; call it on every rank.
+
+        That state loads on any number of ranks, and with ``pool="gathered"``. Without this call each rank saves its own
+        rows, which load on the same rank of the same number of ranks. ``state_dict`` itself never communicates. With
+        ``pool="gathered"`` every rank holds the whole queue, and there is nothing to do.
+
+        Raises:
+            RuntimeError: on every rank, when a rank makes another call or its queue is in another state.
+            ValueError: on every rank, when the queue of one was loaded from the rows of another rank.
+        """
+        if isinstance(self.queue, ShardedQueue):
+            self.queue.gather(self._resolve_group())
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training besides the queue: the temperature and the number of draws."""
+        state: dict[str, Any] = {"num_draws": self._num_draws}
+        if self.has_temperature:
+            state["temperature"] = saved_temperature(self.temperature)
+        return state
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        self._num_draws = int(state["num_draws"])
+        if self.has_temperature:
+            self.temperature = loaded_temperature(state["temperature"])
+
+    @property
+    def pool(self) -> PoolForm:
+        """``"gathered"`` or ``"sharded"``, as constructed: the queue is of that kind."""
+        form: PoolForm = self._pool_form
+        return form
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``, and for the comparison between ranks."""
+        names = ("num_classes", *self._own_arguments(), "queue_size", "reduction", "ignore_index", "max_pool_size")
+        names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
+        names = names if self.pool == "gathered" else (*names, "pool")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    def _own_arguments(self) -> tuple[str, ...]:
+        """Return the names of the subclass's own arguments, for ``repr``."""
+        return ()
+
+
+def _check_own_rows(module: QueuedLoss, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Raise ValueError if ``state_dict`` has queued rows of another rank; a pre-hook of the load."""
+    state = state_dict.get(f"{prefix}queue._extra_state", {})
+    if "rank" in state and isinstance(module.queue, ShardedQueue):
+        group = module._resolve_group()
+        if group is not None:  # else the first call compares: the process group may come later
+            module.queue.check_place(state, group.rank(), group.size())
