@@ -16,6 +16,9 @@ from .gradients import (
     total_grad_norm,
 )
 from .losses import (
+    BCEWithLogitsLoss,
+    CombinedLoss,
+    CrossEntropyLoss,
     HardNegativeCrossEntropyLoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
@@ -32,13 +35,16 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``fullrank.metrics`` at its first use: torchmetrics takes a while, and training needs no metric."""
-    if name == "metrics":
-        return import_module(".metrics", __name__)
+    """Import a subpackage at its first use: torchmetrics takes a while, and training needs no metric."""
+    if name in ("data", "integrations", "metrics"):
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
+    "BCEWithLogitsLoss",
+    "CombinedLoss",
+    "CrossEntropyLoss",
     "DeferredMean",
     "HardNegativeCrossEntropyLoss",
     "LossWarmupWrapper",

@@ -26,7 +26,7 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler
 
-from fullrank import SigmoidFocalLoss, SmoothAPLoss
+from fullrank import BCEWithLogitsLoss, SigmoidFocalLoss, SmoothAPLoss
 from fullrank.data import BalancedBatchSampler
 
 SETS = ("letter-H", "page-blocks0")
@@ -52,7 +52,7 @@ def batches_of(sampler: str, targets: Tensor, size: int, seed: int) -> Iterator[
 def make_loss(name: str, share: float) -> nn.Module:
     """Return the loss called ``name`` for batches with a ``share`` of positives."""
     if name == "cross-entropy":
-        return SigmoidFocalLoss(alpha=-1, gamma=0)
+        return BCEWithLogitsLoss()
     if name == "weighted cross-entropy":
         return SigmoidFocalLoss(alpha=1 - share, gamma=0, reduction="mean_weighted")
     return SmoothAPLoss(num_classes=1)

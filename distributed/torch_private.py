@@ -93,6 +93,11 @@ def has_tangent(tensor: object) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes with each change in place of ``tensor``; -1 where torch counts none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     """Return the one group over all dimensions of ``mesh``; torch creates it at the first call and keeps it."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fullrank import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss
+from fullrank import BCEWithLogitsLoss, LossWarmupWrapper, SmoothAPLoss
 
 PARTS = ("model", "optimizer", "loss", "sampler", "random")
 
@@ -160,7 +160,7 @@ def make_model() -> nn.Module:
 def make_loss() -> LossWarmupWrapper:
     """Return average precision with a queue, after 20 steps of cross-entropy and a blend of 10."""
     return LossWarmupWrapper(
-        SigmoidFocalLoss(alpha=-1, gamma=0),  # binary cross-entropy
+        BCEWithLogitsLoss(),
         SmoothAPLoss(num_classes=1, queue_size=256),
         warmup_steps=20,
         blend_steps=10,

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAveragePrecision
 
 from fullrank import (
+    BCEWithLogitsLoss,
     HardNegativeCrossEntropyLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
@@ -71,7 +72,7 @@ def weighted_cross_entropy(share: float) -> nn.Module:
 def build_loss(name: str, share: float) -> nn.Module:
     """Return the loss called ``name``, with its defaults, for a ``share`` of positives in the training rows."""
     if name == "cross_entropy":
-        return PerRow(SigmoidFocalLoss(alpha=-1, gamma=0))
+        return BCEWithLogitsLoss()
     if name == "weighted":
         return weighted_cross_entropy(share)
     if name == "smooth_ap":

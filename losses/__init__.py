@@ -1,7 +1,10 @@
 """The losses as modules, their formulas as pure functions, and the sums of sigmoids under them."""
 
 from ..kernels.sigmoid_sums import sigmoid_sums
+from .binary_cross_entropy import BCEWithLogitsLoss
 from .causal_lm import causal_lm_loss
+from .combined import CombinedLoss
+from .cross_entropy import CrossEntropyLoss
 from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
 from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
@@ -17,6 +20,9 @@ from .softmax_focal import SoftmaxFocalLoss, softmax_focal
 from .warmup import LossWarmupWrapper
 
 __all__ = [
+    "BCEWithLogitsLoss",
+    "CombinedLoss",
+    "CrossEntropyLoss",
     "DistributedLoss",
     "FocalLoss",
     "HardNegativeCrossEntropyLoss",

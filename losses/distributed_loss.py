@@ -28,7 +28,6 @@ from .arguments import completed
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
 SAME_TEMPERATURE = "Set the same temperature, a number or None, or advance the same schedule, on every rank."
 _SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
-_SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,8 +91,8 @@ class DistributedLoss(nn.Module):
         self.gradient_reduction = check_gradient_reduction(gradient_reduction)
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
-        # The weight that a schedule around this loss last gave it. Ranks whose schedules differ must raise.
-        self._schedule: float | None = None
+        # What a module around this loss has said about itself, such as a schedule. Ranks that differ in it must raise.
+        self._surrounding_facts: dict[str, State] = {}
 
     @property
     def gather_distributed(self) -> bool | None:
@@ -136,7 +135,7 @@ class DistributedLoss(nn.Module):
             "name": State(self.name, _SAME_ORDER),
             "arguments": State(self.extra_repr(), SAME_ARGUMENTS),
             "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
-            "schedule": State(self._schedule, _SAME_SCHEDULE),
+            **self._surrounding_facts,
         }
 
 

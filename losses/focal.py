@@ -1,4 +1,4 @@
-"""What the focal losses share: a sum over elements divided by a count, both over all ranks. Logits never travel."""
+"""What focal losses and cross-entropy share: a sum over elements divided by a count. Logits never travel."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def check_gamma(gamma: float) -> None:
 
 @completed()
 class FocalLoss(DistributedLoss):
-    """Base of the focal losses. The header carries the sum of the element losses and their count between the ranks.
+    """Base of the focal losses and of cross-entropy.
+
+    The header carries the sum of the element losses and their count between the ranks.
 
     Args:
         reduction: see the subclass.

@@ -85,7 +85,7 @@ def _elements(
     targets = aligned(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
-    checks = [_check_of_targets(targets)] if validate_args and has_values(targets) else []
+    checks = [check_of_soft_targets(targets)] if validate_args and has_values(targets) else []
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
@@ -107,7 +107,7 @@ def _elements(
     if sample_weight is None:
         mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device) if counted is None else counted.sum()
         return Elements(values, mass * reduction.startswith("mean"), None, combined(checks))
-    weight, check = weight_and_check(_expand(sample_weight, inputs), x.dtype, validate_args)
+    weight, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, validate_args)
     checks += [] if check is None else [check]
     unit = weight_unit(weight)
     weight = weight / unit
@@ -115,7 +115,7 @@ def _elements(
     return Elements(values * weight, mass * reduction.startswith("mean"), unit, combined(checks))
 
 
-def _check_of_targets(targets: Tensor) -> DeviceCheck:
+def check_of_soft_targets(targets: Tensor) -> DeviceCheck:
     """Return whether a target is not in [0, 1]."""
     bad = ~((targets >= 0) & (targets <= 1))
 
@@ -126,7 +126,7 @@ def _check_of_targets(targets: Tensor) -> DeviceCheck:
     return DeviceCheck(bad.any(), error)
 
 
-def _expand(sample_weight: Tensor, inputs: Tensor) -> Tensor:
+def expand_weight(sample_weight: Tensor, inputs: Tensor) -> Tensor:
     """Return the weights in the shape of ``inputs``; weights (N,) of rows align with dim 0, not with the last."""
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
     check_tensor("sample_weight", sample_weight, "a tensor or None")
@@ -151,8 +151,8 @@ def _check_alpha_gamma(alpha: float, gamma: float) -> None:
 class SigmoidFocalLoss(FocalLoss):
     """Focal loss of independent binary problems, averaged over the elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.sigmoid_focal`. ``SigmoidFocalLoss(alpha=-1, gamma=0)`` is binary
-    cross-entropy whose mean is exact over ranks with different numbers of rows.
+    The formula is that of :func:`~fullrank.losses.sigmoid_focal`. With ``gamma=0`` it is cross-entropy
+    weighted by class; without weights that is :class:`~fullrank.BCEWithLogitsLoss`.
 
     Args:
         reduction: ``"mean"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.

@@ -117,7 +117,7 @@ def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
 def _elements(
     inputs: Tensor, targets: Tensor, rule: _Rule, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
-    targets, valid, checks = _check_targets(inputs, targets, rule, validate_args)
+    targets, valid, checks = check_classes(inputs, targets, rule.ignore_index, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
     # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
     x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -128,12 +128,7 @@ def _elements(
         values = values * alpha
     weight, unit = valid.to(x.dtype), None
     if sample_weight is not None:
-        check_tensor("sample_weight", sample_weight, "a tensor or None")
-        if sample_weight.shape != targets.shape:
-            fix = squeeze_advice("sample_weight", sample_weight, tuple(targets.shape))
-            what = f"the shape of targets, {tuple(targets.shape)}"
-            raise ValueError(expected("sample_weight", what, sample_weight, fix))
-        given, check = weight_and_check(sample_weight, x.dtype, validate_args)
+        given, check = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
         checks += [] if check is None else [check]
         unit = weight_unit(given)
         weight = weight * (given / unit)
@@ -146,8 +141,8 @@ def _elements(
     return Elements(values * weight, count, unit, combined(checks))
 
 
-def _check_targets(
-    inputs: Tensor, targets: Tensor, rule: _Rule, validate_args: bool
+def check_classes(
+    inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
 ) -> tuple[Tensor, Tensor, list[DeviceCheck]]:
     """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not."""
     check_inputs(inputs, targets)
@@ -155,7 +150,7 @@ def _check_targets(
         raise ValueError(expected("inputs", "shape (N, C, *)", inputs))
     if inputs.shape[1] < 2:
         what = "at least two classes in dim 1 of inputs (N, C, *)"
-        raise ValueError(expected("inputs", what, inputs, "For one logit use SigmoidFocalLoss."))
+        raise ValueError(expected("inputs", what, inputs, "For one logit use SigmoidFocalLoss or BCEWithLogitsLoss."))
     shape = (inputs.shape[0], *inputs.shape[2:])
     if tuple(targets.shape) == (*shape, 1):
         targets = targets.squeeze(-1)
@@ -165,10 +160,21 @@ def _check_targets(
     check_exact(targets, inputs.shape[1])
     given, targets = targets, targets.to(torch.int64)
     if not (validate_args and has_values(targets)):
-        return targets, targets != rule.ignore_index, []
-    ignored, outside = targets == rule.ignore_index, (targets < 0) | (targets >= inputs.shape[1])
-    check = check_of_classes(given, targets, outside & ~ignored, inputs.shape[1], rule.ignore_index)
+        return targets, targets != ignore_index, []
+    ignored, outside = targets == ignore_index, (targets < 0) | (targets >= inputs.shape[1])
+    check = check_of_classes(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
     return targets, ~(ignored | outside), [check]
+
+
+def check_element_weight(
+    sample_weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, validate_args: bool
+) -> tuple[Tensor, DeviceCheck | None]:
+    """Return the weights of the elements, and whether one is negative or not finite."""
+    check_tensor("sample_weight", sample_weight, "a tensor or None")
+    if tuple(sample_weight.shape) != shape:
+        fix = squeeze_advice("sample_weight", sample_weight, shape)
+        raise ValueError(expected("sample_weight", f"shape {shape}, one weight per element", sample_weight, fix))
+    return weight_and_check(sample_weight, dtype, validate_args)
 
 
 def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:
@@ -195,10 +201,8 @@ def _class_weights(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor | None:
 class SoftmaxFocalLoss(FocalLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.softmax_focal`. ``SoftmaxFocalLoss(gamma=0)`` is cross-entropy whose
-    mean is exact over ranks with different numbers of valid elements, and
-    ``SoftmaxFocalLoss(alpha=weights, gamma=0, reduction="mean_weighted")`` is
-    ``torch.nn.CrossEntropyLoss(weight=weights)``, with the weights of all ranks in the divisor.
+    The formula is that of :func:`~fullrank.losses.softmax_focal`. With ``gamma=0`` it is cross-entropy, and
+    with ``reduction="mean_weighted"`` too that of torch, which :class:`~fullrank.CrossEntropyLoss` is more directly.
 
     Args:
         reduction: ``"mean"``, ``"mean_positive"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for

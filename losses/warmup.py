@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
+from ..distributed.header import State
 from ..distributed.torch_private import not_compiled
 from ..errors import expected, warn
-from ..queues.memory_queue import check_saved_queues
-from .distributed_loss import DistributedLoss, saved_temperature
-from .focal import aligned
+from .distributed_loss import saved_temperature
+from .parts import LossOfParts, takes, targets_for
 from .schedule import Schedule
-from .targets import check_class_range, check_exact
-from .tensors import has_values
+
+_SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
 
-class LossWarmupWrapper(Schedule):
+class LossWarmupWrapper(LossOfParts, Schedule):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
     A ranking loss gives little gradient while the scores are not yet spread, and a pointwise loss spreads them. Blend
@@ -43,8 +41,8 @@ class LossWarmupWrapper(Schedule):
     With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks.
     The losses of torch average on each rank. They are given the targets in the form they need: floats in the shape of
     the logits for ``torch.nn.BCEWithLogitsLoss``, class indices for ``torch.nn.CrossEntropyLoss``. Binary cross-entropy
-    of torch knows no ``ignore_index``. For one logit use ``SigmoidFocalLoss(alpha=-1, gamma=0)``, which is binary
-    cross-entropy. For several classes use ``SoftmaxFocalLoss(gamma=0)``, which is cross-entropy.
+    of torch knows no ``ignore_index``. Use :class:`~fullrank.BCEWithLogitsLoss` for one logit and
+    :class:`~fullrank.CrossEntropyLoss` for several classes, which average over all ranks.
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
@@ -77,8 +75,8 @@ class LossWarmupWrapper(Schedule):
 
     Example:
         >>> import torch
-        >>> from fullrank import SmoothAPLoss, SoftmaxFocalLoss
-        >>> loss = LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), SmoothAPLoss(num_classes=2), warmup_steps=10)
+        >>> from fullrank import CrossEntropyLoss, SmoothAPLoss
+        >>> loss = LossWarmupWrapper(CrossEntropyLoss(), SmoothAPLoss(num_classes=2), warmup_steps=10)
         >>> loss.on_train_batch_start(0)
         >>> loss.in_warmup, loss.main_weight
         (True, 0.0)
@@ -119,10 +117,7 @@ class LossWarmupWrapper(Schedule):
         temperatures = temp_start is not None
         self.warmup_loss, self.main_loss = warmup_loss, main_loss
         self.reset_queue_each_epoch = reset_queue_each_epoch
-        parameters = inspect.signature(warmup_loss.forward).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        self._weights_warmup = takes_any or "sample_weight" in parameters
-        self.register_load_state_dict_pre_hook(check_saved_queues)
+        self._weights_warmup = takes(warmup_loss, "sample_weight")
         if temperatures and not hasattr(main_loss, "temperature"):
             warn(
                 f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
@@ -142,22 +137,8 @@ class LossWarmupWrapper(Schedule):
             fix = "Pass warmup_steps=1000 and call on_train_batch_start(global_step), or use main_loss alone."
             raise ValueError(expected("warmup_epochs", "a length of the warm-up or the blend", warmup_epochs, fix))
 
-    @property
-    def gather_distributed(self) -> bool | None:
-        """The setting of ``main_loss``, or of ``warmup_loss`` if that has none. Assigning it sets both losses."""
-        settings = [loss.gather_distributed for loss in self._gathering_losses()]
-        return settings[0] if settings else None
-
-    @gather_distributed.setter
-    def gather_distributed(self, value: bool | None) -> None:
-        check_gather_distributed(value)
-        for loss in self._gathering_losses():
-            loss.gather_distributed = value
-
-    def _gathering_losses(self) -> list[Any]:
-        """Return the modules that have the setting, including those inside adapters."""
-        modules = (module for loss in (self.main_loss, self.warmup_loss) for module in loss.modules())
-        return [module for module in modules if hasattr(module, "gather_distributed")]
+    def _members(self) -> tuple[Any, ...]:
+        return self.main_loss, self.warmup_loss
 
     @property
     def current_temperature(self) -> float | None:
@@ -203,9 +184,7 @@ class LossWarmupWrapper(Schedule):
             blended and the others are those of ``main_loss``.
         """
         weight = self.main_weight
-        for module in self.modules():  # including those inside adapters
-            if isinstance(module, DistributedLoss):
-                module._schedule = weight
+        self._state_fact("schedule", State(weight, _SAME_SCHEDULE))
         if self.training:
             self._warn_of_missing_calls(weight)
         if weight == 0.0:
@@ -221,40 +200,13 @@ class LossWarmupWrapper(Schedule):
         return (1 - weight) * warmup + weight * main
 
     def _targets_for(self, loss: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the targets in the form that a loss of torch needs; those of another loss as they are."""
-        if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
-            return targets
-        if isinstance(loss, nn.BCEWithLogitsLoss):
-            return aligned(targets, tuple(logits.shape)).to(logits.dtype)
-        if not isinstance(loss, nn.CrossEntropyLoss):
-            return targets
-        if logits.ndim < 2 or logits.shape[1] == 1:
-            fix = "CrossEntropyLoss of one logit is always 0. Use SigmoidFocalLoss(alpha=-1, gamma=0)."
-            raise ValueError(expected("logits", "at least two classes in dim 1 for CrossEntropyLoss", logits, fix))
-        if targets.shape == logits.shape:  # probabilities
-            return targets
-        check_exact(targets, logits.shape[1])
-        targets = aligned(targets, (logits.shape[0], *logits.shape[2:]))
-        indices = targets.to(torch.int64)
-        if targets.is_floating_point() and has_values(targets) and getattr(self.main_loss, "validate_args", True):
-            ignored = indices == loss.ignore_index
-            check_class_range(targets, indices, ignored, logits.shape[1], loss.ignore_index)
-        return indices
+        return targets_for(loss, logits, targets, validate_args=getattr(self.main_loss, "validate_args", True))
 
     def _warmup(self, logits: Tensor, targets: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         targets = self._targets_for(self.warmup_loss, logits, targets)
         if self._weights_warmup and "sample_weight" in kwargs:
             return self.warmup_loss(logits, targets, sample_weight=kwargs["sample_weight"])
         return self.warmup_loss(logits, targets)
-
-    def gather_queue(self) -> None:
-        """Let the next ``state_dict`` hold the queues of all ranks; call it on every rank before saving.
-
-        It calls ``gather_queue`` of the two losses, where they have it: see :class:`~fullrank.SmoothAPLoss`.
-        """
-        for loss in (self.warmup_loss, self.main_loss):
-            if hasattr(loss, "gather_queue"):
-                loss.gather_queue()
 
     def _reset_queue(self) -> None:
         if hasattr(self.main_loss, "reset_queue"):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ..distributed.gather import all_gather_no_grad, all_gather_with_grad, gather_rows
 from ..losses import (
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
     HardNegativeCrossEntropyLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
@@ -143,6 +145,8 @@ def make_losses(
         "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), same),
         "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
         "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),
+        "CrossEntropyLoss": (CrossEntropyLoss(), same),
+        "BCEWithLogitsLoss": (BCEWithLogitsLoss(), one_hot),
     }
     return {name: (loss.to(device), form) for name, (loss, form) in losses.items()}
 

@@ -17,6 +17,9 @@ IGNORED = -100
 
 # Names of fullrank.losses.__all__ that are no loss of rows or elements.
 NOT_LOSSES = {
+    "BCEWithLogitsLoss": "that of torch, tested against it in test_cross_entropy.py",
+    "CombinedLoss": "combines losses, tested in test_combined.py",
+    "CrossEntropyLoss": "that of torch, tested against it in test_cross_entropy.py",
     "DistributedLoss": "the base of all losses, without a formula",
     "FocalLoss": "the base of the focal losses, without a formula",
     "LossWarmupWrapper": "combines two losses",

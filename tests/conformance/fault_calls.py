@@ -131,6 +131,9 @@ _CLASS_INPUTS = {
     "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
     "class out of range": _wrong("targets", lambda y: y - 7, "ValueError", "targets: expected class indices in [0, 3)"),
 }
+_DIFFERENT_ELEMENTS = _DIFFERENT_INPUTS | {
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "sample_weight: ")
+}
 _BINARY_INPUTS = {
     "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "expected numbers in [0, 1], got -1.0"),
     "shape of targets": _wrong("targets", lambda y: y[:, :1], "ValueError", "targets: expected the shape of inputs"),
@@ -281,6 +284,11 @@ _BAD_FOR_WARMUP = {
 _FOCAL, _MAIN = "SoftmaxFocalLoss", "SmoothAPLoss"
 
 
+def _combined() -> fullrank.CombinedLoss:
+    ap = fullrank.SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2)
+    return fullrank.CombinedLoss({"ap": ap, "ce": fullrank.CrossEntropyLoss()}, {"ap": 0.5, "ce": 1.0})
+
+
 def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Spoiled]) -> Call:
     return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, {"gradient": _GRADIENT_OF_BOTH})
 
@@ -321,8 +329,7 @@ CALLS = {
         fullrank.SoftmaxFocalLoss,
         _class_inputs,
         _BAD_INPUTS | _CLASS_INPUTS,
-        _DIFFERENT_INPUTS
-        | {"weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "sample_weight: ")}
+        _DIFFERENT_ELEMENTS
         | {"classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")},
     ),
     "sigmoid_focal": Call(
@@ -331,8 +338,31 @@ CALLS = {
         fullrank.SigmoidFocalLoss,
         _binary_inputs,
         _BAD_INPUTS | _BINARY_INPUTS,
-        _DIFFERENT_INPUTS
-        | {"weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "sample_weight: ")},
+        _DIFFERENT_ELEMENTS,
+    ),
+    "cross_entropy": Call(
+        ("CrossEntropyLoss",),
+        "CrossEntropyLoss",
+        lambda: fullrank.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), label_smoothing=0.1),
+        _class_inputs,
+        _BAD_INPUTS | _CLASS_INPUTS,
+        _DIFFERENT_ELEMENTS,
+    ),
+    "binary_cross_entropy": Call(
+        ("BCEWithLogitsLoss",),
+        "BCEWithLogitsLoss",
+        lambda: fullrank.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)),
+        _binary_inputs,
+        _BAD_INPUTS | _BINARY_INPUTS,
+        _DIFFERENT_ELEMENTS,
+    ),
+    "combined": Call(
+        ("CrossEntropyLoss", _MAIN),
+        "CombinedLoss",
+        _combined,
+        _rows,
+        _BAD_FOR_BOTH,
+        {"gradient": _GRADIENT_OF_BOTH},
     ),
     "wrapper_in_warmup": _wrapper(0, (_FOCAL,), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
     "wrapper_in_blend": _wrapper(1, (_FOCAL, _MAIN), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fullrank
 
 NUM_STEPS = 4
+COMBINED = ("smooth_ap", "cross_entropy")
+ELEMENTS = ("sigmoid_focal", "binary_cross_entropy")  # of which each has a target
 
 
 class Case(NamedTuple):
@@ -50,6 +52,17 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss == "softmax_focal":
         alpha = [0.2, 1.0, 3.0] if case.reduction == "mean_weighted" else None
         return fullrank.SoftmaxFocalLoss(alpha, reduction=case.reduction, gather_distributed=gather, **options)
+    if case.loss == "binary_cross_entropy":
+        factors = {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)} if case.weighted else {}
+        return fullrank.BCEWithLogitsLoss(reduction=case.reduction, gather_distributed=gather, **factors, **options)
+    if case.loss == "cross_entropy":
+        weight = torch.tensor([0.2, 1.0, 3.0]) if case.weighted else None
+        return fullrank.CrossEntropyLoss(
+            weight, reduction=case.reduction, label_smoothing=0.1, gather_distributed=gather, **options
+        )
+    if case.loss == "combined":
+        parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
+        return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
     pooled: dict[str, Any] = dict(  # noqa: C408
         queue_size=case.queue_size,
         gather_distributed=gather,
@@ -88,14 +101,14 @@ def flat_gradients(model: nn.Module) -> list[Tensor]:
 
 def make_step(case: Case, step: int) -> Rows:
     """Return the batch of all ranks; the same in every process, some rows ignored."""
-    kind = "float" if case.loss == "sigmoid_focal" else "multi_hot" if case.multi_hot else "index"
+    kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
     options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": case.weighted}
     return make_rows(100 + step, 37 + 3 * step, dtype=case.dtype, **options)
 
 
 def num_outputs(case: Case) -> int:
     """Return the number of logits per row."""
-    return 3 if case.loss == "softmax_focal" else case.num_classes
+    return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined") else case.num_classes
 
 
 class Trace(NamedTuple):
@@ -138,11 +151,12 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
 def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Return the largest gradient error and the largest error of the loss value, over the steps.
 
-    In float64 the two trainings run apart. In float32 the spread one follows the parameters of the other: the limit is
-    about a gradient, and a step of 0.5 turns the rounding of one into other scores for the next.
+    In float64 the two trainings run apart. In float32, and of sums, whose steps are larger by the number of rows, the
+    spread one follows the parameters of the other: the limit is about a gradient, and a step of 0.5 turns the rounding
+    of one into other scores for the next.
     """
     whole = train(case, rank, 1)
-    spread = train(case, rank, world_size, whole if case.dtype == "float32" else None)
+    spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
     pairs = list(zip(spread.gradients, whole.gradients))
     value = max(float(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3)) for a, b in pairs)
     return max(error(a[1:], b[1:]) for a, b in pairs), value

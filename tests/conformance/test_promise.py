@@ -18,7 +18,7 @@ import fullrank
 def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
     """Return training losses around a validation that only rank 0 runs."""
     main = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, max_pool_size=6)
-    warmup = fullrank.SoftmaxFocalLoss(gamma=0)
+    warmup = fullrank.CrossEntropyLoss()
     loss: Any = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0) if wrapped else main
     generator = torch.Generator().manual_seed(rank)
     values = []
@@ -37,7 +37,7 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
-LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal"]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined"]
 
 
 def assert_exact(pool: WorkerPool, *cases: Case) -> None:
@@ -92,6 +92,8 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("softmax_focal", reduction="mean_weighted", weighted=True),
         Case("sigmoid_focal", reduction="mean_weighted"),
         Case("sigmoid_focal", reduction="mean_weighted", weighted=True),
+        Case("cross_entropy", reduction="sum", weighted=True),
+        Case("binary_cross_entropy", reduction="sum"),
         Case("smooth_ap", num_classes=3, reduction="sum"),
     ],
     ids=str,

@@ -125,11 +125,8 @@ def run_out_of_data(rank: int, case: Case) -> float:
     model, whole_model = (Model(num_outputs=gradient_cases.num_outputs(case)) for _ in range(2))
     wrapped = DistributedDataParallel(model)
 
-    most = torch.tensor(len(batches))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     worst = 0.0
-    for index in range(int(most)):
-        batch = batches[index] if index < len(batches) else part_of(batches[0], [0], 0)  # no rows
+    for index, batch in enumerate(fullrank.data.until_all_end(batches)):
         wrapped.zero_grad()
         loss(wrapped(batch.features), batch.targets).backward()
         whole_model.zero_grad()
@@ -418,7 +415,7 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
     gathers = {name for name, value in public.items() if getattr(value, "__module__", "") in modules}
     losses = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, DistributedLoss)}
     assert {"gather_rows", "global_mean"} <= gathers
-    assert gathers | losses | {"LossWarmupWrapper"} == names
+    assert gathers | losses | {"LossWarmupWrapper", "CombinedLoss"} == names
 
 
 def test_the_number_of_combinations() -> None:
@@ -451,9 +448,10 @@ def test_a_value_that_is_not_finite_on_one_rank(
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
 SHORT_S = 2  # where the timeout itself is what ends the others
 
+OF_ELEMENTS = ("softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "global_mean")
 # Each call, and its collectives in the forward.
 FORWARD = [(name, 1) for name in CALLS if "_by_" not in name]  # the forms of a sharded pool have one header
-FORWARD += [(name, 2) for name in CALLS if name not in ("softmax_focal", "sigmoid_focal", "global_mean")]
+FORWARD += [(name, 2) for name in CALLS if name not in OF_ELEMENTS]
 FORWARD.remove(("wrapper_in_warmup", 2))
 FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
 # What is reduced in a collective after the header; elsewhere rows are gathered.
@@ -485,8 +483,8 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
     """The middle one of three, so that both a lower and a higher rank are left."""
     fates = run_group(3, TIMEOUT_S, killed_in_forward, name, number)
     assert fates[DOOMED].exit_code == -signal.SIGKILL
-    # In the blend the second collective is the header of the main loss: the warm-up loss has one.
-    is_header = number == 1 or name == "wrapper_in_blend"
+    # With two losses the second collective is the header of the second one: the first has one.
+    is_header = number == 1 or name in ("wrapper_in_blend", "combined")
     what = f"the all-gather of the {'headers' if is_header else 'rows'}"
     if (name, number) in REDUCED:
         what = f"the all-reduce of the {REDUCED[name, number]}"
@@ -553,7 +551,7 @@ def test_a_rank_that_validates_alone_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
+    "loss", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal", "combined"]
 )
 def test_a_rank_without_data_continues_with_zero_rows(pool: WorkerPool, loss: str) -> None:
     assert max(pool(run_out_of_data, Case(loss))) <= 1e-12

@@ -326,7 +326,7 @@ def wrapper_on_rank_0(rank: int) -> tuple[float, float]:
     Before and after it all ranks take a step together, in the blend, so that both losses communicate.
     """
     torch.manual_seed(rank)
-    warmup, main = fullrank.SigmoidFocalLoss(alpha=-1, gamma=0), fullrank.SmoothAPLoss(num_classes=1, queue_size=0)
+    warmup, main = fullrank.BCEWithLogitsLoss(), fullrank.SmoothAPLoss(num_classes=1, queue_size=0)
     loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0, blend_steps=5)
     loss.on_train_batch_start(0)
     logits, targets = torch.randn(6, 1), torch.tensor([0, 1, 0, 0, 1, 0])[:, None]

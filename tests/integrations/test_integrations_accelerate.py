@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,21 +98,22 @@ def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float
     def job(place: str, script: str, forgets: bool = False) -> tuple[Any, list[float]]:
         AcceleratorState._reset_state(reset_partial_state=True)
         seen.clear()
-        model, loss_fn = make_encoder().double(), names["CrossEntropyPlusAP"]
+        model, loss_fn = make_encoder().double(), deepcopy(names["loss_fn"])
         model.register_forward_pre_hook(lambda module, args: seen.append(args[0]) if module.training else None)
-        found = {**names, "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = {**names, "model": model, "loss_fn": loss_fn, "optimizer": optimizer}
         found["train_loader"] = DataLoader(rows, SIZE, shuffle=True)
         found["val_loader"] = DataLoader(rows[:45], SIZE)  # 45: not a multiple of the ranks
         if forgets:
-            found["CrossEntropyPlusAP"] = type("Forgetful", (loss_fn,), {"load_state_dict": lambda *args: None})
+            loss_fn.load_state_dict = lambda *args: None
         run_block(script.replace("outputs", f"{folder}/{place}"), found)
         return model, found["history"]
 
     model, history = job("through", script)
     chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*gathered_rows(seen))]
     reference = make_encoder().double()
-    loss_fn = names["CrossEntropyPlusAP"]()
-    loss_fn.cross_entropy.gather_distributed = loss_fn.ranking.gather_distributed = False
+    loss_fn = deepcopy(names["loss_fn"])
+    loss_fn.gather_distributed = False
 
     def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
         return loss_fn(reference(features[chosen]), targets[chosen])

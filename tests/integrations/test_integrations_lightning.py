@@ -83,7 +83,7 @@ def trained(rank: int, definitions: str, training: str, folder: str) -> tuple[fl
     """
     encoder, reference = make_encoder().double(), make_encoder().double()
     names = run_block(definitions, {"encoder": encoder})
-    loss_fn = deepcopy(names["model"].loss_fn if "model" in names else names["CrossEntropyPlusAP"]())
+    loss_fn = deepcopy(names["model"].loss_fn if "model" in names else names["loss_fn"])
     for module in loss_fn.modules():
         if hasattr(module, "gather_distributed"):
             module.gather_distributed = False
@@ -201,7 +201,7 @@ def balanced(rank: int, definition: str, options: dict[str, Any]) -> tuple[set[i
             seen.append((int(batch[1].sum()), tuple(batch[0][:, 0].tolist())))
             return super().training_step(batch, batch_idx)
 
-    model = Watched(make_encoder().double(), names["CrossEntropyPlusAP"]())
+    model = Watched(make_encoder().double(), names["loss_fn"])
     make_trainer(max_epochs=2, **options).fit(model, DataLoader(rows, batch_sampler=sampler))
     half = len(seen) // 2
     orders = {tuple(order for _, order in part) for part in (seen[:half], seen[half:])}
@@ -235,7 +235,7 @@ DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER = blocks("recipes/lightning.md
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64)")
 WARM_RANKER = DEFINITION + WARM.replace(*QUEUE)
 WINDOW_RANKER = WINDOW_RANKER.replace(QUEUE[0], "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
-WARM_TRAINING = TRAINING.replace("model = Ranker(encoder, CrossEntropyPlusAP())\n", "")
+WARM_TRAINING = TRAINING.replace("model = Ranker(encoder, loss_fn)\n", "")
 # What one writes without manual optimization.
 AUTOMATIC = """
 import torch

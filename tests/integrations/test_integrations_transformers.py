@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,7 @@ def one_process(like: Any) -> Any:
 def make_schedule(**options: Any) -> fullrank.LossWarmupWrapper:
     """Return a schedule that warms up for one epoch of three steps, and then cools."""
     main = fullrank.SmoothAPLoss(1, queue_size=64)
-    warmup = fullrank.SigmoidFocalLoss(alpha=-1, gamma=0)
+    warmup = fullrank.BCEWithLogitsLoss()
     times = {"warmup_epochs": 1, "temp_start": 1.0, "temp_end": 0.2, "temp_decay_steps": 2}
     return fullrank.LossWarmupWrapper(warmup, main, **times, **options)
 
@@ -177,7 +178,7 @@ def balanced(rank: int, definitions: str, folder: str) -> tuple[set[int], int]:
             sampler.set_epoch(int(state.epoch))
 
     arguments = make_arguments(folder, gradient_accumulation_steps=1)
-    loss_fn, model = names["CrossEntropyPlusAP"](), make_model("bert")
+    loss_fn, model = names["loss_fn"], make_model("bert")
     BalancedTrainer(
         model=model, args=arguments, train_dataset=rows, pooled_loss=loss_fn, callbacks=[NextEpoch()]
     ).train()
@@ -239,9 +240,9 @@ def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], lis
 
     def job(place: str, script: str, forgets: bool = False) -> Any:
         dist.barrier()  # the files of the last job are there
-        loss_fn = names["CrossEntropyPlusAP"]
         options = {"eval_on_start": True, "save_only_model": False}
         found = {**names, "model": make_model("bert"), "train_rows": rows, "val_rows": rows}
+        found["loss_fn"] = deepcopy(names["loss_fn"])
 
         def of_the_page(
             folder_of_page: str, per_device_train_batch_size: int, learning_rate: float, **rest: Any
@@ -250,12 +251,12 @@ def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], lis
 
         found["TrainingArguments"] = of_the_page
         if forgets:
-            found["CrossEntropyPlusAP"] = type("Forgetful", (loss_fn,), {"load_state_dict": lambda *args: None})
+            found["loss_fn"].load_state_dict = lambda *args: None
         return run_block(script, found)["trainer"]
 
     reference = make_model("bert")
-    loss_fn = names["CrossEntropyPlusAP"]()
-    loss_fn.cross_entropy.gather_distributed = loss_fn.ranking.gather_distributed = False
+    loss_fn = deepcopy(names["loss_fn"])
+    loss_fn.gather_distributed = False
     tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels"))
     expected: list[float] = []
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from workers import WorkerPool
 
-import fullrank
-
 pytestmark = pytest.mark.slow
 
 DEFINITIONS, BALANCED, MAIN, BEST = blocks("recipes/ddp.md")
@@ -40,9 +38,8 @@ def make_rows(number: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def queued(names: dict[str, Any]) -> nn.Module:
     """Return the loss of the page, with a queue."""
-    loss_fn = names["CrossEntropyPlusAP"]()
-    loss_fn.ranking = fullrank.SmoothAPLoss(num_classes=1, queue_size=64)
-    return loss_fn
+    ap = names["SmoothAPLoss"](num_classes=1, queue_size=64)
+    return names["CombinedLoss"]({"ce": names["BCEWithLogitsLoss"](), "ap": ap})
 
 
 def fitted(rank: int, definitions: str, folder: str) -> tuple[float, list[float], float]:

@@ -23,6 +23,9 @@ from workers import WorkerPool, error_of
 import fullrank.metrics
 from fullrank import losses
 from fullrank.losses import (
+    BCEWithLogitsLoss,
+    CombinedLoss,
+    CrossEntropyLoss,
     LossWarmupWrapper,
     RetrievalSmoothAPLoss,
     SigmoidFocalLoss,
@@ -72,13 +75,16 @@ SUBJECTS = {
         {"queries": torch.ones(3), "keys": torch.ones(5), "weights": torch.ones(5, 1), "temperature": 1.0},
     ),
     "LossWarmupWrapper": Subject(
-        LossWarmupWrapper, ROWS, {"warmup_loss": SoftmaxFocalLoss(gamma=0), "main_loss": SmoothAPLoss(3)}
+        LossWarmupWrapper, ROWS, {"warmup_loss": CrossEntropyLoss(), "main_loss": SmoothAPLoss(3)}
     ),
     "RetrievalSmoothAPLoss": Subject(RetrievalSmoothAPLoss, EMBEDDINGS, {}),
     "retrieval_smooth_ap": Subject(losses.retrieval_smooth_ap, EMBEDDINGS),
     "SmoothAPLoss of queries": Subject(SmoothAPLoss, QUERIES, {"num_classes": 1, "queue_size": 8}),
     "smooth_ap of queries": Subject(smooth_ap, QUERIES),
     "causal_lm_loss": Subject(causal_lm_loss, {"logits": TOKENS, "labels": NEXT}),
+    "CrossEntropyLoss": Subject(CrossEntropyLoss, {"inputs": LOGITS, "targets": TARGETS}, {}),
+    "BCEWithLogitsLoss": Subject(BCEWithLogitsLoss, {"inputs": LOGITS, "targets": LOGITS.sigmoid()}, {}),
+    "CombinedLoss": Subject(CombinedLoss, ROWS, {"losses": {"ap": SmoothAPLoss(3), "ce": CrossEntropyLoss()}}),
 }
 for _name, _loss in POOLED.items():
     SUBJECTS[_loss.module.__name__] = Subject(_loss.module, ROWS, {"num_classes": 3, "queue_size": 8, **_loss.default})
@@ -96,7 +102,9 @@ OF_QUERIES = ["SmoothAPLoss of queries", "smooth_ap of queries"]
 RECALL = ["RecallAtQuantileLoss", "recall_at_quantile"]
 PAUC = ["PAUCAtBudgetLoss", "pauc_at_budget"]
 SIGMOID, SOFTMAX = ["SigmoidFocalLoss", "sigmoid_focal"], ["SoftmaxFocalLoss", "softmax_focal"]
-GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], "RetrievalSmoothAPLoss"]
+CROSS_ENTROPY, BINARY_CROSS_ENTROPY = ["CrossEntropyLoss"], ["BCEWithLogitsLoss"]
+OF_TORCH = [*CROSS_ENTROPY, *BINARY_CROSS_ENTROPY]
+GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], *OF_TORCH, "RetrievalSmoothAPLoss"]
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
@@ -143,6 +151,16 @@ SETTINGS: list[tuple[Sequence[str], str, list[Any], list[Any]]] = [
     (["LossWarmupWrapper"], "final_main_weight", [0.0, 1.1, -0.5, NAN], ["1"]),
     (["LossWarmupWrapper"], "gather_distributed", [], [1]),
     (["causal_lm_loss"], "num_items", [-1, NAN, INF, torch.ones(2)], ["3", True]),
+    (OF_TORCH, "reduction", ["average", "mean_weighted", None], []),
+    (OF_TORCH, "weight", [-ONES[:3], ends(ONES[:2], NAN), ends(ONES[:2], INF)], [[1.0, 1.0, 1.0], 0.5]),
+    (CROSS_ENTROPY, "weight", [torch.ones(3, 1), torch.tensor(1.0)], []),
+    (CROSS_ENTROPY, "ignore_index", [], [1.0, None]),
+    (CROSS_ENTROPY, "label_smoothing", [-0.1, 1.1, NAN], ["0.1"]),
+    (BINARY_CROSS_ENTROPY, "pos_weight", [torch.tensor(-1.0)], [19.0]),
+    (["CombinedLoss"], "losses", [{}, {"a.p": SmoothAPLoss(3)}, {"keys": SmoothAPLoss(3)}, {1: SmoothAPLoss(3)}], []),
+    (["CombinedLoss"], "losses", [], [None, [SmoothAPLoss(3)], {"ap": SmoothAPLoss}]),
+    (["CombinedLoss"], "weights", [{"ap": 1.0}, {"ap": -1.0, "ce": 1.0}, {"ap": NAN, "ce": 1.0}], []),
+    (["CombinedLoss"], "weights", [], [[1.0, 1.0], {"ap": "1", "ce": 1.0}]),
     (["sigmoid_sums"], "temperature", [0.0, -1.0, NAN], []),
     (["sigmoid_sums"], "method", ["fast"], []),
 ]
@@ -192,6 +210,14 @@ VALUES: list[tuple[Sequence[str], str, type[Exception], list[tuple[Any, str]]]] 
     (SIGMOID[1:], "inputs", T, [(PIXELS.long(), "int64")]),
     (SIGMOID[1:], "targets", T, [(1.0, "")]),
     (SIGMOID[1:], "targets", V, [(LABELS, "")]),
+    (OF_TORCH, "inputs", T, [([[0.0]], ""), (LOGITS.long(), "int64")]),
+    (CROSS_ENTROPY, "inputs", V, [(ONES, r"\(8,\)"), (LOGITS[:, :1], "BCEWithLogitsLoss")]),
+    (CROSS_ENTROPY, "targets", T, [(LOGITS.long(), r"Use targets\.argmax\(dim=1\)"), (TARGETS * 1j, "complex64")]),
+    (CROSS_ENTROPY, "targets", V, [(TARGETS + 3, "3. Class indices start at 0"), (TARGETS + 0.5, r"0\.5")]),
+    (CROSS_ENTROPY, "targets", V, [(TARGETS[:3], r"\(3,\)"), (LOGITS - 1, "-1"), (TARGETS.to("meta"), "one on meta")]),
+    (CROSS_ENTROPY, "sample_weight", V, [(LOGITS, r"\(8, 3\)"), (-ONES, "-1")]),
+    (BINARY_CROSS_ENTROPY, "targets", V, [(TARGETS, r"\(8,\)"), (LOGITS - 1, r"-1\.0\. Use \(targets > 0\)\.float")]),
+    (BINARY_CROSS_ENTROPY, "sample_weight", V, [(ONES[:3], r"\(3,\)"), (-ONES, "-1")]),
     (["causal_lm_loss"], "logits", T, [([1.0], ""), (TOKENS.long(), "int64")]),
     (["causal_lm_loss"], "logits", V, [(TOKENS[..., :0], r"\(2, 3, 0\)")]),
     (["causal_lm_loss"], "labels", T, [(NEXT.float(), "float32"), (NEXT.bool(), "bool"), (NEXT.tolist(), "")]),
@@ -370,7 +396,7 @@ ADVICE: dict[str, Callable[[], object]] = {
     r"numbers in \[0, 1\], got -1\.0\. Use \(targets > 0\)\.float\(\)": lambda: sigmoid_focal(ONES, -ONES),
     r"numbers in \[0, 1\], got nan": lambda: SigmoidFocalLoss()(ONES, ONES * NAN),
     "temperature: expected a number, got None.*no automatic form": lambda: losses.PAUCAtBudgetLoss(1, temperature=None),
-    r"at least two classes .*one logit is always 0. Use SigmoidFocalLoss\(": lambda: in_warmup(SmoothAPLoss(1))(
+    r"at least two classes .*one logit is always 0. Use BCEWithLogitsLoss\(": lambda: in_warmup(SmoothAPLoss(1))(
         LOGITS[:, :1], BINARY
     ),
     r"at least two classes .*one logit is always 0": lambda: in_warmup(SmoothAPLoss(1))(LOGITS[:, 0], BINARY),
@@ -465,6 +491,8 @@ def cases_of(name: str, device: torch.device) -> list[tuple[Callable[..., Tensor
         return [(loss, logits, plain) for loss in (SigmoidFocalLoss(), sigmoid_focal)]
     if name == "softmax_focal":
         return [(loss, several, classes) for loss in (SoftmaxFocalLoss(), softmax_focal)]
+    if name in SUBJECTS:
+        return [(BCEWithLogitsLoss(), logits, plain), (CrossEntropyLoss(), several, classes)]
     hot = (several > 0).long().masked_fill(several > 1.5, -100)
     module, function, options = POOLED[name].module, POOLED[name].functional, POOLED[name].default
     return [
@@ -490,7 +518,7 @@ def answers(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> lis
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [*POOLED, *FOCAL])
+@pytest.mark.parametrize("name", [*POOLED, *FOCAL, "CrossEntropyLoss"])
 def test_targets_and_scores_of_every_form_are_those_of_integers(name: str, form: str, device: torch.device) -> None:
     """Scores of one class may lack the dimension of the classes."""
     for loss, scores, targets in cases_of(name, device):
@@ -602,7 +630,10 @@ def test_what_a_subclass_passes_on_is_all_that_the_base_takes() -> None:
     assert PoolOptions.__annotations__.keys() == {p.name for p in pooled if p.kind is p.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("text", ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'"])
+SHOWN = ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'", "weight=[0.5, 2.0]"]
+
+
+@pytest.mark.parametrize("text", [*SHOWN, "weights={'ap': 0.25}"])
 def test_repr_shows_the_settings(text: str) -> None:
     shown = [
         losses.PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"),
@@ -610,5 +641,7 @@ def test_repr_shows_the_settings(text: str) -> None:
         SigmoidFocalLoss(gamma=1.5),
         LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_steps=3),
         RetrievalSmoothAPLoss(0.2, "sum", ignore_index=-1),
+        CrossEntropyLoss(torch.tensor([0.5, 2.0])),
+        CombinedLoss({"ap": SmoothAPLoss(1)}, {"ap": 0.25}),
     ]
     assert text in repr(shown)

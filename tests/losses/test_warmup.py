@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fullrank.losses import (
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
-    SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
     smooth_ap,
@@ -52,7 +53,7 @@ class Pair(nn.Module):
 
 def wrapper_of(**options: Any) -> LossWarmupWrapper:
     """Return a wrapper of cross-entropy and Smooth-AP with a queue, unless ``options`` says otherwise."""
-    losses = {"warmup_loss": SoftmaxFocalLoss(gamma=0), "main_loss": SmoothAPLoss(3, queue_size=64)}
+    losses = {"warmup_loss": CrossEntropyLoss(), "main_loss": SmoothAPLoss(3, queue_size=64)}
     return LossWarmupWrapper(**(losses | options))
 
 
@@ -156,7 +157,7 @@ def test_the_loss_of_each_phase() -> None:
 def test_one_logit_with_integer_targets_in_each_phase() -> None:
     """The recipe of the README: targets (N, 1)."""
     main = SmoothAPLoss(1)
-    wrapper = LossWarmupWrapper(SigmoidFocalLoss(alpha=-1, gamma=0), main, warmup_steps=1, blend_steps=1)
+    wrapper = LossWarmupWrapper(BCEWithLogitsLoss(), main, warmup_steps=1, blend_steps=1)
     logits, targets = LOGITS[:, :1], TARGETS.clamp(max=1)[:, None]
     bce = nn.functional.binary_cross_entropy_with_logits(logits, targets.float())
     for step, weight in enumerate([0.0, 0.5, 1.0]):

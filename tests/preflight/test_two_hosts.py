@@ -179,7 +179,7 @@ def test_preflight_between_two_hosts() -> None:
     for process in outcome.processes:
         assert process.returncode == 0, process.stdout + process.stderr
     report = outcome.processes[0].stdout
-    assert "18 checks: 18 passed." in report
+    assert "20 checks: 20 passed." in report
     assert report.split(" hosts ")[1].split()[0] == "2"
     # The cable was there, and it was bad.
     assert outcome.passed > 1000

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, get_pool
 
-from fullrank import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, SoftmaxFocalLoss
+from fullrank import BCEWithLogitsLoss, CrossEntropyLoss, LossWarmupWrapper, SmoothAPLoss
 
 # capacity of the queue, steps of some 22 rows before the save, dtype of the logits
 FILLS = {
@@ -41,9 +41,7 @@ def make_loss(name: str, capacity: int, **settings: Any) -> Any:
     """Return a loss whose pool is drawn, so that the queue, the temperature and the draws all matter."""
     if name == BLENDING:
         main = make_loss("smooth_ap", capacity, **settings)
-        return LossWarmupWrapper(
-            SigmoidFocalLoss(alpha=-1, gamma=0), main, warmup_steps=1, blend_steps=7, temp_start=0.5, temp_end=0.1
-        )
+        return LossWarmupWrapper(BCEWithLogitsLoss(), main, warmup_steps=1, blend_steps=7, temp_start=0.5, temp_end=0.1)
     loss = loss_cases.POOLED[name]
     return loss.module(1, **{"queue_size": capacity, "max_pool_size": 50, **loss.default, **settings})
 
@@ -509,7 +507,7 @@ def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool
 
 def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:
     trained, loaded = (
-        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), warmup_steps=0, reset_queue_each_epoch=True)
+        LossWarmupWrapper(CrossEntropyLoss(), small_loss(), warmup_steps=0, reset_queue_each_epoch=True)
         for _ in range(2)
     )
     trained.on_train_epoch_start(3)
@@ -526,7 +524,7 @@ def test_a_schedule_whose_hooks_were_called_does_not_warn_after_a_restart(units:
     """In the first epoch or step too; a loss that saw no epoch or step still warns, before and after."""
     logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
     with_hooks, without_hooks, first, second = (
-        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), **{units: 2}) for _ in range(4)
+        LossWarmupWrapper(CrossEntropyLoss(), small_loss(), **{units: 2}) for _ in range(4)
     )
     with_hooks.on_train_epoch_start(0)
     with_hooks.on_train_batch_start(0)
@@ -562,9 +560,7 @@ def train_two_classes(loss: torch.nn.Module) -> None:
 def test_another_queue_is_refused_and_nothing_changes(argument: str, value: object, fix: str, wraps: bool) -> None:
     losses = [small_loss(), small_loss(**{argument: value})]
     losses[0].temperature = 0.25
-    source, other = (
-        LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), loss, warmup_steps=1) if wraps else loss for loss in losses
-    )
+    source, other = (LossWarmupWrapper(CrossEntropyLoss(), loss, warmup_steps=1) if wraps else loss for loss in losses)
     train_two_classes(source)
     state, before = source.state_dict(), other.state_dict()
     with pytest.raises(
@@ -577,7 +573,7 @@ def test_another_queue_is_refused_and_nothing_changes(argument: str, value: obje
     assert len(losses[1].queue) == 0
     assert losses[1].temperature == losses[0].temperature
     # The control: the same queue is taken, and changes the state.
-    twin = LossWarmupWrapper(SoftmaxFocalLoss(gamma=0), small_loss(), warmup_steps=1) if wraps else small_loss()
+    twin = LossWarmupWrapper(CrossEntropyLoss(), small_loss(), warmup_steps=1) if wraps else small_loss()
     fresh = twin.state_dict()
     twin.load_state_dict(state)
     assert not same(twin.state_dict(), fresh)

@@ -8,6 +8,12 @@ import sys
 import pytest
 
 USE = {
+    "subpackages, which are attributes": """
+assert "fullrank.data" not in sys.modules
+assert fullrank.data.until_all_end
+assert fullrank.integrations.__doc__
+assert "torchmetrics" not in sys.modules
+""",
     "norm": """
 parameter = torch.nn.Parameter(torch.zeros(2))
 parameter.grad = torch.tensor([3.0, 4.0])

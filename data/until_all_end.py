@@ -1,0 +1,117 @@
+"""Loaders with different numbers of batches: a process whose loader has ended goes on with batches of no rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
+from ..distributed.header import Offer, agree_on
+from ..errors import RankValueError, Words, expected
+
+T = TypeVar("T")
+
+_FIX = "Pass empty=, a batch without rows."
+_END: Any = object()
+_PLAIN = (str, bytes, int, float)
+
+
+def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = None) -> Iterable[T]:
+    """Iterate over a loader until those of all processes have ended.
+
+    Equal to ``itertools.chain(loader, itertools.repeat(empty, n))``, with n the batches that the longest loader has
+    more. If processes take different numbers of steps, those with more wait in the first collective for those with
+    less. With this around the loader all take as many. The losses of this package take batches without rows, and their
+    gradient remains that of one process with the rows of all; losses of torch give NaN for them.
+
+    Args:
+        loader: gives the batches of this process; iterated anew in each epoch.
+        group: process group or device mesh of the data-parallel ranks; None for the default group.
+        empty: what a process yields after its last batch. None is that batch without rows: tensors and arrays are cut
+            in dim 0, and so are lists of strings and numbers; dicts, and lists and tuples of others, keep their form;
+            everything else stays as it is. A process that has no batch at all needs it.
+
+    Returns:
+        An iterable for any number of epochs, without a length.
+
+    Raises:
+        RankError: what the loader of a process raises, on every rank; and when a process has nothing to yield.
+
+    Distributed:
+        One collective of 64 bytes before each step, and one at the end, also where the lengths of the loaders are
+        known: only so an error in one loader is raised by all. Models in which a batch without rows is an error, as in
+        the training mode of ``torch.nn.BatchNorm1d``, cannot take part. Without a process group, and in one process,
+        the loader is iterated as it is.
+
+    Example:
+        >>> import torch
+        >>> batches = [torch.ones(2, 3), torch.ones(1, 3)]
+        >>> [len(batch) for batch in until_all_end(batches)]
+        [2, 1]
+    """
+    return _UntilAllEnd(loader, group, empty)
+
+
+class _UntilAllEnd(Generic[T]):
+    """What :func:`until_all_end` returns. It keeps the last batch without rows, also for the next epoch."""
+
+    def __init__(self, loader: Iterable[T], group: Group, empty: T | None) -> None:
+        self.loader, self.group, self.empty = loader, group, empty
+        self._cut: T | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the batches of an epoch."""
+        group = resolve_group(self.group) if self.group is not None or is_initialized() else None
+        if group is None or group.size() == 1:
+            yield from self.loader
+            return
+        batches: Iterator[T] | None = None
+        has_ended = False
+
+        def bring() -> Offer[Any]:
+            nonlocal batches, has_ended
+            batches = iter(self.loader) if batches is None else batches
+            batch = _END if has_ended else next(batches, _END)
+            if batch is _END:
+                has_ended = True
+                empty = self._cut if self.empty is None else self.empty
+                return Offer(copy.deepcopy(empty), totals=(0.0, float(empty is None)))  # a loop may change its batches
+            if self.empty is None:
+                self._cut = without_rows(batch)
+            return Offer(batch, totals=(1.0, 0.0))
+
+        while True:
+            agreed = agree_on("until_all_end", group, bring)
+            has_batch, lacks = agreed.totals.t()[:2].tolist()
+            if not any(has_batch):
+                return
+            if any(lacks):
+                ranks = ", ".join(str(rank) for rank, lacks_one in zip(group_ranks(group), lacks) if lacks_one)
+                what = "a batch in the loader of every rank"
+                raise RankValueError(expected("until_all_end", what, Words(f"none on rank {ranks}"), _FIX))
+            yield agreed.value
+
+
+def without_rows(batch: Any) -> Any:
+    """Return ``batch`` cut to no rows, without a reference to its memory."""
+    if isinstance(batch, Tensor):
+        return batch[:0].detach().clone() if batch.ndim else batch
+    if isinstance(batch, MutableMapping):  # a copy keeps what a subclass holds besides
+        cut = copy.copy(batch)
+        cut.update({key: without_rows(value) for key, value in batch.items()})
+        return cut
+    if isinstance(batch, Mapping):
+        return type(batch)({key: without_rows(value) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(without_rows, batch))
+    if isinstance(batch, (list, tuple)):
+        is_column = all(isinstance(value, _PLAIN) for value in batch)
+        return batch[:0] if is_column else type(batch)(map(without_rows, batch))
+    if batch is None or isinstance(batch, _PLAIN):
+        return batch
+    if isinstance(getattr(batch, "shape", None), tuple) and hasattr(batch, "copy"):  # an array of numpy
+        return batch[:0].copy() if batch.shape else batch
+    raise TypeError(expected("batch", "tensors, in dicts, lists and tuples", batch, _FIX))

@@ -1,0 +1,115 @@
+"""Binary cross-entropy over the rows of all ranks, with the arguments and the values of torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..distributed.header import combined
+from ..errors import check_choice, expected
+from .arguments import completed
+from .batch import weight_and_check
+from .cross_entropy import REDUCTIONS, TorchLikeLoss, TorchReduction
+from .distributed_loss import GroupOptions
+from .focal import Elements, aligned, check_inputs
+from .sigmoid_focal import check_of_soft_targets, expand_weight
+from .tensors import compute_dtype, has_values, weight_unit
+
+
+@completed()
+class BCEWithLogitsLoss(TorchLikeLoss):
+    r"""Binary cross-entropy of independent problems, with the mean over the elements of all ranks.
+
+    Equal to ``torch.nn.BCEWithLogitsLoss(weight, reduction=..., pos_weight=...)`` in one process with the rows of all
+    ranks:
+
+    .. math:: L = -\frac{1}{n} \sum_i w_i \left(p \, y_i \log \sigma(x_i) + (1 - y_i) \log (1 - \sigma(x_i))\right)
+
+    with p the ``pos_weight`` and n the number of elements of all ranks. The loss of torch averages on each rank, which
+    is another loss under data parallelism: a row on a rank with few rows counts more than others.
+
+    There are two differences. Without elements torch gives NaN, and this loss 0 with zero gradients. Half precision is
+    returned in float32.
+
+    Args:
+        weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
+            buffer, as in torch. Weights of the rows of a batch are the ``sample_weight`` of the forward.
+        pos_weight: >= 0, broadcast to the shape of the inputs: the factor on the positives, the same on every rank;
+            None for all 1. The number of negatives over that of positives lets both weigh the same. A buffer.
+        reduction: ``"mean"`` over the elements of all ranks, whose weights are not in the divisor, ``"sum"`` over all
+            ranks, or ``"none"`` for this rank's elements.
+
+    Shape:
+        inputs of any shape; targets the same, numbers in [0, 1], where one of (N,) and (N, 1) may stand for the other;
+        ``sample_weight`` of the forward has dim 0 of the inputs, and ``"mean"`` then divides by the sum of it. N may
+        differ between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
+
+    Degenerate: no element on any rank gives 0 with zero gradients.
+    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
+    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
+
+    Example:
+        >>> import torch
+        >>> BCEWithLogitsLoss(pos_weight=torch.tensor(3.0))(torch.zeros(2), torch.tensor([1, 0]))
+        tensor(1.3863)
+
+    Reference: ``torch.nn.BCEWithLogitsLoss``.
+    """
+
+    weight: Tensor | None
+    pos_weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        pos_weight: Tensor | None = None,
+        reduction: TorchReduction = "mean",
+        *,
+        gather_distributed: bool | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        check_choice("reduction", reduction, REDUCTIONS)
+        super().__init__(reduction, gather_distributed, **options)
+        self._register_weights(weight=weight, pos_weight=pos_weight)
+
+    def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
+        """Return this rank's element losses, or their sum, and their divisor."""
+        check_inputs(inputs, targets)
+        targets = aligned(targets, tuple(inputs.shape))
+        if targets.shape != inputs.shape:
+            raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
+        checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
+        x = inputs.to(compute_dtype(inputs.dtype))
+        weight, pos_weight = self._weight_of("weight", x), self._weight_of("pos_weight", x)
+        is_weighted, unit = sample_weight is not None, None
+        # A sum of torch rather than of its elements: that has the bits of its mean.
+        reduction = "none" if is_weighted or self.reduction == "none" else "sum"
+        values = F.binary_cross_entropy_with_logits(
+            x, targets.to(x.dtype), weight, pos_weight=pos_weight, reduction=reduction
+        )
+        count = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
+        if sample_weight is not None:
+            given, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, self.validate_args)
+            checks += [] if check is None else [check]
+            unit = weight_unit(given)
+            values, count = values * (given / unit), (given / unit).sum()
+        return Elements(values, count * (self.reduction == "mean"), unit, combined(checks))
+
+    def _weight_of(self, name: str, x: Tensor) -> Tensor | None:
+        """Return a weight that can be broadcast to the shape of ``x``, as torch needs it."""
+        weight: Tensor | None = getattr(self, name)
+        if weight is None:
+            return None
+        fits = weight.ndim <= x.ndim and all(own in (1, n) for own, n in zip(weight.shape[::-1], x.shape[::-1]))
+        if not fits:
+            fix = "Pass weights of the rows as sample_weight."
+            raise ValueError(expected(name, f"a shape that can be broadcast to {tuple(x.shape)}", weight, fix))
+        return weight.detach().to(x)
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``, and for the comparison between ranks."""
+        return (
+            f"weight={self._text_of('weight')}, pos_weight={self._text_of('pos_weight')}, reduction={self.reduction!r}"
+        )

@@ -1,0 +1,168 @@
+"""Cross-entropy over the rows of all ranks, with the arguments and the values of torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..distributed.header import combined
+from ..distributed.torch_private import version_of
+from ..errors import check_choice, check_int, check_number, check_tensor, expected
+from .arguments import completed
+from .distributed_loss import GroupOptions
+from .focal import Elements, FocalLoss, check_inputs
+from .sigmoid_focal import check_of_soft_targets
+from .softmax_focal import check_classes, check_element_weight
+from .tensors import compute_dtype, has_values, weight_unit
+
+TorchReduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
+
+_FEW = 8  # weights that a text lists; of more it gives the shape and a hash
+
+
+class TorchLikeLoss(FocalLoss):
+    """Base of the losses that have the arguments of torch: their weights are buffers, as in torch.
+
+    The ranks compare the values of the weights. They are read from the device only when they have changed.
+    """
+
+    def _register_weights(self, **weights: Tensor | None) -> None:
+        for name, weight in weights.items():
+            if weight is not None:
+                check_tensor(name, weight, "a tensor or None")
+                if weight.is_complex() or not bool((weight.isfinite() & (weight >= 0)).all()):
+                    raise ValueError(expected(name, "finite numbers >= 0", weight.tolist()))
+            self.register_buffer(name, weight)
+        self._texts: dict[str, tuple[Tensor, int, str]] = {}
+
+    def _text_of(self, name: str) -> str:
+        """Return the values of a weight as a text that differs where they do."""
+        weight = getattr(self, name)
+        if weight is None:
+            return "None"
+        version, known = version_of(weight), self._texts.get(name)
+        if known is None or known[0] is not weight or known[1] != version:
+            values = weight.detach().cpu().double()
+            text = str(values.tolist())
+            if values.numel() > _FEW:
+                found = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=4).hexdigest()
+                text = f"{tuple(weight.shape)} with hash {found}"
+            known = self._texts[name] = (weight, version, text)
+        return known[2]
+
+
+@completed()
+class CrossEntropyLoss(TorchLikeLoss):
+    r"""Cross-entropy of mutually exclusive classes, with the mean over the elements of all ranks.
+
+    Equal to ``torch.nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)`` in one process
+    with the rows of all ranks:
+
+    .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
+
+    Both sums are over the elements of all ranks that are not ignored. With probabilities as targets the divisor is the
+    number of elements. The loss of torch averages on each rank, which is another loss under data parallelism: a row on
+    a rank with few valid rows counts more than others.
+
+    There are four differences. Without a valid element torch gives NaN, and this loss 0 with zero gradients. Ignored
+    elements may have NaN for logits. Half precision is returned in float32. Inputs (N, 1), whose loss is always 0, and
+    inputs (C,) raise.
+
+    Args:
+        weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
+        ignore_index: elements with this target are not valid: no loss, no gradient, not counted. With
+            probabilities it must be negative, as in torch.
+        reduction: ``"mean"`` divides by the sum of the weights of the target classes over all ranks, ``"sum"`` over all
+            ranks, or ``"none"`` for this rank's elements.
+        label_smoothing: in [0, 1], the share of the uniform distribution in the targets.
+
+    Shape:
+        inputs (N, C, *) with C >= 2; targets (N, *) or (N, *, 1) class indices, or (N, C, *) probabilities as floats;
+        ``sample_weight`` of the forward (N, *), with which the counts become sums of weights. N may differ between
+        ranks and may be 0. Output scalar, or (N, *) with ``reduction="none"``.
+
+    Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
+    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
+    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
+
+    Example:
+        >>> import torch
+        >>> CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([1, -100]))
+        tensor(1.3863)
+
+    Reference: ``torch.nn.CrossEntropyLoss``.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: TorchReduction = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        gather_distributed: bool | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        check_choice("reduction", reduction, REDUCTIONS)
+        super().__init__(reduction, gather_distributed, **options)
+        self.ignore_index = check_int("ignore_index", ignore_index)
+        if not 0 <= check_number("label_smoothing", label_smoothing) <= 1:
+            raise ValueError(expected("label_smoothing", "a number in [0, 1]", label_smoothing))
+        self.label_smoothing = label_smoothing
+        self._register_weights(weight=weight)
+        if weight is not None and weight.ndim != 1:
+            raise ValueError(expected("weight", "shape (C,), one weight per class", weight))
+
+    def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
+        """Return this rank's element losses, or their sum, and their divisor."""
+        check_inputs(inputs, targets)
+        x, shape = inputs.to(compute_dtype(inputs.dtype)), (*inputs.shape[:1], *inputs.shape[2:])
+        if targets.shape == inputs.shape and inputs.shape[1:2] > (1,):
+            if not targets.is_floating_point():
+                fix = "Use targets.argmax(dim=1) for one-hot targets; BCEWithLogitsLoss for several labels per row."
+                raise TypeError(expected("targets", "class indices (N, *), or probabilities as floats", targets, fix))
+            checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
+            y, weight, counted = targets.to(x.dtype), self._weights_of(x), x.new_ones(shape)
+        else:
+            y, valid, checks = check_classes(inputs, targets, self.ignore_index, self.validate_args)
+            # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the gradient.
+            x, y = x.masked_fill(~valid.unsqueeze(1), 0.0), y.masked_fill(~valid, self.ignore_index)
+            weight, counted = self._weights_of(x), valid
+            if weight is not None:
+                counted = torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
+        is_weighted, unit = sample_weight is not None, None
+        # A sum of torch rather than of its elements: that has the bits of its mean.
+        reduction = "none" if is_weighted or self.reduction == "none" else "sum"
+        values = F.cross_entropy(
+            x, y, weight, ignore_index=self.ignore_index, reduction=reduction, label_smoothing=self.label_smoothing
+        )
+        if sample_weight is not None:
+            given, check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
+            checks += [] if check is None else [check]
+            unit = weight_unit(given)
+            values, counted = values * (given / unit), counted * (given / unit)
+        count = counted.sum() if self.reduction == "mean" else x.new_zeros(())
+        return Elements(values, count, unit, combined(checks))
+
+    def _weights_of(self, x: Tensor) -> Tensor | None:
+        """Return the weights of the classes of logits (N, C, *), as torch needs them."""
+        if self.weight is None:
+            return None
+        if self.weight.shape != x.shape[1:2]:
+            raise ValueError(expected("weight", f"shape ({x.shape[1]},), one weight per class", self.weight))
+        return self.weight.detach().to(x)
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``, and for the comparison between ranks."""
+        return (
+            f"weight={self._text_of('weight')}, ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}"
+        )

@@ -1,0 +1,295 @@
+"""Loaders that end together: what a batch without rows is, trainings over uneven loaders, loaders that fail."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from workers import WorkerPool, error_of
+
+import fullrank
+from fullrank import BCEWithLogitsLoss, CombinedLoss, RecallAtQuantileLoss, SmoothAPLoss
+from fullrank.data.until_all_end import until_all_end, without_rows
+
+
+class Pair(NamedTuple):
+    """A batch of a custom collate function."""
+
+    features: Tensor
+    labels: Any
+
+
+ROWS = torch.arange(6.0).view(3, 2)
+FORMS: dict[str, tuple[Any, Any]] = {
+    "tensor": (ROWS, ROWS[:0]),
+    "list": ([ROWS, ROWS[:, 0]], [ROWS[:0], ROWS[:0, 0]]),
+    "tuple": ((ROWS, [ROWS]), (ROWS[:0], [ROWS[:0]])),
+    "named tuple": (Pair(ROWS, {"a": ROWS}), Pair(ROWS[:0], {"a": ROWS[:0]})),
+    "dict": ({"x": ROWS, "deep": {"y": (ROWS,)}}, {"x": ROWS[:0], "deep": {"y": (ROWS[:0],)}}),
+    "strings": ({"x": ROWS, "text": ["a", "b", "c"]}, {"x": ROWS[:0], "text": []}),
+    "numbers": ((ROWS, (1, 2.5, True)), (ROWS[:0], ())),
+    "constants": ([ROWS, "task", 3, None, torch.tensor(2.0)], [ROWS[:0], "task", 3, None, torch.tensor(2.0)]),
+    "array": ({"x": ROWS.numpy()}, {"x": ROWS.numpy()[:0]}),
+}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Return whether two batches have the same types, shapes and values."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, dict):
+        return list(found) == list(expected) and all(same(found[key], expected[key]) for key in found)
+    if isinstance(found, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(found, (Tensor, numpy.ndarray)):
+        return found.dtype == expected.dtype and found.shape == expected.shape and bool((found == expected).all())
+    return bool(found == expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_batch_without_rows_keeps_its_form(name: str) -> None:
+    batch, expected = FORMS[name]
+    assert same(without_rows(batch), expected)
+    assert same(without_rows(without_rows(batch)), expected)
+    assert not same(batch, expected)
+
+
+def test_other_containers_and_what_they_hold_besides() -> None:
+    factory: Any = defaultdict(list, x=ROWS)
+    found = without_rows(OrderedDict(x=ROWS, inner=factory))
+    assert isinstance(found, OrderedDict)
+    assert found["inner"].default_factory is list
+    assert found["inner"]["x"].shape == (0, 2)
+    assert factory["x"].shape == (3, 2)
+    assert without_rows(ROWS).untyped_storage().nbytes() == 0  # nothing of the batch is kept alive
+    with pytest.raises(TypeError, match=r"batch: expected tensors, in dicts, lists and tuples.* Pass empty="):
+        without_rows({"x": object()})
+
+
+def test_one_process_iterates_as_it_is() -> None:
+    batches = [object(), object()]
+    loader = until_all_end(batches)
+    for _ in range(2):
+        assert [id(batch) for batch in loader] == [id(batch) for batch in batches]
+
+
+# Over ranks
+
+
+def loader_of(rank: int, world_size: int, epoch: int = 0, empty_rank: int | None = None) -> list[dict[str, Tensor]]:
+    """Return the batches of a rank: of different sizes, another rank having the most in each epoch."""
+    number = 0 if rank == empty_rank else 1 + 2 * ((rank + epoch) % world_size)
+    found = []
+    for index in range(number):
+        generator = torch.Generator().manual_seed(100 * epoch + 10 * rank + index)
+        features = torch.randn(2 + (rank + index) % 3, 4, generator=generator, dtype=torch.float64)
+        found.append({"features": features, "targets": (torch.rand(len(features), generator=generator) < 0.5).long()})
+    return found
+
+
+NONE = {"features": torch.zeros(0, 4, dtype=torch.float64), "targets": torch.zeros(0, dtype=torch.int64)}
+
+
+class Epochs:
+    """A loader whose batches depend on the epoch, which it counts."""
+
+    def __init__(self, rank: int, world_size: int, empty_rank: int | None) -> None:
+        self.arguments, self.epoch, self.empty_rank = (rank, world_size), -1, empty_rank
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.epoch += 1
+        return iter(loader_of(*self.arguments, self.epoch, self.empty_rank))
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+
+
+def make_loss() -> CombinedLoss:
+    parts = {
+        "ap": SmoothAPLoss(1, queue_size=16, temperature=0.5),
+        "recall": RecallAtQuantileLoss(1, 0.3, temperature=0.5),
+        "ce": BCEWithLogitsLoss(),
+    }
+    return CombinedLoss(parts)
+
+
+def trained(rank: int, world_size: int, empty_rank: int | None, alone: bool) -> list[list[float]]:
+    """Return gradients and losses of two epochs, of DDP or of one process with the rows of all."""
+    model, loss_fn, found = make_model(), make_loss(), []
+    wrapped = model if alone else DistributedDataParallel(model)
+    loss_fn.gather_distributed = False if alone else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    loader = until_all_end(Epochs(rank, world_size, empty_rank), empty=NONE if empty_rank is not None else None)
+    for epoch in range(2):
+        steps: Any = loader
+        if alone:
+            of_ranks = [loader_of(other, world_size, epoch, empty_rank) for other in range(world_size)]
+            steps = []
+            for index in range(max(map(len, of_ranks))):
+                batches = [own[index] for own in of_ranks if index < len(own)]
+                steps.append({key: torch.cat([batch[key] for batch in batches]) for key in NONE})
+        for batch in steps:
+            optimizer.zero_grad()
+            value = loss_fn(wrapped(batch["features"]), batch["targets"])
+            value.backward()
+            gradients = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+            found.append(torch.cat([value.detach().reshape(1), *gradients]).tolist())
+            optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("empty_rank", [None, 1], ids=["uneven", "one is empty"])
+def test_a_training_equals_that_of_one_process(pool: WorkerPool, empty_rank: int | None) -> None:
+    """In both epochs, and with a rank that never has a batch."""
+    spread = pool(trained, pool.world_size, empty_rank, False)
+    (whole, *_) = pool(trained, pool.world_size, empty_rank, True)
+    lengths = {len(loader_of(rank, pool.world_size, 0, empty_rank)) for rank in range(pool.world_size)}
+    assert len(lengths) > 1
+    for found in spread:
+        assert len(found) == len(whole)
+        for one, other in zip(torch.tensor(found), torch.tensor(whole)):
+            assert float((one - other).norm() / other.norm()) <= 1e-12
+
+
+def mistaken(rank: int) -> Any:
+    """Return what a rank sees whose batches in place of empty ones are its last ones."""
+    losses = []
+    for batch in until_all_end(loader_of(rank, 2), empty=loader_of(rank, 2)[-1]):
+        losses.append(make_loss()(make_model()(batch["features"]), batch["targets"]).item())
+    return losses
+
+
+def test_control_repeated_rows_are_seen(pool_of_two: WorkerPool) -> None:
+    (whole, *_) = pool_of_two(trained, 2, None, True)
+    assert abs(pool_of_two(mistaken)[0][2] - whole[2][0]) > 1e-3
+
+
+class Failing:
+    """A loader that fails at the batch of a number, counted over the epochs; -1 when it starts."""
+
+    def __init__(self, batches: list[Any], number: int) -> None:
+        self.batches, self.number, self.count = batches, number, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.number == -1:
+            raise OSError("no such folder")
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.count += 1
+            if self.count == self.number:
+                raise OSError("cannot read cat.jpg")
+            yield batch
+
+
+def fails(rank: int, number: int) -> tuple[str, str, int, int]:
+    """Return the error of a loader that fails on rank 1, the batches before it, and those of the next loader."""
+    own = loader_of(rank, dist.get_world_size())
+    failing = until_all_end(Failing(own, number) if rank == 1 else own)
+    seen = []
+
+    def epochs() -> None:
+        for _ in range(2):
+            seen.extend(failing)
+
+    error = error_of(epochs)
+    return *error, len(seen), len(list(until_all_end(own)))
+
+
+@pytest.mark.parametrize(("number", "before"), [(-1, 0), (1, 0), (2, 1), (4, None)])
+def test_a_loader_that_fails_raises_on_every_rank(pool: WorkerPool, number: int, before: int | None) -> None:
+    """Where it starts, in the first batch, in the second, and in the second epoch."""
+    longest = 2 * pool.world_size - 1
+    outcomes = pool(fails, number)
+    text = "no such folder" if number == -1 else "cannot read cat.jpg"
+    for kind, message, seen, after in outcomes:
+        assert (kind, message) == outcomes[0][:2]
+        assert kind == "RuntimeError"
+        assert message == f"until_all_end failed on rank 1: OSError: {text}"
+        assert seen == (longest if before is None else before)
+        assert after == longest
+
+
+def lacks(rank: int, given: str) -> tuple[str, str]:
+    """Return the error of ranks of which one has nothing to yield."""
+    loader: Any = [] if rank == 0 else [ROWS]
+    if given == "uncut" and rank == 0:
+        loader = [object()]
+    return error_of(lambda: list(until_all_end(loader, empty=ROWS[:0] if given == "empty" else None)))
+
+
+def test_a_rank_without_anything_to_yield(pool: WorkerPool) -> None:
+    assert set(pool(lacks, "empty")) == {("none", "")}
+    for kind, text in pool(lacks, "nothing"):
+        assert kind == "ValueError"
+        assert text.startswith("until_all_end: expected a batch in the loader of every rank, got none on rank 0. Pass ")
+    for kind, text in pool(lacks, "uncut"):
+        assert kind == "TypeError"
+        assert text.startswith("until_all_end failed on rank 0: batch: expected tensors")
+
+
+def ends_in_another_epoch(rank: int) -> list[int]:
+    """Return the rows of each step; rank 0 has a batch in the first epoch alone, and loops change their batches."""
+    batches = [{"x": ROWS}] if rank == 0 else [{"x": ROWS}, {"x": ROWS}]
+    loader, found = until_all_end(batches), []
+    for epoch in range(2):
+        if epoch and rank == 0:
+            batches.clear()
+        for batch in loader:
+            found.append(len(dict(batch)["x"]))
+            if not found[-1]:
+                batch.pop("x")
+    return found
+
+
+def test_the_last_batch_is_known_in_the_next_epoch(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(ends_in_another_epoch) == [[3, 0, 0, 0], [3, 3, 3, 3]]
+
+
+def leaves_early(rank: int) -> tuple[str, str]:
+    """Return the error where rank 0 leaves the loop and calls something else."""
+
+    def train() -> None:
+        for step, _ in enumerate(until_all_end([ROWS] * 3)):
+            if rank == 0 and step == 1:
+                break
+        fullrank.all_gather_no_grad(ROWS)
+
+    return error_of(train)
+
+
+def test_a_rank_that_leaves_early_raises_on_all(pool: WorkerPool) -> None:
+    (kind, text), *others = pool(leaves_early)
+    assert kind == "RuntimeError"
+    assert "until_all_end on rank" in text
+    assert set(others) == {(kind, text)}
+
+
+def of_workers(rank: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the steps of a DataLoader of torch."""
+    rows = TensorDataset(torch.arange(3.0 + 4 * rank)[:, None].expand(-1, 2), torch.arange(3 + 4 * rank))
+    return [tuple(batch[0].shape) for batch in until_all_end(DataLoader(rows, batch_size=2))]
+
+
+def test_a_loader_of_torch(pool_of_two: WorkerPool) -> None:
+    first, second = pool_of_two(of_workers)
+    assert first == [(2, 2), (1, 2), (0, 2), (0, 2)]
+    assert second == [(2, 2), (2, 2), (2, 2), (1, 2)]
+
+
+def test_data_and_integrations_are_attributes() -> None:
+    assert fullrank.data.until_all_end is until_all_end
+    assert fullrank.integrations.__name__ == "fullrank.integrations"
+    with pytest.raises(AttributeError, match="no attribute 'date'"):
+        _ = fullrank.date

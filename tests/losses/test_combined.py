@@ -1,0 +1,267 @@
+"""CombinedLoss: the weighted sum, what it shows, saves and passes on, and what the ranks compare."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from collective_counter import CollectiveCounter
+from torch import Tensor, nn
+from torch.testing import assert_close
+from workers import WorkerPool, error_of
+
+from fullrank import (
+    BCEWithLogitsLoss,
+    CombinedLoss,
+    CrossEntropyLoss,
+    LossWarmupWrapper,
+    RecallAtQuantileLoss,
+    SmoothAPLoss,
+)
+
+ROWS = 12
+
+
+def rows(seed: int, count: int = ROWS, columns: int = 1) -> tuple[Tensor, Tensor]:
+    """Return logits (N, C) that require a gradient, and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, columns, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), torch.randint(0, max(2, columns), (count,), generator=generator)
+
+
+def make(queue_size: int = 8, weights: Any = None) -> CombinedLoss:
+    """Return the loss of the recipes, with a queue."""
+    parts = {"ap": SmoothAPLoss(num_classes=1, queue_size=queue_size), "ce": BCEWithLogitsLoss()}
+    return CombinedLoss(parts, weights)
+
+
+def test_it_is_the_weighted_sum_and_shows_its_parts() -> None:
+    ap, ce = SmoothAPLoss(num_classes=1, queue_size=8), BCEWithLogitsLoss()
+    loss = make(weights={"ap": 0.5, "ce": 2})
+    assert loss.parts == {}
+    for step in range(3):
+        logits, targets = rows(step)
+        found, parts = loss(logits, targets), [ap(logits, targets), ce(logits, targets)]
+        assert torch.equal(found, 0.5 * parts[0] + 2 * parts[1])
+        ours, theirs = (torch.autograd.grad(one, logits)[0] for one in (found, 0.5 * parts[0] + 2 * parts[1]))
+        assert torch.equal(ours, theirs)
+        assert list(loss.parts) == ["ap", "ce"]
+        assert [value.item() for value in loss.parts.values()] == [part.item() for part in parts]
+        assert not any(value.requires_grad for value in loss.parts.values())
+    loss.weights = {"ce": 1.0, "ap": 0.0}
+    assert dict(loss.weights) == {"ap": 0.0, "ce": 1.0}
+    assert torch.equal(loss(logits, targets), ce(logits, targets))
+    assert loss.losses["ap"].queue.state_dict() is not None
+    assert len(loss.losses["ap"].queue) == len(ap.queue) == 8  # a part of weight 0 is still called
+
+
+class Adapter(nn.Module):
+    """A part of a user: takes no weights, has a schedule and a queue of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return logits.sum() * 0 + 1
+
+    def on_train_epoch_start(self, epoch: int) -> None:
+        self.calls.append(("epoch", epoch))
+
+    def on_train_batch_start(self, global_step: int) -> None:
+        self.calls.append(("step", global_step))
+
+    def reset_queue(self) -> None:
+        self.calls.append("reset")
+
+    def gather_queue(self) -> None:
+        self.calls.append("gather")
+
+
+def test_calls_of_a_training_loop_are_passed_on() -> None:
+    warm = LossWarmupWrapper(BCEWithLogitsLoss(), SmoothAPLoss(1), warmup_steps=2)
+    adapter, ap = Adapter(), SmoothAPLoss(1, queue_size=8)
+    loss = CombinedLoss({"warm": warm, "own": adapter, "ap": ap, "ce": BCEWithLogitsLoss()})
+    loss.on_train_epoch_start(3)
+    loss.on_train_batch_start(7)
+    assert not warm.in_warmup
+    loss(*rows(0))
+    assert len(ap.queue) == 8
+    loss.reset_queue()
+    assert len(ap.queue) == 0
+    loss.gather_queue()
+    assert adapter.calls == [("epoch", 3), ("step", 7), "reset", "gather"]
+    assert loss.gather_distributed is None
+    loss.gather_distributed = False
+    assert [one.gather_distributed for one in (warm, ap, loss.losses["ce"])] == [False] * 3
+    with pytest.raises(TypeError, match="gather_distributed"):
+        loss.gather_distributed = "no"
+
+
+def test_arguments_go_to_the_parts_that_take_them() -> None:
+    logits, targets = rows(0)
+    weight, mask = torch.rand(ROWS, dtype=torch.float64), torch.arange(ROWS) % 3 > 0
+    parts = {"recall": RecallAtQuantileLoss(1, 0.3), "ce": BCEWithLogitsLoss(), "torch": nn.BCEWithLogitsLoss()}
+    found = CombinedLoss(parts)(logits, targets, mask, sample_weight=weight)
+    expected = parts["recall"](logits, targets, mask, sample_weight=weight)
+    expected = expected + parts["ce"](logits, targets, sample_weight=weight)
+    expected = expected + parts["torch"](logits, targets[:, None].double())  # takes no weights
+    assert torch.equal(found, expected)
+    indexes = torch.arange(ROWS) // 6
+    queries = CombinedLoss({"ap": SmoothAPLoss(1), "ce": BCEWithLogitsLoss()})(logits, targets, indexes=indexes)
+    assert torch.equal(queries, SmoothAPLoss(1)(logits, targets, indexes=indexes) + parts["ce"](logits, targets))
+    with pytest.raises(TypeError, match="iid_mask: expected None, because no part takes it, got a bool tensor"):
+        CombinedLoss({"ce": BCEWithLogitsLoss()})(logits, targets, mask)
+
+
+def test_losses_of_torch_get_the_targets_they_need() -> None:
+    logits, targets = rows(0, columns=3)
+    loss = CombinedLoss({"torch": nn.CrossEntropyLoss(), "ce": CrossEntropyLoss(), "ap": SmoothAPLoss(3)})
+    for form in (targets, targets.int(), targets.double(), targets[:, None]):
+        loss(logits, form)
+        assert_close(loss.parts["torch"], loss.parts["ce"], rtol=1e-14, atol=0.0)
+    with pytest.raises(ValueError, match="CrossEntropyLoss of one logit is always 0"):
+        CombinedLoss({"torch": nn.CrossEntropyLoss(), "ap": SmoothAPLoss(1)})(*rows(0))
+
+
+def test_state_copies_and_pickles() -> None:
+    """A restart continues bit for bit: queues and weights. The file loads with ``weights_only``."""
+    loss = make(weights={"ap": 0.25, "ce": 1.0})
+    for step in range(2):
+        loss(*rows(step))
+    file = io.BytesIO()
+    torch.save(loss.state_dict(), file)
+    file.seek(0)
+    resumed = make()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    twins = [resumed, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
+    for step in range(2, 5):
+        expected = loss(*rows(step))
+        assert [torch.equal(twin(*rows(step)), expected) for twin in twins] == [True] * 3
+    assert dict(resumed.weights) == {"ap": 0.25, "ce": 1.0}
+    twins[1].weights = {"ap": 1.0, "ce": 1.0}
+    assert loss.weights["ap"] == 0.25
+    other = CombinedLoss({"ap": SmoothAPLoss(1, queue_size=4), "ce": BCEWithLogitsLoss()}, {"ap": 3, "ce": 3})
+    with pytest.raises(ValueError, match="capacity"):  # a queue of other arguments: nothing has been loaded
+        other.load_state_dict(loss.state_dict())
+    assert dict(other.weights) == {"ap": 3.0, "ce": 3.0}
+    assert "weights={'ap': 0.25, 'ce': 1.0}" in repr(loss)
+
+
+def test_it_is_the_main_loss_of_a_warm_up_and_a_part_of_another() -> None:
+    inner = make(queue_size=0, weights={"ap": 0.5, "ce": 0.5})
+    warm = LossWarmupWrapper(BCEWithLogitsLoss(), inner, warmup_steps=1, blend_steps=1)
+    logits, targets = rows(0)
+    ap, ce = SmoothAPLoss(1)(logits, targets), BCEWithLogitsLoss()(logits, targets)
+    for step, weight in enumerate([0.0, 0.5, 1.0]):
+        warm.on_train_batch_start(step)
+        expected = (1 - weight) * ce + weight * (0.5 * ap + 0.5 * ce)
+        assert_close(warm(logits, targets), expected, rtol=1e-14, atol=0.0)
+    outer = CombinedLoss({"warm": warm, "ce": BCEWithLogitsLoss()}, {"warm": 2.0, "ce": 1.0})
+    assert_close(outer(logits, targets), 2 * (0.5 * ap + 0.5 * ce) + ce, rtol=1e-14, atol=0.0)
+    facts = inner.losses["ap"]._surrounding_facts
+    assert {name: fact.value for name, fact in facts.items()} == {"schedule": 1.0, "weights": {"ap": 0.5, "ce": 0.5}}
+
+
+def test_a_part_must_return_a_tensor() -> None:
+    class Pair(nn.Module):
+        def forward(self, logits: Tensor, targets: Tensor) -> Any:
+            return logits.sum(), targets
+
+    with pytest.raises(TypeError, match=r"losses\['pair'\]: expected a loss that returns a tensor, got tuple"):
+        CombinedLoss({"pair": Pair()})(*rows(0))
+
+
+# Over ranks
+
+
+def combined(kind: str) -> CombinedLoss:
+    """Return a loss whose parts are of this package, or one of torch."""
+    ce = nn.BCEWithLogitsLoss() if kind == "torch" else BCEWithLogitsLoss()
+    return CombinedLoss({"ap": SmoothAPLoss(1, queue_size=30), "ce": ce})
+
+
+def spoiled(rank: int, kind: str, fault: str, step: int) -> tuple[str, str, float, float]:
+    """Return what rank 1 makes all ranks raise in ``step``, and the next loss here and without the spoiled step."""
+    found, twin = combined(kind), combined(kind)
+    error = ("none", "")
+    for index in range(step + 2):
+        logits, targets = rows(10 * index + rank, ROWS + rank)
+        if index == step:
+            odd = rank == 1
+            if fault == "weights" and odd:
+                found.weights = {"ap": 1.0, "ce": 0.5}
+            if fault == "targets" and odd:
+                targets = targets[:-1]
+            if fault == "soft" and odd:
+                targets = targets.double() * 2  # AP refuses it, after the loss of torch has taken it
+            error = error_of(lambda given=(logits, targets): found(*given))
+            found.weights = twin.weights
+            continue
+        after = found(logits, targets).item()
+        expected = twin(logits, targets).item()
+    return *error, after, expected
+
+
+FAULTS = {
+    "weights": ("RuntimeError", "weights: {'ap': 1.0, 'ce': 1.0} on "),
+    "targets": ("ValueError", " failed on rank 1: "),
+    "soft": ("ValueError", " failed on rank 1: "),
+}
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["package", "torch"])
+def test_a_fault_of_one_rank_raises_on_all(pool: WorkerPool, kind: str, fault: str, step: int) -> None:
+    outcomes = pool(spoiled, kind, fault, step)
+    assert {outcome[:2] for outcome in outcomes} == {outcomes[0][:2]}
+    error, text = FAULTS[fault]
+    assert outcomes[0][0] == error
+    assert text in outcomes[0][1]
+    assert all(after == expected for *_, after, expected in outcomes)  # no queue has seen the spoiled step
+
+
+def parts_and_sum(rank: int) -> tuple[list[float], float]:
+    """Return the parts and the sum, of weights that change, with one rank that validates alone in between."""
+    loss = combined("package")
+    for step in range(3):
+        loss.weights = {"ap": 0.5 * step, "ce": 1.0}
+        value = loss(*rows(10 * step + rank, ROWS + rank))
+        if rank == 0:
+            loss.eval()
+            loss.gather_distributed = False
+            loss(*rows(99))
+            loss.gather_distributed = None
+            loss.train()
+    total = loss(*rows(rank))
+    return [part.item() for part in loss.parts.values()], total.item() + 0 * value.item()
+
+
+def test_parts_are_the_same_on_every_rank(pool: WorkerPool) -> None:
+    found = pool(parts_and_sum)
+    assert found.count(found[0]) == len(found)
+    assert found[0][1] == pytest.approx(found[0][0][0] + found[0][0][1], rel=1e-14)
+
+
+def num_collectives(rank: int, kind: str) -> tuple[int, int]:
+    """Return the collectives of a call, and of its parts alone."""
+    loss, (logits, targets) = combined(kind), rows(rank)
+    with CollectiveCounter() as together:
+        loss(logits, targets)
+    with CollectiveCounter() as alone:
+        loss.losses["ap"](logits, targets)
+        if kind == "package":
+            loss.losses["ce"](logits, targets)
+    return together.total, alone.total
+
+
+def test_it_costs_the_collectives_of_its_parts(pool_of_two: WorkerPool) -> None:
+    for together, alone in pool_of_two(num_collectives, "package"):
+        assert together == alone
+    for together, alone in pool_of_two(num_collectives, "torch"):
+        assert together == alone + 1

@@ -1,0 +1,299 @@
+"""CrossEntropyLoss and BCEWithLogitsLoss: those of torch, and where they differ on purpose."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from workers import WorkerPool, error_of
+
+import fullrank
+from fullrank import BCEWithLogitsLoss, CrossEntropyLoss
+
+IGNORED = -100
+SHAPES = [(37, 5), (6, 3, 4), (4, 3, 2, 3), (301, 11)]
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def classes(shape: tuple[int, ...], ignored: int = IGNORED) -> Tensor:
+    """Return class indices for logits of ``shape``, about a fifth of them ignored."""
+    targets = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(1))
+    return targets.masked_fill(numbers(*targets.shape, seed=2) > 0.84, ignored)
+
+
+def both(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return value and gradient of both losses."""
+    found = []
+    for loss in (ours, theirs):
+        leaf = logits.clone().requires_grad_()
+        value = loss(leaf, targets)
+        factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+        (gradient,) = torch.autograd.grad((value * factors).sum(), leaf)
+        found.append((value.detach(), gradient))
+    return found
+
+
+def assert_as_torch(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets: Tensor) -> None:
+    """Assert equal bits for sums and elements. A mean divides a sum once, which torch may do in other places."""
+    found, expected = both(ours, theirs, logits, targets)
+    eps = torch.finfo(logits.dtype).eps if ours.reduction == "mean" else 0.0
+    for one, other in zip(found, expected):
+        assert one.dtype == other.dtype
+        # An element of the gradient is a difference of probabilities, which may cancel.
+        assert_close(one, other, rtol=16 * eps, atol=2 * eps * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_cross_entropy_is_that_of_torch(kind: str, weighted: bool, smoothing: float) -> None:
+    for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), SHAPES, REDUCTIONS):
+        logits = 3 * numbers(*shape, dtype=dtype)
+        targets = classes(shape) if kind == "classes" else numbers(*shape, seed=3, dtype=dtype).softmax(dim=1)
+        weight = numbers(shape[1], seed=4, dtype=dtype).abs() if weighted else None
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        assert_as_torch(CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options), logits, targets)
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, -1, 0, 2, 255])
+def test_cross_entropy_ignores_as_torch_does(ignored: int) -> None:
+    logits, targets = numbers(37, 5), classes((37, 5), ignored)
+    for weight, reduction in itertools.product((None, numbers(5, seed=4).abs()), REDUCTIONS):
+        options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
+        assert_as_torch(CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options), logits, targets)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("weight", [None, "full", "last", "one"])
+@pytest.mark.parametrize("pos_weight", [None, "full", "last", "one"])
+def test_binary_cross_entropy_is_that_of_torch(kind: str, weight: str | None, pos_weight: str | None) -> None:
+    shapes = [(7,), (7, 1), (5, 3), (4, 3, 2)]
+    for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), shapes, REDUCTIONS):
+        logits, targets = 3 * numbers(*shape, dtype=dtype), numbers(*shape, seed=3, dtype=dtype).sigmoid()
+        targets = (targets > 0.6).to(dtype) if kind == "hard" else targets
+        sizes = {"full": shape[1:], "last": shape[-1:], "one": ()}
+        made = [
+            None if one is None else numbers(*sizes[one], seed=5, dtype=dtype).abs() for one in (weight, pos_weight)
+        ]
+        options: dict[str, Any] = {"weight": made[0], "pos_weight": made[1], "reduction": reduction}
+        assert_as_torch(BCEWithLogitsLoss(**options), nn.BCEWithLogitsLoss(**options), logits, targets)
+
+
+def test_controls_other_means_are_seen() -> None:
+    logits, targets, weight = numbers(37, 5), classes((37, 5)), numbers(5, seed=4).abs()
+    ours = CrossEntropyLoss(weight)(logits, targets)
+    elements = CrossEntropyLoss(weight, reduction="none")(logits, targets)
+    for wrong in (elements.mean(), elements.sum() / (targets >= 0).sum(), CrossEntropyLoss()(logits, targets)):
+        assert abs(wrong - ours) > 1e-2
+    with pytest.raises(AssertionError):
+        assert_as_torch(CrossEntropyLoss(weight), nn.CrossEntropyLoss(weight.sqrt()), logits, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
+def test_half_precision_is_closer_than_torch(loss: str, dtype: torch.dtype, device: torch.device) -> None:
+    """The error against float64 is not larger than that of torch, plus one rounding of the gradient to the dtype."""
+    logits = (4 * numbers(64, 5)).to(dtype)
+    targets = classes((64, 5)) if loss == "cross_entropy" else (numbers(64, 5, seed=3) > 0).to(dtype)
+    ours, theirs = (CrossEntropyLoss(), nn.CrossEntropyLoss())
+    if loss == "binary":
+        ours, theirs = BCEWithLogitsLoss(), nn.BCEWithLogitsLoss()
+    value, gradient = (one.cpu() for one in both(ours, ours, logits.to(device), targets.to(device))[0])
+    wide = targets.double() if loss == "binary" else targets
+    exact = both(theirs, theirs, logits.double(), wide)[0]
+    naive = both(theirs, theirs, logits, targets)[0]
+    assert value.dtype == torch.float32
+    assert gradient.dtype == dtype
+    assert abs(value.double() - exact[0]) <= abs(naive[0].double() - exact[0]) + 1e-6
+    error, naive_error = ((one.double() - exact[1]).abs().max() for one in (gradient, naive[1]))
+    assert error <= naive_error + torch.finfo(dtype).eps * exact[1].abs().max()
+
+
+EMPTY = {
+    "all ignored": (CrossEntropyLoss(), torch.full((4,), IGNORED)),
+    "all ignored, smoothing": (CrossEntropyLoss(label_smoothing=0.1), torch.full((4,), IGNORED)),
+    "weights of zero": (CrossEntropyLoss(torch.tensor([0.0, 1.0, 1.0])), torch.zeros(4, dtype=torch.int64)),
+    "no rows": (CrossEntropyLoss(), torch.zeros(0, dtype=torch.int64)),
+    "no rows of probabilities": (CrossEntropyLoss(), torch.zeros(0, 3)),
+    "no elements": (BCEWithLogitsLoss(), torch.zeros(0, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", EMPTY)
+def test_nothing_to_average_gives_zero_and_zero_gradients(name: str) -> None:
+    """torch gives NaN there, and 0 for the sum of nothing; nothing divides 0 by 0 on the way."""
+    loss, targets = EMPTY[name]
+    logits = numbers(len(targets), 3).float().requires_grad_()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        value = loss(logits, targets)
+        (gradient,) = torch.autograd.grad(value, logits)
+    assert value.item() == 0.0
+    assert gradient.shape == logits.shape
+    assert not gradient.any()
+    theirs = nn.BCEWithLogitsLoss() if name == "no elements" else nn.CrossEntropyLoss(loss.weight)
+    assert theirs(logits, targets).isnan()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+def test_ignored_elements_may_hold_anything(poison: float) -> None:
+    logits, targets = numbers(37, 5), classes((37, 5))
+    kept = targets != IGNORED
+    poisoned = logits.masked_fill(~kept[:, None], poison).requires_grad_()
+    value = CrossEntropyLoss()(poisoned, targets)
+    (gradient,) = torch.autograd.grad(value, poisoned)
+    assert_close(value, nn.CrossEntropyLoss()(logits[kept], targets[kept]), rtol=1e-14, atol=0.0)
+    assert not gradient[~kept].any()
+    assert bool(gradient[kept].any(dim=1).all())
+
+
+@pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])
+def test_sample_weights_become_the_counts(kind: str) -> None:
+    logits, given, weight = numbers(37, 5), numbers(37, seed=6).abs(), numbers(5, seed=4).abs()
+    if kind == "binary":
+        targets = numbers(37, 5, seed=3).sigmoid()
+        elements = BCEWithLogitsLoss(weight, reduction="none")(logits, targets)
+        ours = BCEWithLogitsLoss(weight)(logits, targets, sample_weight=given)
+        expected, count = (elements * given[:, None]).sum(), 5 * given.sum()
+    else:
+        targets = classes((37, 5)) if kind == "classes" else numbers(37, 5, seed=3).softmax(dim=1)
+        elements = CrossEntropyLoss(weight, reduction="none")(logits, targets)
+        ours = CrossEntropyLoss(weight)(logits, targets, sample_weight=given)
+        mass = torch.ones(37, dtype=torch.float64)
+        if kind == "classes":
+            mass = torch.where(targets >= 0, weight[targets.clamp_min(0)], 0.0)
+        expected, count = (elements * given).sum(), (mass * given).sum()
+    assert_close(ours, expected / count, rtol=1e-13, atol=0.0)
+    assert abs(ours - elements.mean()) > 1e-3
+
+
+def test_the_weights_are_those_of_torch_in_every_respect() -> None:
+    """Buffers with the names of torch: a state of torch loads, they move and are converted with the module."""
+    weight, pos_weight = torch.tensor([1.0, 2.0, 0.5]), torch.tensor(3.0)
+    for theirs, ours in (
+        (nn.CrossEntropyLoss(weight), CrossEntropyLoss(torch.ones(3))),
+        (nn.BCEWithLogitsLoss(weight, pos_weight=pos_weight), BCEWithLogitsLoss(torch.ones(3), torch.ones(()))),
+    ):
+        before = ours.extra_repr()
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours.weight, weight)
+        assert ours.extra_repr() != before  # the ranks compare the values that are used
+        assert "1.0, 2.0, 0.5" in ours.extra_repr()
+        ours.weight.mul_(2)
+        assert "2.0, 4.0, 1.0" in ours.extra_repr()
+        assert ours.double().weight.dtype == torch.float64
+        logits, targets = numbers(8, 3), torch.arange(8) % 3
+        targets = targets if isinstance(ours, CrossEntropyLoss) else numbers(8, 3, seed=3).sigmoid()
+        for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            assert torch.equal(twin(logits, targets), ours(logits, targets))
+            twin.weight.zero_()
+            assert "0.0, 0.0, 0.0" in twin.extra_repr()
+        assert "2.0, 4.0, 1.0" in ours.extra_repr()
+    many = [CrossEntropyLoss(torch.arange(5000.0) + shift) for shift in (0, 0, 1)]
+    texts = [loss.extra_repr() for loss in many]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(len(text) < 120 for text in texts)
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+# What depends on two arguments at once; tests/losses/test_contract.py has the others.
+TOGETHER: list[tuple[Any, type[Exception], str]] = [
+    (lambda: CrossEntropyLoss(torch.ones(4))(X, Y), ValueError, r"weight: expected shape \(3,\), one weight per class"),
+    (lambda: CrossEntropyLoss(ignore_index=2)(X, X), RuntimeError, "ignore_index is not supported for floating point"),
+    (lambda: BCEWithLogitsLoss(torch.ones(4))(X, X), ValueError, r"broadcast to \(4, 3\).*sample_weight"),
+    (lambda: BCEWithLogitsLoss(None, torch.ones(2, 4, 3))(X, X), ValueError, r"pos_weight: .* broadcast to \(4, 3\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), TOGETHER, ids=[text for *_, text in TOGETHER])
+def test_weights_and_tensors_that_do_not_fit(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.slow
+def test_they_compile_without_graph_breaks() -> None:
+    logits, weight = numbers(24, 3), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    cases: list[tuple[nn.Module, Tensor]] = [
+        (CrossEntropyLoss(weight, label_smoothing=0.1), classes((24, 3))),
+        (CrossEntropyLoss(), numbers(24, 3, seed=3).softmax(dim=1)),
+        (BCEWithLogitsLoss(weight, weight), numbers(24, 3, seed=3).sigmoid()),
+    ]
+    for loss, targets in cases:
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for ours, eager in zip(*both(compiled, loss, logits, targets)):
+            assert_close(ours, eager, rtol=1e-12, atol=1e-14)
+
+
+def test_the_device_is_read_once_for_a_comparison_of_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, reads = CrossEntropyLoss(torch.ones(3)), []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    for _ in range(3):
+        loss.extra_repr()
+    assert len(reads) == 1
+    assert fullrank.CrossEntropyLoss is CrossEntropyLoss
+
+
+# Over ranks; tests/distributed has the promise and the faults of all losses.
+
+
+def differing_weights(rank: int, loss: str, step: int) -> tuple[str, str, bool]:
+    """Return the error of ranks whose weights differ in ``step``, and whether the next step is as if nothing was."""
+    make = (
+        (lambda: CrossEntropyLoss(torch.ones(3))) if loss == "classes" else (lambda: BCEWithLogitsLoss(torch.ones(3)))
+    )
+    found, twin = make(), make()
+    error = ("none", "")
+    for index in range(step + 2):
+        logits = numbers(4 + rank, 3, seed=10 * index + rank)
+        targets = torch.arange(4 + rank) % 3 if loss == "classes" else logits.sigmoid()
+        if index == step:
+            found.weight[0] += rank  # such as weights that each rank has counted in its own rows
+            error = error_of(lambda given=(logits, targets): found(*given))
+            found.weight[0] -= rank
+        else:
+            equal = torch.equal(found(logits, targets), twin(logits, targets))
+    return *error, equal
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("loss", ["classes", "binary"])
+def test_weights_that_differ_raise_on_every_rank(pool: WorkerPool, loss: str, step: int) -> None:
+    outcomes = pool(differing_weights, loss, step)
+    assert len(set(outcomes)) == 1
+    kind, text, equal = outcomes[0]
+    assert kind == "RuntimeError"
+    assert "weight=[1.0, 1.0, 1.0]" in text
+    assert "weight=[2.0, 1.0, 1.0]" in text
+    assert "Construct it with the same arguments on every rank." in text
+    assert equal
+
+
+def weighted_means(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Return the mean over all ranks, over the rows of this rank, and that of torch over all rows."""
+    logits, targets, weight = numbers(19, 3), classes((19, 3)), torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+    own = slice(0, 3) if rank == 0 else slice(3, 19) if rank == 1 else slice(19, 19)
+    spread, alone = CrossEntropyLoss(weight), CrossEntropyLoss(weight, gather_distributed=False)
+    of_all = nn.CrossEntropyLoss(weight)(logits, targets)
+    return spread(logits[own], targets[own]).item(), alone(logits[own], targets[own]).item(), of_all.item()
+
+
+def test_the_mean_over_ranks_is_that_of_torch_over_all_rows(pool: WorkerPool) -> None:
+    results = pool(weighted_means, pool.world_size)
+    for ours, _, theirs in results:
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    mean_of_means = sum(alone for _, alone, _ in results) / len(results)
+    assert abs(mean_of_means - results[0][2]) > 1e-3  # the control: what each rank dividing by its own weights gives
