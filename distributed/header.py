@@ -247,7 +247,7 @@ def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], devic
 
 def digest(texts: Mapping[str, str]) -> int:
     """Return a signed 64-bit hash of the facts, the same in every process (``hash`` is salted per process)."""
-    data = "\n".join(f"{key}={value}" for key, value in texts.items()).encode()
+    data = "\n".join(f"{key}={value}" for key, value in texts.items()).encode(errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
@@ -368,7 +368,11 @@ def reason_of(error: Exception) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return ``text``, or its beginning and a hash of all of it: texts that differ stay different."""
+    """Return ``text``, or its beginning and a hash of all of it: texts that differ stay different.
+
+    A lone surrogate, such as one in the name of a file, is escaped: every rank must be able to print the text.
+    """
+    text = text.encode(errors="backslashreplace").decode()
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]} ... ({len(text)} characters, hash {digest({'': text}) & 0xFFFFFFFF:08x})"

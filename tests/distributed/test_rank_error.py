@@ -179,6 +179,69 @@ def test_several_reasons_on_several_ranks() -> None:
         assert len(text) < 2_200
 
 
+class Odd:
+    """A fact or the argument of an exception whose text is ``text``, or cannot be made without one."""
+
+    def __init__(self, text: str | None) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        if self.text is None:
+            raise OSError("no text")
+        return self.text
+
+
+class Own(str):
+    """A text that cannot be sent: other processes do not know its class."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be sent")
+
+
+class Saying(Exception):
+    """An exception whose text is a string of a class of its own."""
+
+    def __str__(self) -> str:
+        return Own("own text")
+
+
+ODD = {
+    "surrogate": (lambda: ValueError("cannot read caf\udce9.jpg"), r"cannot read caf\udce9.jpg"),
+    "no text": (lambda: ValueError(Odd(None)), "an error whose text cannot be read"),
+    "own text": (Saying, "own text"),
+    "fact": (lambda: Odd("a fact \udce9"), r"a fact \udce9"),
+    "fact without text": (lambda: Odd(None), "no text"),
+}
+
+
+def odd_texts(rank: int) -> list[tuple[str, str, str]]:
+    """Return what each odd text of rank 1 leads to, in the first step and in the second, and what the step after it."""
+    found = []
+    for make, _ in ODD.values():
+        for _ in range(2):
+            given: Any = make() if rank == 1 else None
+
+            def bring(given: Any = given) -> Offer[None]:
+                if isinstance(given, Exception):
+                    raise given
+                return Offer(None, {"fact": given})
+
+            outcome = error_of(lambda bring=bring: agree_on("a call", dist.group.WORLD, bring))
+            after = error_of(lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, {"fact": 1})))
+            found.append((*outcome, after[0]))
+    return found
+
+
+def test_texts_that_no_encoding_has_are_raised_on_every_rank(pool_of_two: WorkerPool) -> None:
+    first, second = pool_of_two(odd_texts)
+    assert first == second
+    for (_, text), outcomes in zip(ODD.values(), zip(first[::2], first[1::2])):
+        for kind, found, after in outcomes:
+            assert (kind != "none", after) == (True, "none")
+            assert text in found
+            found.encode()  # which a terminal does
+
+
 def differ_in(rank: int, length: int) -> tuple[str, str]:
     facts = {"long": "y" * length + str(rank), "same": 1}
     return error_of(lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, facts)))
