@@ -5,8 +5,9 @@ from .causal_lm import causal_lm_loss
 from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
 from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
-from .pauc_at_budget import LossWithClassesAndStats, LossWithStats, PAUCAtBudgetLoss, pauc_at_budget
-from .pool import LossWithClasses, PerClass, Pool
+from .pauc_at_budget import pauc_at_budget
+from .pauc_at_budget_loss import PAUCAtBudgetLoss
+from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool
 from .ranking import RankingLoss
 from .recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
 from .retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap

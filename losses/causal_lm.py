@@ -13,7 +13,7 @@ from torch import Tensor
 from ..distributed.global_mean import local_mean
 from ..errors import Words, check_int, check_number, check_tensor, expected
 from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
-from .batch import compute_dtype, has_values
+from .tensors import compute_dtype, has_values
 
 # A keyword that is almost one of these is a slip, not one of transformers.
 _KEYWORDS = (

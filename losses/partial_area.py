@@ -11,8 +11,8 @@ from ..errors import check_choice, check_number, check_positive, expected
 from ..kernels.entropic_risk import entropic_risk
 from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
-from .batch import has_values
 from .pool import PerClass, Pool, positive_shares, spread_nan
+from .tensors import has_values
 from .threshold import hold_others, threshold_with_gradient
 
 Surrogate = Literal["trapezoid", "pairwise", "dro"]
@@ -120,13 +120,19 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
             # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
             missed = torch.where(share > 0, missed, 0.0)
         else:
-            missed = sigmoid_sums_of_classes(queries, points, _equal_weights(points, inside), found.tau).squeeze(2)
+            weights = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # equal, with a sum of 1 in each class
+            if inside is not None:
+                weights = (inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)).to(points)
+            missed = sigmoid_sums_of_classes(queries, points, weights[:, :, None], found.tau).squeeze(2)
     per_class = PerClass(spread_nan((missed * share).sum(dim=1) * valid, pool), valid)
     if not with_stats:
         return Outcome(per_class, flat_class, None)
     assert found.edges is not None
     band = _in_band(pool, negative, found)
-    variance = _variance(missed.detach(), torch.ones_like(share, dtype=torch.bool) if mask is None else mask)
+    missed, inside = missed.detach(), torch.ones_like(share, dtype=torch.bool) if mask is None else mask
+    count, inside = inside.sum(dim=1).clamp_min(1), inside.to(missed)
+    mean = (missed * inside).sum(dim=1) / count  # [C], over the positives
+    variance = ((missed - mean[:, None]) ** 2 * inside).sum(dim=1) / count
     ends = found.edges.value
     floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": found.tau, "pauc_var": variance.to(ends)}
     counts = {"band_neg_count": (band & iid_negative).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
@@ -234,13 +240,6 @@ def _usable(
     return queries, torch.where(kept if inside is None else inside & kept, points, filling)
 
 
-def _equal_weights(points: Tensor, inside: Tensor | None) -> Tensor:
-    """Return weights (C, K, 1) of the points ``inside`` that add up to 1 in each class, None for all of them."""
-    if inside is None:
-        return points.new_full((*points.shape, 1), 1 / max(1, points.shape[1]))
-    return (inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)).to(points)[:, :, None]
-
-
 def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
     """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K).
 
@@ -293,10 +292,3 @@ def first_flat(flat: Tensor | None) -> int | None:
         return None
     classes = flat.tolist()
     return classes.index(True) if True in classes else None
-
-
-def _variance(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the variance of each row's entries in ``mask``, (C,); 0 without any."""
-    count, inside = mask.sum(dim=1).clamp_min(1), mask.to(values)
-    mean = (values * inside).sum(dim=1) / count
-    return ((values - mean[:, None]) ** 2 * inside).sum(dim=1) / count

@@ -11,8 +11,10 @@ from torch import Tensor
 from ..errors import check_choice, check_int, check_positive, expected
 from ..kernels.spread import spread_of, standardized
 from .arguments import completed
-from .batch import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, weight_unit
+from .batch import Batch, check_batch
 from .distributed_loss import DistributedLoss
+from .targets import TargetRule, may_hold
+from .tensors import compute_dtype, has_values, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -65,6 +67,22 @@ class LossWithClasses(NamedTuple):
         """Return ``loss`` with the classes that it was reduced from."""
         values, valid = per_class
         return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
+
+
+class LossWithStats(NamedTuple):
+    """``loss``, with diagnostics of each class."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+
+
+class LossWithClassesAndStats(NamedTuple):
+    """``loss``, with the loss of each class, which are valid, and diagnostics of each class."""
+
+    loss: Tensor
+    per_class: Tensor
+    valid: Tensor
+    stats: dict[str, Tensor]
 
 
 def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queue_keep: str = "all") -> Pool:

@@ -13,7 +13,6 @@ from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..queues.sharded_queue import ShardedQueue
 from .arguments import completed
-from .batch import TargetRule
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
@@ -24,6 +23,7 @@ from .distributed_loss import (
 )
 from .hints import Hints
 from .pool import REDUCTIONS, Reduction, check_temperature, local_pool
+from .targets import TargetRule
 
 PoolForm = Literal["gathered", "sharded"]
 POOL_FORMS = ("gathered", "sharded")

@@ -15,7 +15,7 @@ from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..errors import expected
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
-from .batch import Batch, check_batch, has_values, weight_unit, with_queue
+from .batch import Batch, check_batch, with_queue
 from .distributed_loss import compiled_where_local
 from .hints import Setting
 from .pool import (
@@ -31,6 +31,7 @@ from .pool import (
 from .queued_loss import QueuedLoss
 from .sampling import draw_rows
 from .sharded import PoolFacts, agreed_temperature, totals_of
+from .tensors import has_values, weight_unit
 
 
 class Given(NamedTuple):

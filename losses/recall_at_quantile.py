@@ -10,13 +10,13 @@ from ..errors import check_choice, check_number, expected
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums
 from .arguments import completed
-from .batch import has_values
 from .hints import Setting
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
 from .queued_loss import PoolOptions
 from .ranking import RankingLoss
 from .sharded import PoolFacts
 from .sharded_threshold import recall_of_part
+from .tensors import has_values
 from .threshold import hold_others, threshold_with_gradient
 
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature

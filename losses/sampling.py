@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch import Batch, TargetRule
+from .batch import Batch
+from .targets import TargetRule
 
 _SEED = 0x66756C6C  # seed and number of the draw determine the draw
 

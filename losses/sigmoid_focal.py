@@ -13,9 +13,10 @@ from typing_extensions import Unpack
 from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_number, check_tensor, expected
 from .arguments import completed
-from .batch import compute_dtype, has_values, weight_and_check, weight_unit
+from .batch import weight_and_check
 from .distributed_loss import DistributedLoss, GroupOptions
 from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
+from .tensors import compute_dtype, has_values, weight_unit
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")

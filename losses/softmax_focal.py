@@ -13,9 +13,11 @@ from typing_extensions import Unpack
 from ..distributed.header import DeviceCheck, combined
 from ..errors import check_choice, check_int, check_number, check_tensor, expected
 from .arguments import completed
-from .batch import check_exact, check_of_classes, compute_dtype, has_values, weight_and_check, weight_unit
+from .batch import weight_and_check
 from .distributed_loss import DistributedLoss, GroupOptions
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
+from .targets import check_exact, check_of_classes
+from .tensors import compute_dtype, has_values, weight_unit
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")

@@ -32,9 +32,10 @@ from ..kernels.registration import exact
 from ..kernels.soft_ranks import ends_of
 from ..kernels.soft_ranks_binned import find_places, moments_of, read_gradient, runs_of_classes, solve
 from ..kernels.soft_ranks_pairs import Problem
-from .batch import TargetRule, check_batch
+from .batch import check_batch
 from .pool import PerClass, one_vs_rest, reduce_values
 from .sharded_smooth_ap import shares_of_moments
+from .targets import TargetRule
 
 MOST_BINS = MOST_EMPTY  # coarse bins of a table: scores over a wider range are refused
 MOST_BYTES = 2**28  # of the table of all classes; the peak is several times that, with polynomials and copies

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
 from ..distributed.torch_private import not_compiled
-from ..errors import check_count, check_number, check_positive, expected, warn
+from ..errors import expected, warn
 from ..queues.memory_queue import check_saved_queues
-from .batch import check_class_range, check_exact, has_values
 from .distributed_loss import DistributedLoss, saved_temperature
 from .focal import aligned
+from .schedule import Schedule
+from .targets import check_class_range, check_exact
+from .tensors import has_values
 
 
-class LossWarmupWrapper(nn.Module):
+class LossWarmupWrapper(Schedule):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
     A ranking loss gives little gradient while the scores are not yet spread, and a pointwise loss spreads them. Blend
@@ -112,22 +114,11 @@ class LossWarmupWrapper(nn.Module):
             if not isinstance(loss, nn.Module):
                 fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
                 raise TypeError(expected(name, "an instance of torch.nn.Module", loss, fix))
-        _check_lengths(warmup_epochs, blend_epochs, warmup_steps, blend_steps)
-        check_number("final_main_weight", final_main_weight)
-        if not 0 < final_main_weight <= 1:
-            raise ValueError(expected("final_main_weight", "a number in (0, 1]", final_main_weight))
-        check_count("temp_decay_steps", temp_decay_steps, 1)
+        self._set_lengths(warmup_epochs, blend_epochs, warmup_steps, blend_steps)
+        self._set_weights(final_main_weight, temp_start, temp_end, temp_decay_steps)
+        temperatures = temp_start is not None
         self.warmup_loss, self.main_loss = warmup_loss, main_loss
-        self.warmup_epochs, self.blend_epochs = warmup_epochs, blend_epochs
-        self.warmup_steps, self.blend_steps = warmup_steps, blend_steps
-        self.temp_start, self.temp_end = temp_start, temp_end
-        temperatures = _check_temperatures(temp_start, temp_end)
-        self.temp_decay_steps, self.final_main_weight = temp_decay_steps, final_main_weight
         self.reset_queue_each_epoch = reset_queue_each_epoch
-        self._epoch: int | None = None  # None until on_train_epoch_start is called
-        self._step: int | None = None  # None until on_train_batch_start is called
-        self._switch_step: int | None = None
-        self._warned: set[str] = set()
         parameters = inspect.signature(warmup_loss.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._weights_warmup = takes_any or "sample_weight" in parameters
@@ -167,33 +158,6 @@ class LossWarmupWrapper(nn.Module):
         """Return the modules that have the setting, including those inside adapters."""
         modules = (module for loss in (self.main_loss, self.warmup_loss) for module in loss.modules())
         return [module for module in modules if hasattr(module, "gather_distributed")]
-
-    @property
-    def _lengths(self) -> tuple[int, int, int]:
-        """The current step or epoch, and the lengths of warm-up and blend in the same unit."""
-        if self.warmup_steps is not None:
-            return self._step or 0, self.warmup_steps, self.blend_steps or 0
-        return self._epoch or 0, self.warmup_epochs, self.blend_epochs
-
-    @property
-    def in_warmup(self) -> bool:
-        """True while only ``warmup_loss`` is used."""
-        now, warmup, _ = self._lengths
-        return now < warmup
-
-    @property
-    def in_blend(self) -> bool:
-        """True between the warm-up and the full weight of ``main_loss``."""
-        now, warmup, blend = self._lengths
-        return warmup <= now < warmup + blend
-
-    @property
-    def main_weight(self) -> float:
-        """The weight of ``main_loss`` now: 0 in the warm-up, rising in the blend, ``final_main_weight`` after it."""
-        now, warmup, blend = self._lengths
-        if now < warmup:
-            return 0.0
-        return min(1.0, (now - warmup + 1) / (blend + 1)) * self.final_main_weight
 
     @property
     def current_temperature(self) -> float | None:
@@ -255,27 +219,6 @@ class LossWarmupWrapper(nn.Module):
             blended = (1 - weight) * warmup + weight * main[0]
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
         return (1 - weight) * warmup + weight * main
-
-    def _warn_of_missing_calls(self, weight: float) -> None:
-        _, warmup, blend = self._lengths
-        in_steps = self.warmup_steps is not None
-        hook = "on_train_batch_start" if in_steps else "on_train_epoch_start"
-        argument, unit = ("global_step", "step") if in_steps else ("epoch", "epoch")
-        if (self._step if in_steps else self._epoch) is None and warmup + blend > 0:
-            self._warn_once(
-                f"{hook}({argument}) was never called, so the {'warm-up' if weight == 0 else 'blend'} never ends. "
-                f"Call it at the start of every {unit}."
-            )
-        elif weight > 0 and self._switch_step is None and self.temp_start is not None:
-            self._warn_once(
-                "on_train_batch_start(global_step) was never called after the warm-up, so the temperature does not "
-                "decay. Call it in every step."
-            )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(f"LossWarmupWrapper: {text}")
 
     def _targets_for(self, loss: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the targets in the form that a loss of torch needs; those of another loss as they are."""
@@ -348,32 +291,3 @@ class LossWarmupWrapper(nn.Module):
 def _or_minus_one(number: int | None) -> int:
     """Return ``number``, or -1 for None: the saved state holds numbers alone."""
     return -1 if number is None else number
-
-
-def _check_temperatures(temp_start: float | None, temp_end: float | None) -> bool:
-    """Return True if the temperatures of a schedule are given, or raise when one of them is missing or wrong."""
-    if temp_start is None and temp_end is None:
-        return False
-    given = {"temp_start": temp_start, "temp_end": temp_end}
-    for name, value in given.items():
-        if value is not None:
-            check_positive(name, value)
-    for name, value in given.items():
-        if value is None:
-            raise ValueError(expected(name, "a number with the other temperature", value, "Give both or neither."))
-    return True
-
-
-def _check_lengths(warmup_epochs: int, blend_epochs: int, warmup_steps: int | None, blend_steps: int | None) -> None:
-    check_count("warmup_epochs", warmup_epochs, 0)
-    check_count("blend_epochs", blend_epochs, 0)
-    if warmup_steps is not None:
-        check_count("warmup_steps", warmup_steps, 0)
-        if warmup_epochs > 0:
-            raise ValueError(expected("warmup_steps", "None with warmup_epochs > 0", warmup_steps, "Give one of them."))
-    if blend_steps is not None:
-        check_count("blend_steps", blend_steps, 0)
-        if warmup_steps is None:
-            raise ValueError(expected("blend_steps", "None without warmup_steps", blend_steps, "Give both in steps."))
-    if blend_epochs > 0 and (blend_steps is not None or warmup_steps is not None):
-        raise ValueError(expected("blend_epochs", "0 with a warm-up in steps", blend_epochs, "Use blend_steps."))

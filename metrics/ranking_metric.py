@@ -12,9 +12,11 @@ from torchmetrics.utilities import rank_zero_warn
 
 from ..errors import Words, check_count, check_int, expected
 from ..losses.arguments import completed
-from ..losses.batch import Batch, TargetRule, check_batch, compute_dtype
+from ..losses.batch import Batch, check_batch
 from ..losses.pool import PerClass, Pool, local_pool, one_vs_rest
 from ..losses.queued_loss import QueuedLoss
+from ..losses.targets import TargetRule
+from ..losses.tensors import compute_dtype
 from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None

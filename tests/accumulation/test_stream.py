@@ -520,6 +520,23 @@ def test_tables_of_several_ranks(pool_of_two: WorkerPool) -> None:
         assert found.value == pytest.approx(found.expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("beyond", [-1e3, 1e3])
+def test_a_score_beyond_the_table_is_read_at_its_end(beyond: float) -> None:
+    """As that of a replay may be by its rounding; the other rows read what they would."""
+    rows = rows_of(PLAIN)
+    scores, table = rows.features[:, :1], make_loss(PLAIN).open_stream(False)
+    table.add(scores, rows.targets)
+    loss = table.finish()
+    loss.start(loss.value)
+    row = int((scores * beyond)[:, 0].masked_fill(rows.targets < 0, -torch.inf).argmax())
+    moved = scores.clone()
+    moved[row] += beyond
+    expected, found = (loss.gradient(each, rows.targets) for each in (scores, moved))
+    assert found[row].isfinite()
+    expected[row] = found[row]
+    assert torch.equal(found, expected)
+
+
 # Mistakes of one rank
 
 

@@ -6,17 +6,13 @@ would give them. The process group is that of the pool; each framework takes one
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,26 +23,6 @@ from workers import WorkerPool
 SIZE = 4  # rows of a micro-batch
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "integrations.md").read_text(encoding="utf-8")
-SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^###? ", TEXT, flags=re.MULTILINE)}
-
-
-def blocks(section: str) -> list[str]:
-    """Return the Python blocks of a section of the document."""
-    return re.findall(r"```python\n(.*?)```", SECTIONS[section], flags=re.DOTALL)
-
-
-def recipe(page: str) -> list[str]:
-    """Return the Python blocks of a page of docs/recipes."""
-    text = (DOCS / "recipes" / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
-def printed(page: str) -> list[str]:
-    """Return what the blocks of a page of docs/recipes print."""
-    text = (DOCS / "recipes" / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
 
 
 def within_group(script: str, folder: str) -> str:
@@ -54,29 +30,6 @@ def within_group(script: str, folder: str) -> str:
     lines = re.sub(r"^dist\.(init|destroy)_process_group.*\n", "", script, flags=re.MULTILINE)
     assert lines.count("process_group") == 0
     return lines.replace('"outputs', f'"{folder}')
-
-
-def output_of(script: str, names: dict[str, Any]) -> str:
-    """Return what a script prints, and leave what it defines in ``names``."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(script, names)
-    return out.getvalue()
-
-
-def assert_printed(found: str, page: str, index: int = 0) -> None:
-    """Compare with the page word by word; the last digits of a training depend on the machine."""
-    number = re.compile(r"-?\d+(?:\.\d+)?")
-    expected = printed(page)[index]
-    assert number.sub("#", found).split() == number.sub("#", expected).split()
-    values = [[float(value) for value in number.findall(text)] for text in (found, expected)]
-    assert values[0] == pytest.approx(values[1], rel=0.05, abs=0.04)
-
-
-def run_block(block: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Execute a block of the document on ``names``, which get what it defines."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        exec(block, names)
-    return names
 
 
 def own_pool(*modules: str) -> Iterator[WorkerPool]:

@@ -20,12 +20,11 @@ from integration_cases import (
     make_tokens,
     make_writer,
     own_pool,
-    recipe,
-    run_block,
     token_mean,
     train,
     windows_of,
 )
+from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -166,7 +165,7 @@ pytestmark = [
 
 LIMIT = 1e-6  # float32, of what the training has changed
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
-DEFINITIONS, SCRIPT, SUMS, POOLED = recipe("accelerate")
+DEFINITIONS, SCRIPT, SUMS, POOLED = blocks("recipes/accelerate.md")
 POOLED = POOLED.replace(*QUEUE)
 # What Accelerate's documentation calls gradient accumulation.
 MEAN_OF_MEANS = """

@@ -22,11 +22,10 @@ from integration_cases import (
     make_tokens,
     make_writer,
     own_pool,
-    recipe,
-    run_block,
     token_mean,
     train,
 )
+from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -232,7 +231,7 @@ pytestmark = [
 ]
 
 LIMIT = 1e-6  # of what the training has changed
-DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER = recipe("lightning")
+DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER = blocks("recipes/lightning.md")
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64)")
 WARM_RANKER = DEFINITION + WARM.replace(*QUEUE)
 WINDOW_RANKER = WINDOW_RANKER.replace(QUEUE[0], "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")

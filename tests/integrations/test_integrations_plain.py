@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from integration_cases import TEXT, blocks, run_block
+from pages import PAGES, blocks, run_block
 from scripts import run_script
 from sklearn.metrics import average_precision_score
 from torch import Tensor
@@ -38,11 +38,11 @@ def metric_values(rank: int, recipe: str) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-(METRICS,) = blocks("torchmetrics with the losses")
+(METRICS,) = blocks("integrations.md", "torchmetrics with the losses")
 
 
 def test_every_block_is_run() -> None:
-    assert TEXT.count("```python") == 1
+    assert PAGES["integrations.md"].count("```python") == 1
 
 
 def references(scores: Tensor, targets: Tensor) -> dict[str, float]:

@@ -14,18 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration_cases import (
-    SIZE,
-    change,
-    flat,
-    make_tokens,
-    own_pool,
-    recipe,
-    run_block,
-    token_mean,
-    train,
-    windows_of,
-)
+from integration_cases import SIZE, change, flat, make_tokens, own_pool, token_mean, train, windows_of
+from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -363,7 +353,7 @@ if int(version("transformers").partition(".")[0]) < 5:
     pytest.skip("needs transformers 5, which takes Python 3.11", allow_module_level=True)
 
 LIMIT = 1e-6  # float32, of what the training has changed
-CAUSAL, DEFINITIONS, SCRIPT = recipe("trainer")
+CAUSAL, DEFINITIONS, SCRIPT = blocks("recipes/trainer.md")
 POOLED = (
     DEFINITIONS
     + """

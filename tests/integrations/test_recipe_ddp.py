@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import assert_printed, change, dealt, flat, output_of, recipe, run_block, within_group
+from integration_cases import change, dealt, flat, within_group
+from pages import assert_printed, blocks, output_of, printing_blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -18,7 +19,7 @@ import fullrank
 
 pytestmark = pytest.mark.slow
 
-DEFINITIONS, BALANCED, MAIN, BEST = recipe("ddp")
+DEFINITIONS, BALANCED, MAIN, BEST = blocks("recipes/ddp.md")
 LIMIT = 1e-6  # of what the training has changed; in float64, since Adam blows up the rounding of small gradients
 SIZE = 16
 
@@ -141,7 +142,7 @@ def test_control_a_resume_without_the_loss(pool_of_two: WorkerPool, tmp_path: Pa
 def test_the_script_prints_what_the_page_says(pool_of_two: WorkerPool, tmp_path: Path) -> None:
     script = within_group(DEFINITIONS + MAIN + BEST, str(tmp_path))
     (out, history, best), (quiet, *_) = pool_of_two(whole, script)
-    assert_printed(out, "ddp")
+    assert_printed(out, next(text for _, text in printing_blocks("recipes/ddp.md") if text))
     assert quiet == ""
     assert history[0] < history[1]
     assert best == pytest.approx(max(history), rel=LIMIT)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration_cases import change, error, flat, make_encoder, make_rows, own_pool, recipe, run_block
+from integration_cases import change, error, flat, make_encoder, make_rows, own_pool
+from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -20,7 +21,7 @@ import fullrank
 
 pytestmark = pytest.mark.slow
 
-WRAP, FIT, FSDP1, DEEPSPEED = recipe("fsdp")
+WRAP, FIT, FSDP1, DEEPSPEED = blocks("recipes/fsdp.md")
 QUEUE = ("num_classes=1", "num_classes=1, queue_size=64, temperature=0.5")
 LIMIT = 1e-12  # float64, the promise
 

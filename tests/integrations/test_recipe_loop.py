@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, error, flat, make_encoder, make_rows, output_of, recipe, run_block
+from integration_cases import change, error, flat, make_encoder, make_rows
+from pages import blocks, output_of, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ import fullrank
 
 pytestmark = pytest.mark.slow
 
-SCALER, SKIP, TENSORBOARD, HEADS, SWEEP = recipe("loop")
+SCALER, SKIP, TENSORBOARD, HEADS, SWEEP = blocks("recipes/loop.md")
 STEPS = 20
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, error, flat, gathered, own_pool, recipe, run_block, train
+from integration_cases import change, error, flat, gathered, own_pool, train
+from pages import blocks, run_block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool
@@ -19,7 +20,7 @@ from fullrank.integrations.sentence_transformers import RetrievalAPLoss
 
 pytestmark = pytest.mark.slow
 
-(SCRIPT,) = recipe("sentence-transformers")
+(SCRIPT,) = blocks("recipes/sentence-transformers.md")
 LIMIT = 1e-6
 TOPICS, WORDS = 8, 5
 

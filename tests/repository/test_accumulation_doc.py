@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import re
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import pages
 import pytest
 import torch
 import torch.distributed as dist
 from batches import Batch, halves, make_batch, num_valid, sum_loss
 from experts import Experts
 from meshes import init_device_mesh
+from pages import run_block
 from subjects import Model, error, wrap
 from subjects import gradient as flat
 from torch import Tensor, nn
@@ -27,12 +26,9 @@ pytestmark = pytest.mark.slow
 NUM_BATCHES = 6
 
 
-def run_blocks(blocks: list[str], **names: Any) -> dict[str, Any]:
+def run_blocks(codes: list[str], **names: Any) -> dict[str, Any]:
     """Execute blocks of the document one after another, on ``names``; return all names."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in blocks:
-            exec(block, names)
-    return names
+    return run_block("\n".join(codes), names)
 
 
 def batches_of(rank: int) -> list[Batch]:
@@ -176,17 +172,8 @@ def pooled(rank: int, blocks: list[str]) -> float:
     return error(parameters(model), parameters(reference))
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
-TEXT = DOCUMENT.read_text(encoding="utf-8")
-SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^###? ", TEXT, flags=re.MULTILINE)}
 LIMIT = 1e-12  # float64
-
-
-def blocks(section: str) -> list[str]:
-    """Return the Python blocks of a section."""
-    return re.findall(r"```python\n(.*?)```", SECTIONS[section], flags=re.DOTALL)
-
-
+blocks = partial(pages.blocks, "accumulation.md")
 NAMES = blocks("Recipes")
 LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
 
@@ -195,7 +182,7 @@ def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
     tested += ["A server, whose calls come one by one", "Packed sequences", "A pool larger than memory"]
     assert [len(blocks(section)) for section in tested] == [1] * (len(tested) - 1) + [2]
-    assert TEXT.count("```python") == len(NAMES) + 2 + len(tested) + 1
+    assert pages.PAGES["accumulation.md"].count("```python") == len(NAMES) + 2 + len(tested) + 1
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])

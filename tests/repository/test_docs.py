@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
-import io
 import math
 import re
 from collections.abc import Iterator
@@ -17,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from pages import DOCS, PAGES, ROOT, assert_printed, blocks, output_of, printing_blocks, run_block
 from scripts import run_script
+from subjects import error, gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, get_pool
@@ -40,24 +40,6 @@ def make_rows(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(number, 5, generator=generator, dtype=torch.float64)
     return features, (features[:, 0] > 0.4).long()
-
-
-def run(block: str, **names: Any) -> dict[str, Any]:
-    """Execute a block on ``names``, and return them with what it defines."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(block, names)
-    return names
-
-
-def gradients(network: nn.Module) -> Tensor:
-    """Return the whole gradient."""
-    parts = [parameter.grad for parameter in network.parameters()]
-    return torch.cat([(part.full_tensor() if hasattr(part, "full_tensor") else part).reshape(-1) for part in parts])
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest number."""
-    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
 def own_rows(rank: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -92,10 +74,10 @@ def one_step(rank: int, block: str, loss: str, wrapped: bool = False) -> tuple[f
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if dist.get_world_size() == 4 else None
     )
     names = {"features": features, "targets": targets, "mesh": mesh}
-    found = run(block, network=DistributedDataParallel(network) if wrapped else network, **names)
+    found = run_block(block, {"network": DistributedDataParallel(network) if wrapped else network, **names})
     expected = globals()[loss](reference(rows[0]), rows[1])
     expected.backward()
-    return error(found["loss"], expected), error(gradients(network), gradients(reference))
+    return error(found["loss"], expected), error(gradient(network), gradient(reference))
 
 
 def validation(rank: int, block: str) -> tuple[float | None, float, int, bool]:
@@ -103,7 +85,7 @@ def validation(rank: int, block: str) -> tuple[float | None, float, int, bool]:
     features, targets = own_rows(rank, make_rows(36))
     network = make_network()
     loss_fn = fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=64)
-    found = run(block, network=network, features=features, targets=targets, loss_fn=loss_fn)
+    found = run_block(block, {"network": network, "features": features, "targets": targets, "loss_fn": loss_fn})
     value = found.get("validation_loss")
     expected = float(smooth_ap(network(features), targets))
     loss_fn(network(features), targets)
@@ -118,12 +100,12 @@ def different_steps(rank: int, block: str) -> tuple[int, float]:
     network, reference = make_network(), make_network()
     loss_fn = fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=16)
     names = {"torch": torch, "dist": dist, "loader": loader, "loss_fn": loss_fn}
-    found = run(block, model=DistributedDataParallel(network), **names)
+    found = run_block(block, {"model": DistributedDataParallel(network), **names})
     alone = fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=16, gather_distributed=False)
     for step in range(3):
         rows = torch.cat([torch.arange(48)[part] for (_, at), part in parts.items() if at == step])
         alone(reference(features[rows]), targets[rows]).backward()
-    return int(found["steps"]), error(gradients(network), gradients(reference))
+    return int(found["steps"]), error(gradient(network), gradient(reference))
 
 
 def draw_gradients(model: nn.Module, seed: int) -> None:
@@ -135,7 +117,7 @@ def draw_gradients(model: nn.Module, seed: int) -> None:
 
 def norm_of(*models: nn.Module) -> Tensor:
     """Return the norm of all gradients of ``models``."""
-    return torch.cat([gradients(model) for model in models]).norm()
+    return torch.cat([gradient(model) for model in models]).norm()
 
 
 def clipped_fsdp(rank: int, block: str) -> float:
@@ -147,9 +129,9 @@ def clipped_fsdp(rank: int, block: str) -> float:
     fully_shard(model)
     for network in (model, reference):
         (100 * network(features)[:, 0] * targets).sum().backward()
-    run(block, model=model)
+    run_block(block, {"model": model})
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    return error(gradients(model), gradients(reference))
+    return error(gradient(model), gradient(reference))
 
 
 def clipped_experts(rank: int, block: str) -> float:
@@ -160,10 +142,10 @@ def clipped_experts(rank: int, block: str) -> float:
         draw_gradients(layer, seed)
     model = nn.Module()
     model.dense, model.experts = dense, experts[rank]
-    expected = gradients(model) / (norm_of(dense, *experts) + 1e-6)
+    expected = gradient(model) / (norm_of(dense, *experts) + 1e-6)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    run(block, model=model, mesh=mesh, clip_grad_norm_=fullrank.clip_grad_norm_)
-    return error(gradients(model), expected)
+    run_block(block, {"model": model, "mesh": mesh, "clip_grad_norm_": fullrank.clip_grad_norm_})
+    return error(gradient(model), expected)
 
 
 def clipped_stages(rank: int, block: str, tied: bool) -> float:
@@ -176,25 +158,15 @@ def clipped_stages(rank: int, block: str, tied: bool) -> float:
         draw_gradients(stages[1][1], 0)
         parts.pop()
     stage = stages[rank]
-    expected = gradients(stage) / (norm_of(*parts) + 1e-6)
+    expected = gradient(stage) / (norm_of(*parts) + 1e-6)
     counted_once = list(stage.parameters()) if rank == 0 or not tied else list(stage[0].parameters())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     names = {"torch": torch, "clip_grad_norm_": fullrank.clip_grad_norm_, "counted_once": counted_once}
-    run(block, stage=stage, mesh=mesh, **names)
-    return error(gradients(stage), expected)
+    run_block(block, {"stage": stage, "mesh": mesh, **names})
+    return error(gradient(stage), expected)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-PAGES = {path.relative_to(DOCS).as_posix(): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
-BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 LIMIT = 1e-12  # float64
-
-
-def blocks(page: str) -> list[str]:
-    """Return the Python blocks of a page."""
-    return [code for code, _ in BLOCK.findall(PAGES[page])]
-
 
 # The blocks of these pages are run by other tests, each with a check that none is left out.
 ELSEWHERE = {"accumulation.md", "checkpointing.md", "integrations.md"}
@@ -216,22 +188,13 @@ CLIP, EXPERTS, STAGES, TIED = blocks("gradient-norm.md")
 
 def test_every_block_is_run() -> None:
     here = {*IN_ORDER, "distributed.md", "agreement.md", "gradient-norm.md"}
-    assert {page for page, text in PAGES.items() if "```python" in text} == here | ELSEWHERE
+    assert {page for page, text in PAGES.items() if "```python" in text and page != "README.md"} == here | ELSEWHERE
     assert here.isdisjoint(ELSEWHERE)
     assert all(text.count("```python") == len(blocks(page)) for page, text in PAGES.items())
     assert TRAIN.startswith("# train.py")
 
 
 # Pages of one process
-
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-
-
-def assert_printed(found: str, expected: str) -> None:
-    """Compare word by word; the last digits of a training depend on the machine."""
-    assert NUMBER.sub("#", found).split() == NUMBER.sub("#", expected).split()
-    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (found, expected)]
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=0.03)
 
 
 @pytest.mark.parametrize("wrong", ["loss 0.48\n", "loss 0.42 of 1\n", "gain 0.48 of 1\n"])
@@ -254,12 +217,10 @@ def run_in_order(page: str) -> dict[str, Any]:
     """Run the blocks of a page, but for a script of its own, and compare what they print."""
     names: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
-        for code, expected in BLOCK.findall(PAGES[page]):
+        for code, expected in printing_blocks(page):
             if code.startswith("# train.py"):
                 continue
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(code, names)
-            assert_printed(out.getvalue(), expected)
+            assert_printed(output_of(code, names), expected)
     return names
 
 
@@ -294,7 +255,7 @@ def test_the_script_of_the_tutorial(tmp_path: Path) -> None:
     script.write_text(TRAIN, encoding="utf-8")
     done = run_script(script, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
-    expected = BLOCK.findall(PAGES["tutorial.md"])[-1][1]
+    expected = printing_blocks("tutorial.md")[-1][1]
     assert_printed(done.stdout, expected)
 
 
@@ -340,8 +301,8 @@ def test_control_a_wrong_step(
 ) -> None:
     wrong = block.replace(old, new)
     assert wrong != block
-    for _, gradient in pool_of_two(one_step, wrong, loss, wrapped):
-        assert gradient > 0.05
+    for _, found in pool_of_two(one_step, wrong, loss, wrapped):
+        assert found > 0.05
 
 
 def test_validation_on_one_rank(pool_of_two: WorkerPool) -> None:
@@ -352,9 +313,9 @@ def test_validation_on_one_rank(pool_of_two: WorkerPool) -> None:
 
 
 def test_ranks_with_different_steps(pool_of_two: WorkerPool) -> None:
-    for steps, gradient in pool_of_two(different_steps, DIFFERENT_STEPS):
+    for steps, found in pool_of_two(different_steps, DIFFERENT_STEPS):
         assert steps == 3
-        assert gradient <= LIMIT
+        assert found <= LIMIT
 
 
 def test_clipping_under_fsdp(pool_of_two: WorkerPool) -> None:

@@ -6,16 +6,13 @@ Where it cannot be, its rule is written out in the check, as a control that give
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import io
-import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,11 +32,7 @@ import fullrank
 
 pytestmark = pytest.mark.slow
 
-PAGES = {
-    path.stem: path.read_text("utf-8")
-    for path in sorted((Path(__file__).parents[2] / "docs" / "migrating").glob("*.md"))
-}
-BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
+PAGES = [page for page in pages.PAGES if page.startswith("migrating/")]
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 Check = Callable[[], None]
 CHECKS: dict[tuple[str, str], Check] = {}
@@ -47,7 +40,7 @@ CHECKS: dict[tuple[str, str], Check] = {}
 
 def lines_of(page: str) -> list[str]:
     """Return the first cells of the table of a page."""
-    rows = [line for line in PAGES[page].splitlines() if line.startswith("|")]
+    rows = [line for line in pages.PAGES[page].splitlines() if line.startswith("|")]
     return [row.split(" | ")[0].strip("| ") for row in rows[2:]]
 
 
@@ -63,13 +56,11 @@ def line(page: str, *cells: str) -> Callable[[Check], Check]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_block_of_a_page(page: str) -> None:
-    if page == "transformers":
+    if page == HUGGING:
         pytest.importorskip("transformers")
-    found = BLOCK.findall(PAGES[page])
-    assert len(found) == PAGES[page].count("```python") == 1
-    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng(devices=[]):
-        exec(found[0][0], {})
-    assert out.getvalue().split() == found[0][1].split()
+    ((code, expected),) = pages.printing_blocks(page)
+    with torch.random.fork_rng(devices=[]):
+        assert pages.output_of(code, {}).split() == expected.split()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -103,7 +94,7 @@ def installed(name: str) -> Any:
 
 # imbalanced-losses
 
-IMBALANCED = "imbalanced-losses"
+IMBALANCED = "migrating/imbalanced-losses.md"
 
 
 def imbalanced_on_a_rank(rank: int) -> dict[str, Any]:
@@ -147,11 +138,9 @@ def theirs() -> Any:
 
 def test_the_old_numbers() -> None:
     """What the block prints is what the defaults of the other package give."""
-    code, printed = BLOCK.findall(PAGES[IMBALANCED])[0]
+    ((code, printed),) = pages.printing_blocks(IMBALANCED)
     losses = [getattr(theirs(), name)(3) for name in ("SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss")]
-    names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(code, names)
+    names = pages.run_block(code, {})
     found = [float(loss(names["logits"], names["targets"])) for loss in losses]
     assert found == pytest.approx([float(number) for number in printed.split()], abs=1e-6)
 
@@ -360,6 +349,8 @@ def gather_of_both() -> None:
 
 # xorl: its rules are written out
 
+XORL = "migrating/xorl.md"
+
 
 def language_batches(empty: bool = False) -> list[dict[str, Tensor]]:
     """Return micro-batches of uneven numbers of tokens."""
@@ -423,7 +414,7 @@ def experts_on_a_rank(rank: int) -> dict[str, float]:
 
 
 @line(
-    "xorl",
+    XORL,
     "`gradient_accumulate_loss(mean, n, N, group)`, then `backward()`",
     "`set_gradient_divide_factor(1.0)` on every FSDP module",
 )
@@ -432,7 +423,7 @@ def means_with_their_number() -> None:
         assert max(found["divide factor None"], found["divide factor 1.0"]) <= 1e-12
 
 
-@line("xorl", "divide factor `ep_size` on experts (before `a160a7d`)")
+@line(XORL, "divide factor `ep_size` on experts (before `a160a7d`)")
 def factor_on_experts() -> None:
     """The control, FSDP2 itself with the factor, ends with half of the gradient."""
     for found in get_pool(4)(experts_on_a_rank):
@@ -441,7 +432,7 @@ def factor_on_experts() -> None:
         assert found["ep_size"] <= 1e-12
 
 
-@line("xorl", "`count_valid_tokens(micro_batches, group)`", "`target_tokens`, else `labels`, both shifted")
+@line(XORL, "`count_valid_tokens(micro_batches, group)`", "`target_tokens`, else `labels`, both shifted")
 def shifted_labels() -> None:
     labels = torch.tensor([[4, -100, 2], [1, 3, -100]])
     batches = [{"labels": labels}, {"labels": labels, "target_tokens": labels[:1]}]
@@ -453,7 +444,7 @@ def shifted_labels() -> None:
     assert fullrank.count_valid_tokens(batches, key=keys) != by_their_rule  # the control: another shift
 
 
-@line("xorl", "`cp_fsdp_mode`, `sp_grad_sync_group`")
+@line(XORL, "`cp_fsdp_mode`, `sp_grad_sync_group`")
 def four_modes() -> None:
     expected = {"all": None, "ulysses_only": "ring", "ring_only": "ulysses", "none": "both"}
     groups = {"ring": "ring", "ulysses": "ulysses", "unified": "both"}
@@ -479,13 +470,13 @@ def sequence_on_a_rank(rank: int) -> tuple[float, float]:
     return error(flat(model), right), error(flat(other) / total, right + first)
 
 
-@line("xorl", "`sync_sp_gradients(model, group)` after each call of a server")
+@line(XORL, "`sync_sp_gradients(model, group)` after each call of a server")
 def sums_of_sums() -> None:
     for ours, of_their_rule in on_two_ranks(sequence_on_a_rank):
         assert max(ours, of_their_rule) <= 1e-12
 
 
-@line("xorl", "tokens counted per `model_id`, division in the optimizer step")
+@line(XORL, "tokens counted per `model_id`, division in the optimizer step")
 def adapters() -> None:
     base = Model(torch.float64)
     adapters = [nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(2)]
@@ -517,14 +508,14 @@ def stage_on_a_rank(rank: int) -> tuple[float, float]:
     return float(fullrank.clip_grad_norm_([weight], 1.0, across=dist.group.WORLD)), float(largest)
 
 
-@line("xorl", "`clip_gradients(..., pp_group=)`")
+@line(XORL, "`clip_gradients(..., pp_group=)`")
 def norm_of_stages() -> None:
     assert on_two_ranks(stage_on_a_rank) == [(5.0, 4.0)] * 2
 
 
 # KempnerForge: its rules are written out
 
-FORGE = "kempnerforge"
+FORGE = "migrating/kempnerforge.md"
 
 
 def usual(model: nn.Module, batches: list[dict[str, Tensor]], **keywords: int) -> Tensor:
@@ -656,7 +647,7 @@ def clipped_stages() -> None:
 
 # transformers
 
-HUGGING = "transformers"
+HUGGING = "migrating/transformers.md"
 
 
 def both_losses(**options: Any) -> tuple[Tensor, Tensor]:
@@ -743,15 +734,13 @@ def documents() -> None:
 
 # pytorch-metric-learning
 
-METRIC = "metric-learning"
+METRIC = "migrating/metric-learning.md"
 
 
 def block_names(page: str) -> dict[str, Any]:
     """Return what the block of a page defines."""
-    names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
-        exec(BLOCK.findall(PAGES[page])[0][0], names)
-    return names
+    with torch.random.fork_rng(devices=[]):
+        return pages.run_block(*pages.blocks(page), {})
 
 
 @line(METRIC, "`SmoothAPLoss(temperature=0.01)(embeddings, labels)`")
@@ -873,7 +862,7 @@ def large_batches() -> None:
 
 # LibAUC, which is not installed: its rules are written out, and what only it does is a fact of its version 2.0.1
 
-LIBAUC = "libauc"
+LIBAUC = "migrating/libauc.md"
 
 
 def auc_rows() -> tuple[Tensor, Tensor]:
@@ -950,7 +939,7 @@ def raw_logits() -> None:
 
 # GradCache: its rule is written out
 
-GRADCACHE = "gradcache"
+GRADCACHE = "migrating/gradcache.md"
 
 
 def by_their_rule(model: nn.Module, parts: list[Any], loss: Callable[[Tensor], Tensor]) -> Tensor:
@@ -1063,7 +1052,7 @@ def towers_on_a_rank(rank: int, code: str) -> tuple[float, float, int]:
 
 @functools.cache
 def towers() -> list[tuple[float, float, int]]:
-    return get_pool(2)(towers_on_a_rank, BLOCK.findall(PAGES[GRADCACHE])[0][0])
+    return get_pool(2)(towers_on_a_rank, *pages.blocks(GRADCACHE))
 
 
 @line(GRADCACHE, "`DistributedContrastiveLoss`")

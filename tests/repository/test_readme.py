@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import PAGES, blocks
 from scripts import run_script
 
 import fullrank
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+BLOCKS = blocks("README.md")
 
 
 def block_with(text: str) -> str:
@@ -65,5 +65,4 @@ def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_public_names_are_in_the_readme() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert [name for name in fullrank.__all__ if name not in text] == []
+    assert [name for name in fullrank.__all__ if name not in PAGES["README.md"]] == []

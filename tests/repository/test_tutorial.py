@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import BLOCK, PAGES, run_block
 
 import fullrank
 
 pytestmark = pytest.mark.full
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 SEEDS = range(3)
 LOSSES = {
     "ap": lambda: fullrank.SmoothAPLoss(num_classes=1),
@@ -27,13 +23,8 @@ LOSSES = {
 @pytest.fixture(scope="module")
 def tutorial() -> dict[str, Any]:
     """What the blocks before the section "One added line" define: rows, network, metrics, training."""
-    names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in re.findall(
-            r"```python\n(.*?)```", PAGE.read_text("utf-8").split("## One added line")[0], re.DOTALL
-        ):
-            exec(block, names)
-    return names
+    section = PAGES["tutorial.md"].split("## One added line")[0]
+    return run_block("".join(code for code, _ in BLOCK.findall(section)), {})
 
 
 def figures(tutorial: dict[str, Any], loss: Any, seed: int) -> dict[str, float]:

@@ -1,0 +1,253 @@
+"""Smooth partial area under the ROC curve over the rows of all ranks and of a memory queue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from .arguments import completed
+from .distributed_loss import compiled_where_local
+from .hints import Setting
+from .partial_area import (
+    SMALLEST_SCALE,
+    BudgetBasis,
+    PartialArea,
+    PosNumerator,
+    Surrogate,
+    TauScale,
+    check_area,
+    missed_area,
+)
+from .pauc_at_budget import pauc_at_budget
+from .pool import (
+    LossWithClasses,
+    LossWithClassesAndStats,
+    LossWithStats,
+    PerClass,
+    Pool,
+    Reduction,
+    reduce_values,
+)
+from .queued_loss import PoolOptions
+from .ranking import Given, RankingLoss
+from .sharded import PoolFacts
+from .sharded_threshold import trapezoid_of_part
+
+
+@completed(pauc_at_budget)
+class PAUCAtBudgetLoss(RankingLoss):
+    """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
+
+    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
+    queue. The default, ``surrogate="dro"``, is a soft maximum of the logistic losses of each positive against all iid
+    negatives. ``dro_lambda`` takes the place of the budget: ``beta`` only sets the diagnostics, and ``n_knots`` and
+    ``temperature`` have no effect. The scores are logits as in cross-entropy, unless ``tau_scale`` gives a scale; of
+    the scales, ``"band"`` depends on ``beta``.
+
+    For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
+    negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more rows than that,
+    and watch ``band_neg_count``.
+
+    The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
+    most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
+    knots of the trapezoid, not the balance: they carry the slope of the live positives, and the gradient of the live
+    rows adds up to 0. With ``threshold_gradient=False``, which only the trapezoid uses, it lowers no row. If that is
+    the only loss, all scores can rise together: combine it with a pointwise loss, such as
+    ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+
+    Args:
+        pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
+            queued positives then do not dilute. A class without live positives is invalid in that step.
+        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
+            ``"dro"`` does not use it.
+
+    Degenerate:
+        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
+        most 1e-12 or infinite (a warning, once), under ``"pairwise"`` without a negative in the band, and under
+        ``"dro"`` without an iid negative: left out of the mean and the sum. ``"dro"`` without a scale is valid where
+        all scores are equal. With no valid class the loss is 0 with zero gradients. An infinite knot carries no
+        gradient. Under ``"trapezoid"`` no row of a class has a gradient in a step without a live reference row of
+        finite score, because nothing would fall while the positives rise.
+
+    Distributed:
+        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
+        the same value and holds the same queue. With ``pool="sharded"`` and ``"trapezoid"`` the header, three sums over
+        the ranks for float32 and six for float64, which find the knots, and one exchange of the sums at them. The other
+        surrogates gather the rows, and so do diagnostics; the queue stays sharded.
+
+    Example:
+        >>> import torch
+        >>> scores, targets = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]]), torch.tensor([0, 1, 1, 0, 0])
+        >>> loss = PAUCAtBudgetLoss(num_classes=1, queue_size=0)
+        >>> loss(scores, targets)
+        tensor(0.9832)
+        >>> loss = PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise", queue_size=0)
+        >>> loss(scores, targets)
+        tensor(0.5000)
+    """
+
+    temperature: float  # never None: it is a multiple of the scale already
+
+    def __init__(
+        self,
+        num_classes: int,
+        alpha: float = 0.0,
+        beta: float = 0.005,
+        surrogate: Surrogate = "dro",
+        n_knots: int = 2,
+        tau_scale: TauScale | None = None,
+        pos_numerator: PosNumerator = "pool",
+        budget_basis: BudgetBasis = "fpr",
+        queue_size: int = 0,
+        temperature: float = 0.1,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        update_queue_in_eval: bool = False,
+        gather_distributed: bool | None = None,
+        quantile_interpolation: str = "higher",
+        max_pool_size: int | None = None,
+        *,
+        dro_lambda: float = 1.0,
+        threshold_gradient: bool = True,
+        **options: Unpack[PoolOptions],
+    ) -> None:
+        given = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
+        super().__init__(*given, gather_distributed, max_pool_size, **options)
+        self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
+        self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
+        self.quantile_interpolation = quantile_interpolation
+        self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
+        check_area(self._area)
+
+    @property
+    def _area(self) -> PartialArea:
+        return PartialArea(*(getattr(self, name) for name in PartialArea._fields))
+
+    @overload  # type: ignore[override]
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: Literal[False] = False,
+        return_diagnostics: Literal[False] = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        *,
+        return_per_class: Literal[True],
+        return_diagnostics: Literal[False] = False,
+        sample_weight: Tensor | None = None,
+    ) -> LossWithClasses: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: Literal[False] = False,
+        *,
+        return_diagnostics: Literal[True],
+        sample_weight: Tensor | None = None,
+    ) -> LossWithStats: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        *,
+        return_per_class: Literal[True],
+        return_diagnostics: Literal[True],
+        sample_weight: Tensor | None = None,
+    ) -> LossWithClassesAndStats: ...
+    @overload
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: bool = False,
+        return_diagnostics: bool = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats: ...
+    @completed(RankingLoss.forward)
+    @compiled_where_local
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        iid_mask: Tensor | None = None,
+        return_per_class: bool = False,
+        return_diagnostics: bool = False,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats:
+        """Return the loss as :meth:`RankingLoss.forward` does, with diagnostics on request.
+
+        Args:
+            return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
+                ``t_beta``; the temperature ``tau_eff``, which is the scale with ``"dro"``; ``band_neg_count``, the iid
+                negatives inside the band; ``pauc_var``, the variance over positives of their share of the area, of
+                their loss with ``"dro"``; ``grad_pos_count``, the positives of all ranks that carry gradient.
+
+        Returns:
+            The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
+        """
+        pooled = self._pool(Given(logits, targets, iid_mask, sample_weight), needs_rows=return_diagnostics)
+        per_class, stats = pooled.per_class, None
+        if per_class is None:
+            found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
+            per_class, flat_class, stats = found
+            self._warn_if_flat(flat_class)
+        loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
+        self._finish(pooled, per_class)
+        if not return_per_class:
+            return loss if stats is None else LossWithStats(loss, stats)
+        result = LossWithClasses.of(loss, per_class)
+        return result if stats is None else LossWithClassesAndStats(*result, stats)
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward  # type: ignore[assignment]
+
+    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
+        if self.surrogate != "trapezoid":
+            return None
+        found = trapezoid_of_part(pool, shared, self._area, self.temperature)
+        if found is None:
+            return None
+        per_class, flat_class = found
+        self._warn_if_flat(flat_class)
+        return per_class
+
+    def _warn_if_flat(self, flat_class: int | None) -> None:
+        """Warn once when the class ``flat_class`` is left out."""
+        if self.validate_args and flat_class is not None:
+            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
+            self._warn_once(
+                "flat",
+                f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
+                f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
+                f"band, or try {other}.",
+            )
+
+    def _setting(self, num_rows: int) -> Setting:
+        if self.surrogate == "dro":  # which has neither a temperature nor a band
+            return Setting(None, None)
+        small = (
+            f"a band up to beta={self.beta:g} holds less than one of the {num_rows} rows of the pool. Make the pool "
+            f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
+        )
+        return super()._setting(num_rows)._replace(small_pool=small if num_rows * self.beta < 1 else None)
+
+    def _own_arguments(self) -> tuple[str, ...]:
+        return PartialArea._fields

@@ -1,0 +1,147 @@
+"""Every row as a query that ranks all others, a few queries at a time, and their gradient added up at once.
+
+The (M, M) similarities are never in memory together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.exchange import Exchange
+from ..errors import first_order_only
+from ..kernels.costs import costs_of
+from ..kernels.registration import exact, register
+from ..kernels.soft_ranks import smooth_ap_sums
+
+
+def _with_gradient(unit: Tensor, labels: Tensor, temperature: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one minus the smooth average precision of each row as a query, and which are valid, and the gradient.
+
+    A query is valid if it has a positive, which is another row of its label, and a negative.
+
+    ======== ========= ====================================================================
+    tensor   shape     meaning
+    ======== ========= ====================================================================
+    z        (M, D)    rows of length 1, float32 or float64
+    y        (M,)      their labels, int64
+    L        (M,)      loss of each query, float64; 0 where not valid, NaN if a similarity is
+    G        (M, M)    dL_q / dx_qj, of which a few rows are held at a time
+    dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
+    ======== ========= ====================================================================
+
+    The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
+    a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
+    """
+    ones = torch.ones(unit.shape[0], dtype=torch.float64, device=unit.device) if with_grad else None
+    values, valid, gradient = _sums_of_queries(unit, labels, temperature, ones)
+    return values, valid, unit.new_empty(0) if gradient is None else gradient
+
+
+def _scaled_or_again(
+    grad_values: Tensor, unit: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, temperature: float
+) -> tuple[Tensor]:
+    """Return dz for the incoming gradient."""
+    factors = grad_values[counted]
+    if factors.numel() == 0 or bool((factors == factors[0]).all()):
+        return (gradient * factors[:1].sum().to(gradient.dtype),)
+    again = _sums_of_queries(unit, labels, temperature, grad_values)[2]
+    assert again is not None
+    return (again,)
+
+
+def _sums_of_queries(
+    unit: Tensor, labels: Tensor, temperature: float, factors: Tensor | None, queries: slice = slice(None)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the loss of each query (M,) float64, which are valid, and the gradient (M, D) of ``factors @ loss``.
+
+    Only ``queries`` are computed; the others are 0 and not valid.
+    """
+    count = unit.shape[0]
+    values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
+    gradient = None if factors is None else torch.zeros_like(unit)
+    step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
+    begin, end, _ = queries.indices(count)
+    for first in range(begin, end, step):
+        own = slice(first, min(first + step, end))
+        scores = (unit[own] @ unit.t()).requires_grad_(factors is not None)  # [q, M]
+        same = labels[own, None] == labels
+        others = torch.ones_like(same)
+        for mask in (same, others):
+            mask.diagonal(first).fill_(False)  # a query does not rank itself
+        with torch.set_grad_enabled(factors is not None):
+            loss, valid[own] = smooth_ap_sums(scores, same, others, None, temperature)
+        values[own] = loss.detach()
+        if gradient is not None and factors is not None:
+            (slope,) = torch.autograd.grad(loss, scores, factors[own])  # [q, M]
+            gradient[own] += slope @ unit
+            gradient += slope.t() @ unit[own]
+    return values, valid, gradient
+
+
+queries = register(
+    "retrieval_smooth_ap",
+    forward=_with_gradient,
+    fake=lambda unit, labels, temperature, with_grad: (
+        *(unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool)),
+        torch.empty_like(unit) if with_grad else unit.new_empty(0),
+    ),
+    saved=lambda inputs, out: ((inputs[0], inputs[1], out[1] | out[0].isnan(), out[2]), inputs[2:3]),
+    backward=_scaled_or_again,
+    fake_backward=lambda grad_values, unit, *saved: (torch.empty_like(unit),),
+)
+
+
+class Split(NamedTuple):
+    """The ranks that share the queries, and how many rows each has."""
+
+    exchange: Exchange
+    rows: tuple[int, ...]
+
+
+class SplitQueries(torch.autograd.Function):
+    """Do what ``queries`` does, with the queries of this rank alone.
+
+    ======== ========== ==========================================================================
+    tensor   shape      meaning
+    ======== ========== ==========================================================================
+    z        (M, D)     rows of length 1, those of all ranks
+    L        (M,)       loss of each query, computed on the rank whose row it is and gathered
+    G        (N_r, M)   dL_q / dx_qj for the queries of this rank
+    dz       (N_r, D)   this rank's rows of the sum over the ranks of G z + G^T z: a reduce-scatter
+    ======== ========== ==========================================================================
+
+    The forward makes both exchanges, so the backward communicates nothing. The gradient of the rows of other ranks is
+    0 here, because those ranks have it. If the incoming gradient differs between queries, the backward computes all
+    queries again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, split: Split, unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, *anchors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        exchange, rows = split
+        first = sum(rows[: exchange.rank])
+        own = slice(first, first + rows[exchange.rank])
+        factors = unit.new_ones(unit.shape[0], dtype=torch.float64) if with_grad else None
+        values, valid, gradient = exact(_sums_of_queries)(unit, labels, temperature, factors, own)
+        values, valid = exchange.rows([values[own], valid[own]], rows)
+        if gradient is not None:
+            gradient = exchange.sum_own(gradient, rows, "the gradients")
+            ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, *anchors)
+        ctx.own, ctx.temperature, ctx.call = own, temperature, exchange.call
+        ctx.mark_non_differentiable(valid)
+        return values, valid
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        unit, labels, counted, gradient, *anchors = ctx.saved_tensors
+        (of_own,) = exact(_scaled_or_again)(grad_values, unit, labels, counted, gradient, ctx.temperature)
+        if of_own.shape != unit.shape:
+            of_all = torch.zeros_like(unit)
+            of_all[ctx.own] = of_own
+            of_own = of_all
+        return None, of_own, None, None, None, *[None] * len(anchors)

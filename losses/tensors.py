@@ -1,0 +1,40 @@
+"""What the losses ask of a tensor: whether its values may be read, in which dtype it is computed, where it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import Words, expected
+from ..kernels.torch_private import is_batched
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return True if a branch may depend on values: not while compiling, on the meta device or under ``torch.vmap``."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or is_batched(tensor))
+
+
+def weight_unit(weight: Tensor) -> Tensor:
+    """Return what weights are divided by so that no sum of them overflows: 1, or a power of two for huge weights."""
+    large = 2.0**64 if weight.dtype == torch.float32 else 2.0**512
+    if weight.numel() == 0:
+        return weight.new_ones(())
+    most = weight.amax()
+    return torch.where(most > large, torch.full_like(most, large), torch.ones_like(most))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype a loss is computed in: float32 for half precision, whose sums over a pool would saturate."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits") -> None:
+    """Raise ValueError when ``value`` is not on the device of ``rows``, the argument named ``called``."""
+    if value.device != rows.device:
+        what, fix = f"a tensor on {rows.device}, as {called}", f"Use {name}.to({called}.device)."
+        raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return True for integer dtypes; bool is not one of them."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
