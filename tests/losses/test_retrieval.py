@@ -585,6 +585,9 @@ def errors_over_ranks(rank: int, world_size: int, form: Form) -> tuple[float, fl
             value = form.module()(scores, targets, **options)
         with CollectiveCounter() as backward:
             value.nan_to_num().sum().backward()
+        with torch.no_grad():  # nothing is kept for a backward
+            plain = form.module()(scores, targets, **options)
+        assert_close(plain, value.detach(), rtol=0, atol=0, equal_nan=True)
     return worst[0], worst[1], (forward.total, backward.total)
 
 
