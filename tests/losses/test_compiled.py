@@ -5,7 +5,7 @@ Each starts the compiler, so a loss is compiled once, with as many of its option
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -83,6 +83,23 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 # The modules that a graph cannot hold whole: they keep a state, or the number of operators depends on values.
 BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
 
+# Each loss is compiled once in `make test`, its other forms in `make full`.
+OTHER_FORMS = (
+    "smooth_ap automatic",
+    "smooth_ap of (N,) and floats",
+    "recall linear, automatic",
+    "pauc pairwise",
+    "pauc dro iqr",
+    "causal_lm by its own count",
+    "PAUCAtBudgetLoss",
+    "RecallAtQuantileLoss",
+)
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    """Return the names as cases."""
+    return [pytest.param(name, marks=[pytest.mark.full] * (name in OTHER_FORMS)) for name in names]
+
 
 def rows(count: int, name: str = "") -> tuple[Tensor, Tensor]:
     """Return logits (count, 3) that require a gradient, and class indices or the targets of a focal loss."""
@@ -104,7 +121,7 @@ def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *
     torch.testing.assert_close(*outcomes, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", each(FUNCTIONS))
 def test_functions_over_temperatures_and_row_counts(name: str) -> None:
     """aot_eager traces what every backend is given, forward and backward, and runs it."""
     torch._dynamo.reset()
@@ -128,7 +145,7 @@ def test_inductor_compiles_smooth_ap() -> None:
         pytest.skip(f"inductor cannot build here: {error}")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", each(MODULES))
 def test_modules_within_a_compiled_step(name: str) -> None:
     """With a queue that fills, temperatures that cool and batches of other sizes."""
     torch._dynamo.reset()
