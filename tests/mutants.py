@@ -298,7 +298,10 @@ def load_record(full: bool) -> Record:
         with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
             print("recording which test executes which line, which takes about twice as long as the tests", flush=True)
             command = [sys.executable, str(TESTS / "run.py"), *(["--full"] if full else [])]
-            subprocess.run(command, env=os.environ | {"FULLRANK_LINES": folder}, stdout=subprocess.DEVNULL, check=False)
+            environment = os.environ | {"FULLRANK_LINES": folder}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode not in (0, 1) or "broke off" in done.stdout:
+                raise SystemExit(f"{done.stdout}\nthe record is not complete: a job of tests/run.py broke off")
             path.write_text(json.dumps(read_lines(Path(folder))), encoding="utf-8")
     return Record(**json.loads(path.read_text("utf-8")))
 
