@@ -31,7 +31,7 @@ CORES = max(2, os.cpu_count() or 2)
 NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of the tests
 
 # The order in which jobs start, the longest first; a folder that is not here comes after them.
-FIRST = ["types", "distributed", "docs", "accumulation", "losses", "integrations", "repository", "gradients", "queues"]
+FIRST = ["types", "distributed", "docs", "losses", "conformance", "accumulation", "integrations", "repository"]
 AFTER = {"losses": "types"}  # it reads the cache of mypy
 
 
