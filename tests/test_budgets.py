@@ -15,11 +15,12 @@ from types import ModuleType
 import pytest
 import torch
 from device import DEVICE, count
+from loss_cases import POOLED, normal
 from scripts import run_script
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullrank.distributed import exchange
-from fullrank.losses import SmoothAPLoss
+from fullrank.losses import SmoothAPLoss, SoftmaxFocalLoss
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "launches.py"
 
@@ -128,6 +129,26 @@ def test_more_rows_launch_no_more(launches: ModuleType) -> None:
     step = launches.STEPS["SmoothAP of more rows"]
     few, many = (launches.counts_of(step._replace(rows=rows)) for rows in (step.rows, 3 * step.rows))
     assert (few.waits, few.launches) == (many.waits, many.launches)
+
+
+OF_CLASSES: dict[str, Callable[[int], nn.Module]] = {
+    **{name: lambda c, one=one: one.module(c, queue_size=30, **one.default) for name, one in POOLED.items()},
+    "focal with a list of weights": lambda c: SoftmaxFocalLoss([1.0] * c),
+    "focal with a tensor of weights": lambda c: SoftmaxFocalLoss(torch.ones(c)),
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_more_classes_wait_no_more(name: str) -> None:
+    waits = []
+    for num_classes in (3, 50):
+        loss, targets = OF_CLASSES[name](num_classes).to(DEVICE), (torch.arange(100) % num_classes).to(DEVICE)
+        for seed in range(2):
+            logits = normal(100, num_classes, seed=seed).to(DEVICE).requires_grad_()
+            with count() as counts:
+                loss(logits, targets).backward()
+        waits.append(counts.waits)
+    assert waits[0] == waits[1] > 0
 
 
 @pytest.mark.slow

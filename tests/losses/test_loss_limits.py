@@ -7,17 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import gradient_cases
 import numpy
 import pytest
 import torch
-from gradient_cases import Case
 from loss_cases import CLASSES, FUNCTIONS, IGNORED, POOLED, VARIANTS, normal
 from sklearn.datasets import make_multilabel_classification
 from sklearn.metrics import average_precision_score, roc_curve
 from torch import Tensor
 from torch.testing import assert_close
-from workers import WorkerPool
 
 from fullrank.losses import (
     PAUCAtBudgetLoss,
@@ -154,15 +151,6 @@ def test_the_macro_average_is_that_of_scikit_learn_and_leaves_out_a_label_that_n
         expected, limit = macro(name, scores[:, kept], targets[:, kept])
         assert abs(value - expected) <= limit
         assert abs(1 - value - per_class.nansum().item() / 5) > 1e-3  # the control: the mean over all labels
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("loss", ["recall", "pauc_pairwise"])
-def test_the_gradient_of_multi_hot_targets_equals_one_process(pool_of_two: WorkerPool, loss: str, dtype: str) -> None:
-    """As tests/conformance/test_promise.py has it for the other two losses."""
-    limit = {"float64": 1e-12, "float32": 2e-6}[dtype]
-    case = Case(loss, dtype=dtype, num_classes=3, multi_hot=True, weighted=True)
-    assert max(max(errors) for errors in pool_of_two(gradient_cases.worst_error, 2, case)) <= limit
 
 
 # --- a training ------------------------------------------------------------------------------------------------------

@@ -16,13 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import IGNORED, POOLED
 from reference import Rows
-from torch import Tensor
-from torch.testing import assert_close
 from workers import get_pool
 
 import fullrank
 from fullrank import losses
-from fullrank.queues import MemoryQueue
 
 
 @dataclass(frozen=True)
@@ -179,70 +176,6 @@ def test_the_comparison_can_fail() -> None:
     halves = [run(problem, [slice(0, 9)])[1][0], run(problem, [slice(9, 16)])[1][0]]
     with pytest.raises(AssertionError):
         assert_near(numpy.concatenate(halves) / 2, truth, 1e-3)
-
-
-def value_and_gradient(problem: Problem, rows: Rows) -> tuple[Tensor, Tensor]:
-    module = problem.module()
-    rows = cases.leaf(rows)
-    loss = cases.call(module, rows)
-    return loss.detach(), torch.autograd.grad(loss, rows.logits)[0]
-
-
-SAME = {"rtol": 1e-11, "atol": 1e-12}  # float64 sums in another order, divided by temperatures of 0.05
-
-
-def holds_in_any_order(problem: Problem, order: Any) -> None:
-    """Rows permuted, shifted, without those that are ignored, and weighted by one."""
-    problem = Problem(**{**vars(problem), "dtype": torch.float64, "max_pool_size": None, "queue_size": 0})
-    rows = problem.rows(0)
-    count = len(rows.logits)
-    loss, gradient = value_and_gradient(problem, rows)
-
-    index = torch.tensor(order.sample(range(count), count), dtype=torch.int64)
-    permuted = value_and_gradient(problem, reference.take(rows, index))
-    assert_close(permuted, (loss, gradient[index]), equal_nan=True, **SAME)
-
-    if POOLED[problem.name].of_order:
-        shifted = value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64))
-        far = value_and_gradient(problem, rows._replace(logits=(rows.logits * 64).round() / 64 + 4096))
-        assert_close(far, shifted, equal_nan=True, **SAME)
-
-    if rows.sample_weight is None:
-        ones = torch.ones(count, dtype=torch.float64)
-        assert_close(value_and_gradient(problem, rows._replace(sample_weight=ones)), (loss, gradient), **SAME)
-    kept = ((rows.targets != IGNORED) if rows.targets.ndim == 1 else (rows.targets != IGNORED).any(1)).nonzero()[:, 0]
-    removed = value_and_gradient(problem, reference.take(rows, kept))
-    assert_close(removed, (loss, gradient[kept]), equal_nan=True, **SAME)
-
-
-@over_examples(20, 80)
-def test_rows_in_any_order_shifted_ignored_and_weighted_by_one(examples: int) -> None:
-    check(examples, holds_in_any_order, problem=problems(1), order=st.randoms(use_true_random=False))
-
-
-def fills_alike(capacity: int, sizes: list[int], cut: int, keep: str, seed: int) -> None:
-    """A batch in two parts leaves the queue of the whole batch."""
-    whole, parts = (MemoryQueue(capacity, 1, keep=keep) for _ in range(2))
-    for step, size in enumerate(sizes):
-        rows = cases.InputCase(1).rows(seed + step, num_rows=size)
-        whole.enqueue(rows.logits, rows.targets)
-        for part in (slice(0, cut), slice(cut, None)):
-            parts.enqueue(rows.logits[part], rows.targets[part])
-    for one, other in zip(whole.rows(), parts.rows()):
-        assert one is other is None or torch.equal(one, other)
-
-
-@over_examples(40, 150)
-def test_a_batch_in_two_parts_leaves_the_same_queue(examples: int) -> None:
-    check(
-        examples,
-        fills_alike,
-        capacity=st.integers(0, 12),
-        sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-        cut=st.integers(0, 9),
-        keep=st.sampled_from(["all", "negatives"]),
-        seed=st.integers(0, 1000),
-    )
 
 
 picks = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), min_size=0, max_size=9)
