@@ -8,6 +8,7 @@ docs/tools/docstrings.py does the same for the site, which is made without impor
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -65,7 +66,10 @@ def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[s
 
 
 def _complete_signature(cls: type, bases: Iterable[type]) -> None:
-    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of its bases in Options."""
+    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of its bases in Options.
+
+    An argument that it does not take raises TypeError with the name of the class that is constructed, not of a base.
+    """
     init: Any = cls.__dict__.get("__init__")
     if init is None:
         return
@@ -78,7 +82,18 @@ def _complete_signature(cls: type, bases: Iterable[type]) -> None:
         inspect.signature(base.__dict__["__init__"]).parameters for base in bases if "__init__" in base.__dict__
     )
     given = [base[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in named]
-    init.__signature__ = inspect.Signature([*own, *given])
+    signature = inspect.Signature([*own, *given])
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
+        init(self, *args, **kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    cls.__init__ = checked  # type: ignore[misc]
 
 
 _PACKAGE = __name__.partition(".")[0]

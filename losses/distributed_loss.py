@@ -129,18 +129,22 @@ class DistributedLoss(nn.Module):
             if group is not None:
                 check_not_gathered(name, tensor, group)
 
+    def _arguments(self) -> str:
+        """Return the arguments that ``repr`` shows and the ranks compare."""
+        return self.extra_repr()
+
     def _shared_facts(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks, whichever the loss."""
         return {
             "name": State(self.name, _SAME_ORDER),
-            "arguments": State(self.extra_repr(), SAME_ARGUMENTS),
+            "arguments": State(self._arguments(), SAME_ARGUMENTS),
             "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
             **self._surrounding_facts,
         }
 
 
-class CurrentTemperature:
-    """What a loss with an automatic temperature says about it: ``temperature`` may be None, a number, or missing."""
+class CurrentTemperature(DistributedLoss):
+    """Base of the losses that may have an automatic temperature: ``temperature`` is None, a number, or missing."""
 
     _last_temperature: float | None = None
 
@@ -149,6 +153,14 @@ class CurrentTemperature:
         """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
         temperature: float | None = getattr(self, "temperature", None)
         return self._last_temperature if temperature is None else temperature
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``, with the temperature, which the ranks compare apart from them."""
+        if not hasattr(self, "temperature"):
+            return self._arguments()
+        text, last = f"{self._arguments()}, temperature={self.temperature}", self._last_temperature
+        is_automatic = self.temperature is None and last is not None
+        return f"{text} (automatic, {last:.4g} in the last call)" if is_automatic else text
 
 
 def saved_temperature(temperature: float | None) -> float:

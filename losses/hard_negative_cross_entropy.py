@@ -142,7 +142,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int = 1,
         share: float = 0.05,
         queue_size: int = 0,
         reduction: Reduction = "mean",

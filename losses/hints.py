@@ -27,6 +27,7 @@ class Setting(NamedTuple):
 
     temperature: float | None  # None where it is automatic, or where the loss has none
     small_pool: str | None  # what is wrong with a pool as small as this one will stay, and the fix
+    argument: str | None = None  # which argument is probably misread, and the fix
 
 
 class Hints:
@@ -61,6 +62,8 @@ class Hints:
                 "logits of shape (N, 2) are ranked as two classes, so that the frequent class counts as much as the "
                 "rare one. If the problem is binary, use num_classes=1 and one logit: logits[:, 1:] - logits[:, :1].",
             )
+        if setting.argument is not None:
+            self._give("argument", setting.argument)
         self._small_pools = 0 if setting.small_pool is None else self._small_pools + 1
         if setting.small_pool is not None and self._small_pools == _SMALL_POOLS:
             self._give("few rows", setting.small_pool)

@@ -92,7 +92,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int = 1,
         alpha: float = 0.0,
         beta: float = 0.005,
         surrogate: Surrogate = "dro",

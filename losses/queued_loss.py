@@ -16,7 +16,6 @@ from .arguments import completed
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
-    DistributedLoss,
     GroupOptions,
     loaded_temperature,
     saved_temperature,
@@ -41,7 +40,7 @@ class PoolOptions(GroupOptions, total=False):
 
 
 @completed(local_pool)
-class QueuedLoss(CurrentTemperature, DistributedLoss):
+class QueuedLoss(CurrentTemperature):
     """Base of the losses with a memory queue: holds the arguments that they share, and saves what changes.
 
     Args:
@@ -70,7 +69,7 @@ class QueuedLoss(CurrentTemperature, DistributedLoss):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int = 1,
         queue_size: int = 0,
         temperature: float | None = None,
         reduction: Reduction = "mean",
@@ -187,8 +186,7 @@ class QueuedLoss(CurrentTemperature, DistributedLoss):
         form: PoolForm = self._pool_form
         return form
 
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, and for the comparison between ranks."""
+    def _arguments(self) -> str:
         names = ("num_classes", *self._own_arguments(), "queue_size", "reduction", "ignore_index", "max_pool_size")
         names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
         names = names if self.pool == "gathered" else (*names, "pool")

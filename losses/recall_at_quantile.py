@@ -170,7 +170,7 @@ class RecallAtQuantileLoss(RankingLoss):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int = 1,
         quantile: float = 0.005,
         queue_size: int = 0,
         temperature: float | None = None,
@@ -207,7 +207,14 @@ class RecallAtQuantileLoss(RankingLoss):
             "hardly any positive gets a gradient. Make the pool several times 1/quantile = "
             f"{1 / self.quantile:.0f} rows, by larger batches or queue_size, or raise quantile."
         )
-        return super()._setting(num_rows)._replace(small_pool=small if num_rows * self.quantile < 1 else None)
+        rest = f"{100 * (1 - self.quantile):.4g} %"
+        wide = (
+            f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the {rest} with the "
+            f"highest scores pass quantile={1 - self.quantile:.4g}."
+        )
+        small_pool, argument = num_rows * self.quantile < 1, self.quantile > 0.5
+        setting = super()._setting(num_rows)
+        return setting._replace(small_pool=small if small_pool else None, argument=wide if argument else None)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return "quantile", "quantile_interpolation", "threshold_gradient"

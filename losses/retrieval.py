@@ -23,7 +23,6 @@ from .arguments import completed
 from .distributed_loss import (
     SAME_TEMPERATURE,
     CurrentTemperature,
-    DistributedLoss,
     GroupOptions,
     loaded_temperature,
     saved_temperature,
@@ -93,7 +92,7 @@ def retrieval_smooth_ap(
 
 
 @completed(retrieval_smooth_ap)
-class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
+class RetrievalSmoothAPLoss(CurrentTemperature):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
@@ -185,8 +184,7 @@ class RetrievalSmoothAPLoss(CurrentTemperature, DistributedLoss):
         """Restore what :meth:`get_extra_state` returned."""
         self.temperature = loaded_temperature(state["temperature"])
 
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, and for the comparison between ranks."""
+    def _arguments(self) -> str:
         names = ("reduction", "ignore_index", "gradient_reduction")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 

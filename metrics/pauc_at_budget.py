@@ -95,7 +95,7 @@ class PAUCAtBudget(RankingMetric):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int = 1,
         alpha: float = 0.0,
         beta: float = 0.005,
         *,

@@ -59,7 +59,7 @@ class RecallAtQuantile(RankingMetric):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int = 1,
         quantile: float = 0.005,
         *,
         quantile_interpolation: str = "higher",

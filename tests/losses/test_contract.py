@@ -405,6 +405,9 @@ ADVICE: dict[str, Callable[[], object]] = {
     ),
     "got the keyword num_item. Use num_items": lambda: causal_lm_loss(TOKENS, NEXT, num_item=3),
     "Use ignore_index": lambda: causal_lm_loss(TOKENS, NEXT, ignore_idx=3),
+    "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),
+    "^CrossEntropyLoss: got an unexpected keyword argument 'nope'$": lambda: CrossEntropyLoss(nope=3),
+    "^RetrievalSmoothAPLoss: too many positional arguments$": lambda: RetrievalSmoothAPLoss(0.1, "sum", -1, None, 5),
 }
 
 
@@ -413,6 +416,14 @@ def test_messages_say_what_to_do_and_are_short(text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text) as caught:
         ADVICE[text]()
     assert len(str(caught.value)) < 400
+
+
+def test_the_number_of_classes_is_1_by_default() -> None:
+    public = [getattr(room, name) for room in (losses, fullrank.metrics) for name in dir(room)]
+    parameters = {one.__name__: inspect.signature(one).parameters for one in public if isinstance(one, type)}
+    defaults = {name: given["num_classes"].default for name, given in parameters.items() if "num_classes" in given}
+    assert defaults.keys() >= {"SmoothAPLoss", "HardNegativeCrossEntropyLoss", "RecallAtQuantile"}
+    assert set(defaults.values()) == {1}
 
 
 def test_values_are_not_looked_at_without_validation() -> None:
@@ -631,9 +642,10 @@ def test_what_a_subclass_passes_on_is_all_that_the_base_takes() -> None:
 
 
 SHOWN = ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'", "weight=[0.5, 2.0]"]
+SHOWN += ["weights={'ap': 0.25}", "temperature=0.2", "temperature=None\n"]
 
 
-@pytest.mark.parametrize("text", [*SHOWN, "weights={'ap': 0.25}"])
+@pytest.mark.parametrize("text", SHOWN)
 def test_repr_shows_the_settings(text: str) -> None:
     shown = [
         losses.PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"),
@@ -645,3 +657,13 @@ def test_repr_shows_the_settings(text: str) -> None:
         CombinedLoss({"ap": SmoothAPLoss(1)}, {"ap": 0.25}),
     ]
     assert text in repr(shown)
+
+
+def test_repr_shows_the_temperature_that_was_used_last() -> None:
+    loss = SmoothAPLoss()
+    loss(LOGITS[:, :1], BINARY)
+    assert loss.current_temperature is not None
+    assert f"temperature=None (automatic, {loss.current_temperature:.4g} in the last call)\n" in repr(loss)
+    loss.temperature = 0.07
+    assert "temperature=0.07\n" in repr(loss)
+    assert "temperature" not in repr(losses.HardNegativeCrossEntropyLoss())

@@ -56,6 +56,7 @@ MISUSES = {
         {},
         "1/beta = 250",
     ),
+    "quantile of numpy": (lambda **o: RecallAtQuantileLoss(quantile=0.95, **o), {}, "quantile=0.05"),
     "lost positives": (lambda **o: SmoothAPLoss(1, temperature=1e-6, **o), {}, "temperature=1e-06"),
     "probabilities": (
         lambda **o: SmoothAPLoss(1, temperature=0.1, **o),
@@ -89,6 +90,7 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
         (SmoothAPLoss(1, temperature=0.1), {}),
         (SmoothAPLoss(1, temperature=0.1, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
         (RecallAtQuantileLoss(1, quantile=0.05, temperature=0.1, queue_size=0), {}),
+        (RecallAtQuantileLoss(1, quantile=0.5, temperature=0.1, queue_size=0), {}),
         (RecallAtQuantileLoss(1, quantile=0.004, temperature=0.1, queue_size=1024), {}),  # the queue is large enough
         (PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), {}),
         (PAUCAtBudgetLoss(1, beta=0.004, queue_size=0), {}),  # the soft maximum has no band
@@ -101,6 +103,7 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
         "queue",
         "wide scores",
         "recall",
+        "recall in half of the rows",
         "recall with a queue",
         "pauc",
         "pauc dro",
@@ -218,7 +221,9 @@ def test_control_nonsense_is_read_where_nothing_is_waited_for(monkeypatch):
 def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make, steps, fix):
     monkeypatch.setattr(hints, "start_copy", lambda values: None)
     texts = texts_of(make(), 40, **steps)
-    assert len(texts) == (fix in ("1/quantile = 250", "1/beta = 250", "num_classes=1"))  # these read no value
+    assert len(texts) == (
+        fix in ("1/quantile = 250", "1/beta = 250", "quantile=0.05", "num_classes=1")
+    )  # these read no value
 
 
 def test_numbers_reach_the_host(device):

@@ -19,7 +19,8 @@ RANKING = ["SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss"]
 
 # Defaults that differ on purpose; docs/migrating.md names them.
 CHANGED = {
-    **{(name, "queue_size"): 0 for name in ("SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss")},
+    **{(name, "queue_size"): 0 for name in RANKING},
+    **{(name, "num_classes"): 1 for name in RANKING},
     ("SmoothAPLoss", "temperature"): None,
     ("RecallAtQuantileLoss", "temperature"): None,
     ("PAUCAtBudgetLoss", "surrogate"): "dro",
