@@ -94,9 +94,10 @@ class Schedule(nn.Module):
                 f"Call it at the start of every {unit}."
             )
         elif weight > 0 and self._switch_step is None and self.temp_start is not None:
+            when, which = (" after the warm-up", "that of main_loss") if warmup else ("", "temp_start")
             self._warn_once(
-                "on_train_batch_start(global_step) was never called after the warm-up, so the temperature does not "
-                "decay. Call it in every step."
+                f"on_train_batch_start(global_step) was never called{when}, so the temperature stays {which}. Call it "
+                "in every step."
             )
 
     def _warn_once(self, text: str) -> None:

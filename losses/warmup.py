@@ -33,7 +33,8 @@ class LossWarmupWrapper(LossOfParts, Schedule):
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
-    with s the steps since the switch and S ``temp_decay_steps``.
+    with s the steps since the switch and S ``temp_decay_steps``. Without a warm-up it is ``temp_start`` from the
+    construction on.
 
     Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch if the warm-up is
     counted in epochs. Without these calls the warm-up never ends.
@@ -128,6 +129,8 @@ class LossWarmupWrapper(LossOfParts, Schedule):
                 "temp_start and temp_end have no effect: surrogate='dro' has no temperature. Leave them out, or use "
                 "surrogate='pairwise'."
             )
+        elif temperatures and not self.in_warmup:
+            self.main_loss.temperature = temp_start
         if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):
             warn(f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.")
         if check_gather_distributed(gather_distributed) is not None:

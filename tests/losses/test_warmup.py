@@ -126,6 +126,12 @@ def test_the_course_of_a_training(case: str) -> None:
     assert found == (expected if None in expected else pytest.approx(expected, rel=1e-12))
 
 
+@pytest.mark.parametrize("lengths", [{}, {"warmup_steps": 0, "blend_steps": 2}, {"warmup_steps": 1}], ids=str)
+def test_without_a_warm_up_the_first_temperature_holds_from_the_construction_on(lengths: dict[str, int]) -> None:
+    wrapper = wrapper_of(main_loss=SmoothAPLoss(3, temperature=0.07), **TEMPERATURES, **lengths)
+    assert wrapper.current_temperature == (0.07 if lengths.get("warmup_steps") else 0.8)
+
+
 def test_an_epoch_that_is_started_twice_resets_the_queue_once() -> None:
     wrapper = wrapper_of(warmup_epochs=0, blend_epochs=1, reset_queue_each_epoch=True)
     list(course(wrapper, range(2), steps_per_epoch=2))
@@ -271,8 +277,9 @@ AT_THE_FORWARD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"warmup_steps": 2}, "", r"on_train_batch_start\(global_step\) was never called, so the warm-up never ends"),
     ({"warmup_epochs": 2}, "batch", r"on_train_epoch_start\(epoch\) was never called, so the warm-up never ends"),
     ({"blend_epochs": 2}, "batch", r"on_train_epoch_start\(epoch\) was never called, so the blend never ends"),
-    (TEMPERATURES, "", r"on_train_batch_start\(global_step\) was never called after the warm-up"),
-    ({"warmup_epochs": 0, "blend_epochs": 1, **TEMPERATURES}, "epoch", "never called after the warm-up"),
+    (TEMPERATURES, "", r"on_train_batch_start\(global_step\) was never called, so the temperature stays temp_start"),
+    ({"warmup_epochs": 0, "blend_epochs": 1, **TEMPERATURES}, "epoch", "never called, so the temperature"),
+    ({"warmup_epochs": 1, **TEMPERATURES}, "epoch=1", "never called after the warm-up, so .* stays that of main_loss"),
     ({"warmup_epochs": 1, **TEMPERATURES}, "epoch", None),  # in the warm-up no temperature decays
     ({"final_main_weight": 0.5}, "", None),
     ({"warmup_steps": 2}, "batch", None),
@@ -286,8 +293,9 @@ def test_a_hook_that_is_never_called_is_named_once(options: dict[str, Any], call
     wrapper, evaluated, complete = (wrapper_of(**options) for _ in range(3))
     for hook in called.split():
         for one in (wrapper, evaluated):
-            start: Callable[[int], None] = getattr(one, f"on_train_{hook}_start")
-            start(0)
+            name, _, number = hook.partition("=")
+            start: Callable[[int], None] = getattr(one, f"on_train_{name}_start")
+            start(int(number or 0))
     if text is not None:
         with pytest.warns(UserWarning, match=text) as caught:
             wrapper(LOGITS, TARGETS)

@@ -6,6 +6,7 @@ Where it cannot be, its rule is written out in the check, as a control that give
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -263,6 +264,7 @@ RANKING = ("SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss")
 DEFAULTS = {
     "`temperature` of `SmoothAPLoss` and `RecallAtQuantileLoss`": [(RANKING[:2], "temperature", 0.01, None)],
     "`surrogate` of `PAUCAtBudgetLoss`": [(RANKING[2:], "surrogate", "trapezoid", "dro")],
+    "`num_classes` of the ranking losses": [(RANKING, "num_classes", inspect.Parameter.empty, 1)],
     "`queue_size` of the ranking losses": [(RANKING, "queue_size", 1024, 0)],
     "`tau_scale` of `PAUCAtBudgetLoss`": [(RANKING[2:], "tau_scale", "iqr", None)],
     "`temp_start`, `temp_end` of `LossWarmupWrapper`": [
@@ -317,6 +319,23 @@ def empty_warmup() -> None:
         wrapped(logits, targets)
     with pytest.raises(ValueError, match="warmup"):
         fullrank.LossWarmupWrapper(nn.CrossEntropyLoss(), fullrank.SmoothAPLoss(3))
+
+
+@line(IMBALANCED, "decay of the temperature when a wrapper without saved state starts at a later step")
+def decay_after_a_resume() -> None:
+    temperatures = {"temp_start": 0.8, "temp_end": 0.1, "temp_decay_steps": 30}
+    halfway = pytest.approx(0.8 * 0.125 ** (20 / 30), rel=1e-12)
+    for module, of_steps, at_once in ((fullrank, halfway, 0.8), (theirs(), 0.8, halfway)):
+        for lengths, expected, first in (({"warmup_steps": 10}, of_steps, 10), ({}, at_once, 0)):
+            losses = nn.CrossEntropyLoss(), module.SmoothAPLoss(3, queue_size=0, temperature=0.3)
+            late = module.LossWarmupWrapper(*losses, **temperatures, **lengths)
+            trained, loaded = copy.deepcopy(late), copy.deepcopy(late)
+            late.on_train_batch_start(first + 20)
+            assert late.current_temperature == expected
+            trained.on_train_batch_start(first)
+            loaded.load_state_dict(trained.state_dict())
+            loaded.on_train_batch_start(first + 20)
+            assert loaded.current_temperature == halfway
 
 
 @line(IMBALANCED, "temperature in checkpoints")
