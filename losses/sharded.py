@@ -10,7 +10,6 @@ does, see :mod:`fullrank.distributed.gather`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +24,13 @@ from .pool import Pool
 
 
 class PoolFacts(NamedTuple):
-    """What every rank knows of a sharded pool, equal on all of them but for ``places``."""
+    """What every rank knows of a sharded pool, equal on all of them but for ``queue``."""
 
     exchange: Exchange
     scale: int  # k, the factor on the gradient of this rank's rows
     rows: tuple[int, ...]  # live rows of each rank
     num_queued: int  # queued rows of all ranks together
-    places: Callable[[], Tensor]  # [queued rows of this rank] int64: where a gathered pool has them after live rows
+    queue: ShardedQueue | None  # this rank's queued rows, which follow its live rows; None if the pool has none
     low: float  # of the scores of the pool, NaN if one is NaN; inf without rows
     high: float
     positives: tuple[float, ...]  # of all classes, of each rank; inf on a rank that needs the rows gathered
@@ -57,7 +56,7 @@ class PoolFacts(NamedTuple):
             scale,
             agreed.rows,
             0 if queue is None else queue.num_held,
-            (lambda: torch.empty(0, dtype=torch.int64)) if queue is None else queue.places,
+            queue,
             float(low.amin()),
             float(high.amax()),
             tuple(positives.tolist()),
@@ -119,13 +118,9 @@ def agreed_temperature(pool: Pool, shared: PoolFacts, temperature: float | None,
     column = rows - sum(shared.rows[: shared.exchange.rank])
     live = ((column >= 0) & (column < shared.num_live)).nonzero()[:, 0]
     sample[:, live] = values(column[live])
-    queued = shared.places().to(scores.device) + sum(shared.rows)
-    if queued.numel() and rows.numel():
-        # The sample may hold a row twice, so each of its rows is looked up among those queued, not the reverse.
-        queued, order = queued.sort()
-        place = torch.searchsorted(queued, rows).clamp_max(queued.numel() - 1)
-        held = (queued[place] == rows).nonzero()[:, 0]
-        sample[:, held] = values(order[place[held]] + shared.num_live)
+    if shared.queue is not None:
+        found, queued = shared.queue.find(rows - sum(shared.rows))
+        sample[:, found] = values(queued + shared.num_live)
     sample = shared.exchange.sum(sample, "the sample of the scores")
     spread = spread_of_sample(sample)
     if spread is None and sample.numel() < num_classes * shared.num_rows <= MOST_IN_FULL:

@@ -17,6 +17,8 @@ from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected
 from .memory_queue import GATHER_FIRST, SAME_QUEUE, Keep, MemoryQueue, QueueRows
 
+_COLUMNS = ("_logits", "_targets", "_iid", "_weight", "_numbers")
+
 
 class _Step(NamedTuple):
     """The rows that all ranks enqueued in one call: numbers from ``first`` on, in rank order."""
@@ -59,8 +61,10 @@ class ShardedQueue(MemoryQueue):
         self._gathered: dict[str, Any] | None = None  # the state of all ranks, while it is up to date
         super().__init__(capacity, num_classes, ignore_index, keep=keep, multi_hot=multi_hot)
 
+    @torch.inference_mode(False)
     def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         capacity, self.capacity = self.capacity, 0  # buffers grow with the rows, which may be a small part
+        self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the rows held, ascending
         super()._allocate(device, dtype)
         self.capacity = capacity
 
@@ -119,7 +123,7 @@ class ShardedQueue(MemoryQueue):
         total, last = self.num_held, self._num_enqueued
         counts = tuple(total * (r + 1) // world_size - total * r // world_size for r in range(world_size))
         before = sum(counts[:rank])
-        for name in ("_logits", "_targets", "_iid", "_weight"):
+        for name in _COLUMNS:
             part = getattr(self, name)[self._start + before : self._start + before + counts[rank]]
             setattr(self, name, part.clone())
         if rank > 0:
@@ -172,7 +176,7 @@ class ShardedQueue(MemoryQueue):
         rows = [new[wanted] for new in self._as_stored(logits, targets, iid_mask, sample_weight)]
         step = _Step(self._num_enqueued, (rows[0].shape[0],) if counts is None else tuple(counts))
         rank = self._place[0]
-        self._num_enqueued = step.first + sum(step.counts[:rank])
+        self._num_enqueued = first = step.first + sum(step.counts[:rank])
         self._checksum = self._checksum + self._hash(*rows)
         self._num_enqueued = step.first
         self._has_weights |= sample_weight is not None
@@ -189,6 +193,7 @@ class ShardedQueue(MemoryQueue):
         self._fill -= dropped
         self._num_enqueued = step.end
         self._steps.append(step)
+        rows.append(torch.arange(first, first + rows[0].shape[0], device="cpu"))
         held = step.held(rank, self._limit)  # all of this rank's rows, or the last of them
         self._append([new[len(new) - held :] for new in rows])
 
@@ -201,13 +206,13 @@ class ShardedQueue(MemoryQueue):
         count, end = rows[0].shape[0], self._start + self._fill
         if end + count > self._logits.shape[0]:
             size = max(self._logits.shape[0], 2 * (self._fill + count))
-            for name in ("_logits", "_targets", "_iid", "_weight"):
+            for name in _COLUMNS:
                 old = getattr(self, name)
                 new = old.new_empty(size, *old.shape[1:])
                 new[: self._fill] = old[self._start : end]
                 setattr(self, name, new)
             self._start, end = 0, self._fill
-        for name, new in zip(("_logits", "_targets", "_iid", "_weight"), rows):
+        for name, new in zip(_COLUMNS, rows):
             getattr(self, name)[end : end + count] = new
         self._fill += count
 
@@ -222,19 +227,29 @@ class ShardedQueue(MemoryQueue):
 
     def places(self) -> Tensor:
         """Return (rows,) int64: where a :class:`MemoryQueue` has this rank's rows."""
-        return self._places(*(held[self._place[0]] for held in self._held()))
+        return self._numbers[self._start : self._start + self._fill] % max(1, self.capacity)
 
-    def _places(self, begin: Tensor, count: Tensor) -> Tensor:
-        """Return the places of the rows in runs of ``count`` numbers from ``begin`` on, (S,) each."""
-        within = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
-        return (begin.repeat_interleave(count) + within) % max(1, self.capacity)
+    def find(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return at which of ``places`` (n,) a :class:`MemoryQueue` has a row of this rank, and these rows; (m,) int64.
+
+        Equal to looking each place up in :meth:`places`, in O(n log rows).
+        """
+        held, device, places = self._numbers[self._start : self._start + self._fill], places.device, places.cpu()
+        if not self._fill:
+            return held.to(device), held.to(device)
+        least = max(0, self._limit)
+        number = least + (places - least) % self.capacity  # the only one with this place that any rank holds
+        row = torch.searchsorted(held, number).clamp_max(self._fill - 1)
+        found = ((held[row] == number) & (places >= 0)).nonzero()[:, 0]
+        return found.to(device), row[found].to(device)
 
     def whole(self, exchange: Exchange) -> QueueRows:
         """Return the rows of all ranks, in the order of a :class:`MemoryQueue`; a collective."""
         begin, count = self._held()
         own, counts = self.rows(), count.sum(dim=1).tolist()
         gathered = exchange.rows([tensor for tensor in own if tensor is not None], counts)
-        order = self._places(begin.flatten(), count.flatten()).argsort().to(own.logits.device)
+        numbers = _runs(begin.flatten(), count.flatten())
+        order = (numbers % max(1, self.capacity)).argsort().to(own.logits.device)
         logits, targets, iid, *weight = (tensor[order] for tensor in gathered)
         return QueueRows(logits, targets, iid, weight[0] if weight else None)
 
@@ -324,6 +339,7 @@ class ShardedQueue(MemoryQueue):
         if state["num_enqueued"] and saved != (rank, world_size):
             raise _elsewhere(saved, (rank, world_size))
 
+    @torch.inference_mode(False)
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state of this class or of a :class:`MemoryQueue`, on this queue's device."""
         super().set_extra_state(state)
@@ -332,6 +348,7 @@ class ShardedQueue(MemoryQueue):
             self._gathered, self._place = None, (int(state["rank"]), int(state["world_size"]))
             self._steps = deque(_Step(int(first), tuple(map(int, counts))) for first, *counts in state["steps"])
             self._trace = int(state["trace"])
+            self._numbers = _runs(*(held[self._place[0]] for held in self._held())).cpu()
             # What every rank of one checkpoint knows. Another training may have had as many rows in every step.
             self._loaded = digest({"steps": repr(list(self._steps)), "trace": str(self._trace)})
             return
@@ -342,6 +359,13 @@ class ShardedQueue(MemoryQueue):
                 setattr(self, name, getattr(self, name).roll(-pointer, 0))
         self._place, self._steps = (0, 1), deque([_Step(self._num_enqueued - fill, (fill,))])
         self._gathered = dict(state)
+        self._numbers = torch.arange(len(self._logits), device="cpu") + (self._num_enqueued - fill)
+
+
+def _runs(first: Tensor, count: Tensor) -> Tensor:
+    """Return ``count`` (S,) numbers from each of ``first`` (S,) on, one run after the other."""
+    within = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+    return first.repeat_interleave(count) + within
 
 
 def _elsewhere(held: tuple[int, int], place: tuple[int, int]) -> ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def assert_equal(queues: list[ShardedQueue], whole: MemoryQueue) -> None:
         assert queue.position == queues[0].position
         assert torch.equal(queue._held()[0], queues[0]._held()[0])
         assert queue._held()[1].sum(dim=1).tolist() == [len(other) for other in queues]
+        places = torch.arange(-3, len(whole))
+        steps, queue._steps = queue._steps, deque()  # a look-up costs the same after any number of steps
+        found, row = queue.find(places)
+        queue._steps = steps
+        assert torch.equal(places[found], queue.places()[row])
+        assert len(found) == len(queue)
 
 
 @pytest.mark.parametrize("keep", ["all", "negatives"])
@@ -341,9 +348,9 @@ def test_a_queue_filled_in_inference_mode_is_trained_with(pool: Any, dtype: torc
         logits, targets = rows_of(step, 0, 1)
         return logits.detach().to(dtype).requires_grad_(), targets
 
-    def run(context: Any) -> tuple[list[float], Any]:
+    def run(context: Any, size: int) -> tuple[list[float], Any]:
         with context():
-            loss = fullrank.SmoothAPLoss(1, queue_size=200, pool=pool, update_queue_in_eval=True)
+            loss = fullrank.SmoothAPLoss(1, queue_size=size, pool=pool, update_queue_in_eval=True)
         values = []
         for first in (0, 5):
             with context():
@@ -358,4 +365,5 @@ def test_a_queue_filled_in_inference_mode_is_trained_with(pool: Any, dtype: torc
         assert not any(tensor.is_inference() for tensor in tensors)
         return values, loss.queue.checksum.item()
 
-    assert run(torch.inference_mode) == run(torch.no_grad)
+    for size in (200, 60):  # the second one is full when it is loaded
+        assert run(torch.inference_mode, size) == run(torch.no_grad, size)
