@@ -295,7 +295,8 @@ class Step:
                 f"loss {where}", loss, self._used, others_prepare=others_prepare
             )
         # Half precision would round m / N, and its sums end at 65504.
-        total = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss).reshape(())
+        total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        total = total.reshape(()) if total.ndim else total
         if num_items is not None:
             items = check_scalar(f"num_items {where}", num_items)
             if isinstance(items, Tensor):

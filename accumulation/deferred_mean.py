@@ -376,8 +376,8 @@ def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
     known, seen = {id(entry.parameter) for entry in own}, set()
     for index, (listed, ranks, _) in enumerate(entries):
         members = () if ranks is None else tuple(group_ranks(ranks))
-        for name, parameter in listed:
-            place = f"{name} in sync_groups[{index}]"
+        for entry in listed:
+            place, parameter = f"{entry.name} in sync_groups[{index}]", entry.parameter
             if id(parameter) not in known:
                 raise ValueError(expected(place, "a parameter of the model", parameter))
             if ranks is not None and (id(parameter), members) in seen:

@@ -42,9 +42,9 @@ from ..distributed.group import backend_by_device, is_initialized
 from ..distributed.header import cause_of, disagreement, failure, public_class, reason_of
 from ..distributed.torch_private import count_unreduced, holds_unreduced, not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
-from .norm_measure import join_norms, local_norm
+from .norm_measure import by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
-from .parameters import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries
+from .parameters import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries, plain_gradients
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]
@@ -176,15 +176,12 @@ def clip_grad_norm_(
     if measured.options.max_norm == math.inf:
         return reduced.returned
     # Apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms.
-    by_dtype: dict[torch.dtype, list[_Scaled]] = {}
-    for entry in measured.plan.entries:
-        grad = held_gradient(entry)
-        if grad is not None:
-            by_dtype.setdefault(grad.dtype, []).append(_Scaled(grad))
-    for dtype, scaled in by_dtype.items():
+    held = map(held_gradient, measured.plan.entries) if measured.plain is None else measured.plain
+    for dtype, grads in by_dtype(grad for grad in held if grad is not None).items():
         # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
         exact = reduced.norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
-        clip_grads_with_norm_(cast(Iterable[Tensor], scaled), measured.options.max_norm, exact, foreach)
+        scaled = cast(Iterable[Tensor], list(map(_Scaled, grads)))
+        clip_grads_with_norm_(scaled, measured.options.max_norm, exact, foreach)
     return reduced.returned
 
 
@@ -213,6 +210,7 @@ class _Measured(NamedTuple):
         options: the arguments, checked.
         plan: the parameters and the groups to reduce over.
         columns: for each layout the norm of what this rank holds; float64 scalars where the ranks meet.
+        plain: the gradients, if they and their parameters are all plain and dense.
         device: of the gradients, else of the first parameter; None without parameters.
         narrow: whether this rank returns the norm in float32.
         error: the first failed check of this rank. The columns are then 0.
@@ -221,6 +219,7 @@ class _Measured(NamedTuple):
     options: _Options
     plan: Plan
     columns: dict[Layout, Tensor]
+    plain: list[Tensor] | None
     device: torch.device | None
     narrow: bool
     error: Exception | None
@@ -283,16 +282,19 @@ def _measure(
             )
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
-    for entry in listed:
-        with postponed:
-            plan.add(entry, shard_groups)
+    plain = plain_gradients(listed) if shard_groups is None else None
+    held: dict[Layout, list[Tensor]] = {(): plain or []}
+    if plain is None:
+        for entry in listed:
+            with postponed:
+                plan.add(entry, shard_groups)
+    else:
+        plan.entries, plan.layouts = listed, [()] * len(listed)
     if options.error_if_nonfinite:
         plan.add_copies()
     with postponed:
         plan.add_stages(across)
-
-    held: dict[Layout, list[Tensor]] = {(): []}
-    for entry, layout in zip(plan.entries, plan.layouts):
+    for entry, layout in zip(plan.entries, plan.layouts) if plain is None else ():
         grads = held.setdefault(layout, [])
         # One by one: the redistribution of a gradient is a collective, which an earlier error must not skip.
         with postponed:
@@ -317,9 +319,9 @@ def _measure(
             columns |= {layout: norm.to(nothing.device) for layout, norm in norms.items()}
 
     # Half precision has no norm of its own: float16 ends at 65504.
-    wide = any(entry.parameter.dtype in (torch.float64, torch.complex128) for entry in plan.entries)
+    wide = not {entry.parameter.dtype for entry in plan.entries}.isdisjoint((torch.float64, torch.complex128))
     narrow = not wide and bool(plan.entries or not plan.groups)  # a rank without parameters leaves it to the others
-    return _Measured(options, plan, columns, device, narrow, postponed.error)
+    return _Measured(options, plan, columns, plain, device, narrow, postponed.error)
 
 
 def _number(name: str, value: Any, what: str, is_right: Callable[[float], bool]) -> float:
@@ -343,14 +345,15 @@ class _Reduced(NamedTuple):
 
     norm: Tensor  # float64; NaN if a rank failed or the ranks disagree
     returned: Tensor  # the norm, rounded to float32 if any rank returns float32
-    failed: Tensor  # 1 if a rank failed or the ranks disagree, else 0
+    failed: Tensor | None = None  # 1 if a rank failed or the ranks disagree, else 0; None without other ranks
 
 
 def _reduce(measured: _Measured) -> _Reduced:
     """Return the norm over all ranks. If a rank failed its checks, or the ranks disagree, raise on all of them."""
     options = measured.options
-    norm, returned, failed = _join_over_groups(measured)
-    can_look = failed.device.type == "cpu" or options.error_if_nonfinite
+    alone = measured.columns[()]  # the norm where there is no group
+    norm, returned, failed = _join_over_groups(measured) if measured.plan.groups else _Reduced(alone, alone)
+    can_look = failed is not None and (failed.device.type == "cpu" or options.error_if_nonfinite)
     if measured.error is not None or (can_look and failed):
         _raise_together(measured, can_look=can_look)
     if options.error_if_nonfinite and not norm.isfinite():

@@ -13,7 +13,7 @@ one number is kept: its norm. Only elements are raised to powers. A square overf
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,38 +27,54 @@ _CHUNK = 2**20  # elements converted or divided at a time: needs little memory a
 _HIGHEST_POWER = 6  # of float32 within float64: 3.4e38 ** 6 = 1.5e231, 1.4e-45 ** 6 = 7.5e-270
 
 
-def join_norms(norms: Tensor, norm_type: float) -> Tensor:
-    """Return the p-norm over the first dimension of ``norms`` (K, ...), K >= 1, all >= 0. NaN and inf propagate."""
+def join_norms(norms: Tensor, norm_type: float, look: bool = False) -> Tensor:
+    """Return the p-norm over the first dimension of ``norms`` (K, ...), K >= 1, all >= 0. NaN and inf propagate.
+
+    ``look`` reads the largest of ``norms`` (K,), which on the host takes less time than to compute with it.
+    """
+    if norms.shape[0] == 1:
+        return norms[0]
     largest = norms.amax(dim=0)  # NaN where there is one
     if norm_type == math.inf:
         return largest
-    unit = _unit(largest)
+    unit: Tensor | float
+    if look:
+        most = largest.item()
+        unit = most if 0 < most < math.inf else 1.0
+    else:
+        unit = _unit(largest)
     return torch.linalg.vector_norm(norms / unit, norm_type, dim=0) * unit
 
 
 def local_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the p-norm of all elements of ``tensors``, one or more on one device, as a float64 scalar there."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > 0:  # a tensor without elements has no largest one
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    if not by_dtype:
+    alike = by_dtype(tensor for tensor in tensors if tensor.numel() > 0).values()  # an empty one has no largest element
+    if not alike:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     if norm_type == math.inf:
-        return torch.stack([_largest(same) for same in by_dtype.values()]).amax()
+        return torch.stack([_largest(same) for same in alike]).amax()
     measure = _norm_on_host if tensors[0].device.type == "cpu" else _norm_without_looking
-    return join_norms(torch.stack([measure(same, norm_type) for same in by_dtype.values()]), norm_type)
+    norms = [measure(same, norm_type) for same in alike]
+    return norms[0] if len(norms) == 1 else join_norms(torch.stack(norms), norm_type)
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Return the tensors of each dtype, in their order."""
+    listed = list(tensors)
+    dtypes = dict.fromkeys(tensor.dtype for tensor in listed)
+    if len(dtypes) == 1:
+        return dict.fromkeys(dtypes, listed)
+    return {dtype: [tensor for tensor in listed if tensor.dtype == dtype] for dtype in dtypes}
 
 
 def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype on the CPU, where reading a value costs nothing."""
     dtype = _sum_dtype(tensors[0].dtype)
-    total = torch.cat(list(_row_norms(tensors, norm_type, dtype))).double()
-    total = join_norms(total, norm_type)
+    total = join_norms(_row_norms(tensors, norm_type, dtype).double(), norm_type, look=True)
     limits = torch.finfo(dtype)
-    mean_power = total.pow(norm_type) / sum(tensor.numel() for tensor in tensors)
+    power = float(total.pow(norm_type))  # inf where Python would raise
     # A power that underflows is off by at most `tiny`. Above this mean that is less than one rounding of the sum.
-    if total.isfinite() and mean_power >= limits.tiny / limits.eps:
+    if math.isfinite(total) and power >= limits.tiny / limits.eps * sum(tensor.numel() for tensor in tensors):
         return total
     return _norm_of_quotients(tensors, norm_type)
 
@@ -75,17 +91,22 @@ def _norm_without_looking(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype; elements are divided by the largest before powers are taken."""
     unit = _unit(_largest(tensors))
-    norms = torch.cat(list(_row_norms(tensors, norm_type, _sum_dtype(tensors[0].dtype), unit))).double()
-    return join_norms(norms, norm_type) * unit
+    return join_norms(_row_norms(tensors, norm_type, _sum_dtype(tensors[0].dtype), unit).double(), norm_type) * unit
 
 
-def _row_norms(
-    tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None = None
+def _row_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
+    """Cut the elements (divided by ``unit``) into rows, and return the norms of all rows in ``dtype``."""
+    small = [tensor for tensor in tensors if tensor.numel() <= _ROW] if unit is None else []
+    found = [torch.stack(norms_of_each(small, norm_type, dtype))] if small else []
+    if len(small) < len(tensors):
+        found += _norms_of_long(tensors, norm_type, dtype, unit)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _norms_of_long(
+    tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None
 ) -> Iterator[Tensor]:
-    """Cut the elements (divided by ``unit``) into rows, and yield vectors of the norms of rows in ``dtype``."""
-    small = [tensor for tensor in tensors if unit is None and tensor.numel() <= _ROW]
-    if small:
-        yield torch.stack(norms_of_each(small, norm_type, dtype))
+    """Yield vectors of the norms of rows, of the tensors that are longer than one; of all with ``unit``."""
     for tensor in tensors:
         if unit is None and tensor.numel() <= _ROW:
             continue
@@ -94,13 +115,15 @@ def _row_norms(
             tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
         flat = tensor.reshape(-1)
         # Converted or divided in parts, without a copy of the whole tensor.
-        for chunk in (flat,) if unit is None and flat.dtype == dtype else flat.split(_CHUNK):
-            part = chunk.to(dtype) if unit is None else chunk.to(dtype) / unit
-            whole = part.numel() // _ROW * _ROW
-            if whole > 0:
-                yield torch.linalg.vector_norm(part[:whole].view(-1, _ROW), norm_type, dim=1)
-            if whole < part.numel():
-                yield torch.linalg.vector_norm(part[whole:], norm_type).reshape(1)
+        as_it_is = unit is None and flat.dtype == dtype
+        for chunk in (flat,) if as_it_is else flat.split(_CHUNK):
+            part = chunk if as_it_is else chunk.to(dtype) if unit is None else chunk.to(dtype) / unit
+            rest = part.numel() % _ROW
+            if rest:
+                yield torch.linalg.vector_norm(part[-rest:], norm_type).reshape(1)
+                part = part[:-rest]
+            if part.numel():
+                yield torch.linalg.vector_norm(part.view(-1, _ROW), norm_type, dim=1)
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:

@@ -16,11 +16,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 class Entry(NamedTuple):
     """One parameter and its name in messages."""
 
-    name: str
+    label: str | int  # its name, or its place in the list
     parameter: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.label if isinstance(self.label, str) else f"parameter {self.label}"
 
 
 def list_entries(parameters: Any) -> list[Entry]:
@@ -39,8 +46,8 @@ def list_entries(parameters: Any) -> list[Entry]:
     entries: dict[int, Entry] = {}
     for index, item in enumerate(parameters):
         is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)
-        name, parameter = item if is_pair else (f"parameter {index}", item)
-        entries.setdefault(id(parameter), Entry(name, parameter))
+        entry = item if isinstance(item, Entry) else Entry(*item) if is_pair else Entry(index, item)
+        entries.setdefault(id(entry.parameter), entry)
     return list(entries.values())
 
 
@@ -76,6 +83,18 @@ def check_gradient(entry: Entry) -> None:
         raise ValueError(expected(name, what, Words(grad.device_mesh)))
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(expected(name, "a dense or a sparse COO tensor", Words(grad.layout), "Use to_dense()."))
+
+
+def plain_gradients(entries: list[Entry]) -> list[Tensor] | None:
+    """Return the gradients there are, if they and the parameters are all plain and dense; else None.
+
+    They need no look at each of them: they fit their parameters, and all of what this rank holds counts.
+    """
+    if not {type(entry.parameter) for entry in entries} <= _PLAIN:
+        return None
+    grads = [grad for grad in [entry.parameter.grad for entry in entries] if grad is not None]
+    is_plain = set(map(type, grads)) <= _PLAIN and {grad.layout for grad in grads} <= {torch.strided}
+    return grads if is_plain else None
 
 
 def counted_gradient(entry: Entry) -> Tensor | None:

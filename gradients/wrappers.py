@@ -60,7 +60,7 @@ class GradientSync(NamedTuple):
     fsdp: list[FsdpGroup]  # their groups of parameters
     unmanaged: list[str]  # trainable parameters that no wrapper reduces, in a model that has wrappers
     shares_statistics: bool  # SyncBatchNorm, which communicates in every forward and backward
-    num_unwrapped: int = 0  # trainable parameters of a model that no wrapper manages any of
+    unwrapped: nn.Module | None = None  # the model, if no wrapper manages any of its parameters
 
     @property
     def kind(self) -> str:
@@ -146,9 +146,12 @@ class GradientSync(NamedTuple):
         DDP leaves no mark on its parameters, so ``ddp.module`` looks like a model that nobody reduces; its gradients
         would be divided by the number of ranks.
         """
-        if self.num_unwrapped and not others_reduce and is_initialized() and dist.get_world_size() > 1:
+        if self.unwrapped is None or others_reduce or not is_initialized() or dist.get_world_size() == 1:
+            return
+        number = sum(parameter.requires_grad for parameter in self.unwrapped.parameters())
+        if number:
             what = "a model whose gradients a wrapper reduces over the ranks"
-            found = Words(f"{self.num_unwrapped} trainable parameters in no wrapper, on {dist.get_world_size()} ranks")
+            found = Words(f"{number} trainable parameters in no wrapper, on {dist.get_world_size()} ranks")
             advice = (
                 "Pass the model as DDP or fully_shard returned it: not ddp.module, not "
                 f"accelerator.unwrap_model(model), not Lightning's self but self.trainer.model. {fix}"
@@ -362,17 +365,18 @@ def find_sync(model: nn.Module) -> GradientSync:
     if has_fsdp1(model):
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
-    ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    inside = list(model.modules())
+    ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
     fsdp = fsdp_groups(model)
+    shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
+    if not (ddp or fsdp):
+        return GradientSync([], [], [], [], shares_statistics, model)
     modules = {id(module): module for module in [*fsdp_modules(model), *(group.module for group in fsdp)]}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
         managed |= set(map(id, reduced))
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
-    shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    if not (ddp or fsdp):
-        return GradientSync([], [], [], [], shares_statistics, len(unmanaged))
     return GradientSync(ddp, list(modules.values()), fsdp, unmanaged, shares_statistics)
 
 
@@ -384,12 +388,12 @@ def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
     :func:`~fullrank.distributed.group.resolve_group`.
     """
     if group is None:
+        if not is_initialized():
+            return None
         try:
             found = find_sync(model).group
         except Exception:
             found = None
-        if found is None and not is_initialized():
-            return None
         # If these are all ranks, return the default group, the object that other calls use. A rank that fails before
         # its loss exchanges a header here while the other ranks open their loss; both headers must be in one group.
         is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
