@@ -79,15 +79,6 @@ def test_the_sample_equals_the_reference(count: int, among: int) -> None:
     assert chosen[-1] < among
 
 
-@pytest.mark.parametrize("period", [2, 3, 4, 8, 16, 244])
-def test_a_periodic_order_of_rows_does_not_bias_the_sample(period: int) -> None:
-    chosen = evenly_spaced(spreads.MOST_SCORES, 1_000_000 // 4096 * 4096, torch.device("cpu"))
-    share = (chosen % period == 0).double().mean().item()
-    assert share == pytest.approx(1 / period, abs=0.02)
-    evenly = torch.arange(spreads.MOST_SCORES) * 244  # control: without a jitter
-    assert (evenly % 4 == 0).all()
-
-
 @pytest.mark.parametrize(("classes", "count"), [(1, 5000), (2, 5000), (64, 100), (100, 65), (1000, 300)])
 def test_the_size_of_the_sample(classes: int, count: int) -> None:
     sample = spreads.sample_of(torch.arange(float(classes * count)).view(classes, count), None)
@@ -344,7 +335,7 @@ def test_state_holds_the_setting(make: Callable[..., Any]) -> None:
 # --- compiled, transformed, meta -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_equals_eager_at_the_edges() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(smooth_ap, fullgraph=True, backend="eager")

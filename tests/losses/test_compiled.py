@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullrank import (
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
     HardNegativeCrossEntropyLoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
@@ -79,6 +81,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "LossWarmupWrapper": lambda: LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_epochs=1),
     "SoftmaxFocalLoss": lambda: SoftmaxFocalLoss(),
     "SigmoidFocalLoss": lambda: SigmoidFocalLoss(),
+    "CrossEntropyLoss": lambda: CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), label_smoothing=0.1),
+    "BCEWithLogitsLoss": lambda: BCEWithLogitsLoss(torch.tensor([0.5, 1.0, 2.0]), torch.tensor(2.0)),
 }
 # The modules that a graph cannot hold whole: they keep a state, or the number of operators depends on values.
 BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
@@ -91,6 +95,14 @@ OTHER_FORMS = (
     "pauc pairwise",
     "pauc dro iqr",
     "causal_lm by its own count",
+    "pauc",
+    "sigmoid_sums",
+    "SmoothAPLoss",
+    "SmoothAPLoss, draws",
+    "HardNegativeCrossEntropyLoss",
+    "SigmoidFocalLoss",
+    "SoftmaxFocalLoss",
+    "LossWarmupWrapper",
     "PAUCAtBudgetLoss",
     "RecallAtQuantileLoss",
 )
@@ -105,8 +117,8 @@ def rows(count: int, name: str = "") -> tuple[Tensor, Tensor]:
     """Return logits (count, 3) that require a gradient, and class indices or the targets of a focal loss."""
     numbers = torch.Generator().manual_seed(count)
     targets = torch.arange(count) % 3
-    if name == "SigmoidFocalLoss":
-        targets = nn.functional.one_hot(targets, 3)
+    if name in ("SigmoidFocalLoss", "BCEWithLogitsLoss"):
+        targets = nn.functional.one_hot(targets, 3).double()
     elif "focal" not in name.lower() and "causal" not in name:
         targets = targets.masked_fill(torch.arange(count) % 9 == 4, -100)
     return torch.randn(count, 3, generator=numbers).double().requires_grad_(), targets
@@ -121,15 +133,24 @@ def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *
     torch.testing.assert_close(*outcomes, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", each(FUNCTIONS))
-def test_functions_over_temperatures_and_row_counts(name: str) -> None:
-    """aot_eager traces what every backend is given, forward and backward, and runs it."""
+def test_functions_over_temperatures_and_row_counts(name: str, backend: str) -> None:
+    """aot_eager traces what every backend is given, forward and backward, and takes three times as long."""
     torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=backend)
     for count, temperature in CALLS:
         assert_same(compiled, FUNCTIONS[name], *rows(count, name), temperature)
 
 
+@pytest.mark.parametrize("name", ["smooth_ap", "recall"])
+def test_forward_and_backward_are_traced(name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
+    assert_same(compiled, FUNCTIONS[name], *rows(40), 0.5)
+
+
+@pytest.mark.full
 def test_a_function_whose_sizes_are_dynamic_from_the_first_call_on() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(FUNCTIONS["recall"], fullgraph=True, backend="eager", dynamic=True)
@@ -137,6 +158,7 @@ def test_a_function_whose_sizes_are_dynamic_from_the_first_call_on() -> None:
         assert_same(compiled, FUNCTIONS["recall"], *rows(count), temperature)
 
 
+@pytest.mark.full
 def test_inductor_compiles_smooth_ap() -> None:
     torch._dynamo.reset()
     try:
@@ -165,18 +187,20 @@ OUTSIDE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*BROKEN, *OUTSIDE])
+@pytest.mark.parametrize("name", each([*BROKEN, *OUTSIDE]))
 def test_fullgraph_of_what_runs_eagerly_says_so(name: str) -> None:
     torch._dynamo.reset()
     function = MODULES[name]() if name in MODULES else OUTSIDE[name]
     with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
         torch.compile(function, backend="eager", fullgraph=True)(*rows(12))
-    if name in OUTSIDE:  # without it a graph calls them
-        assert_same(
-            torch.compile(lambda x, t: OUTSIDE[name](2 * x, t), backend="eager"),
-            lambda x, t: OUTSIDE[name](2 * x, t),
-            *rows(12),
-        )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_graph_calls_what_runs_eagerly(name: str) -> None:
+    torch._dynamo.reset()
+    plain: Callable[..., Tensor] = lambda x, t: OUTSIDE[name](2 * x, t)  # noqa: E731
+    assert_same(torch.compile(plain, backend="eager"), plain, *rows(12))
 
 
 @pytest.mark.parametrize("name", ["SmoothAPLoss", "SoftmaxFocalLoss"])

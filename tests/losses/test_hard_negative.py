@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 
-import gradient_cases
 import loss_cases as cases
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from loss_cases import INPUTS
 from torch import Tensor
 from torch.testing import assert_close
-from workers import WorkerPool
 
-from fullrank import HardNegativeCrossEntropyLoss
 from fullrank.losses import hard_negative_cross_entropy
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -68,28 +64,6 @@ def test_the_number_of_negatives_is_that_of_the_decimal_share(count: int, share:
     assert gradient[:count].ne(0).nonzero()[:, 0].tolist() == list(range(count - k, count))
 
 
-def test_weights_do_not_select() -> None:
-    logits = torch.tensor([[3.0], [2.0], [1.0], [0.0]], dtype=torch.float64)
-    targets, weight = torch.tensor([0, 0, 0, 1]), torch.tensor([0.0, 1.0, 5.0, 2.0])
-    loss = hard_negative_cross_entropy(logits, targets, 0.5, sample_weight=weight)
-    expected = (F.softplus(logits[1, 0]) + 2 * F.softplus(-logits[3, 0])) / 3  # the first is selected, and weighs 0
-    assert_close(loss, expected, **EXACT)
-
-
-@pytest.mark.parametrize("queue_size", [0, 64])
-def test_a_class_without_positives_learns_from_its_negatives(queue_size: int) -> None:
-    case = INPUTS["classes"]
-    rows = cases.leaf(case.rows())
-    rows = rows._replace(targets=rows.targets.masked_fill(rows.targets == 1, 0))
-    module = HardNegativeCrossEntropyLoss(3, 0.3, queue_size=queue_size)
-    result = module(rows.logits, rows.targets, return_per_class=True)
-    assert result.valid.tolist() == [True, True, True]
-    result.loss.backward()
-    assert rows.logits.grad[:, 1].min() == 0.0
-    assert rows.logits.grad[:, 1].max() > 0.0
-    assert_close(result.loss, reference.hard_negative_cross_entropy(rows, share=0.3).loss, **EXACT)
-
-
 def test_a_class_without_negatives_or_without_weight() -> None:
     logits = torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64, requires_grad=True)
     targets = torch.zeros(2, dtype=torch.int64)
@@ -124,20 +98,3 @@ def test_infinite_scores(dtype: torch.dtype) -> None:
     expected = F.softplus(-scores[targets == 1]).sum() / 30
     assert_close(loss, expected, rtol=1e-6, atol=0)
     assert not gradient[targets == 0].any()
-
-
-def test_it_has_no_temperature() -> None:
-    module = HardNegativeCrossEntropyLoss(2, queue_size=4)
-    assert not hasattr(module, "temperature")
-    with pytest.raises(TypeError, match="temperature"):
-        HardNegativeCrossEntropyLoss(2, temperature=0.1)
-    other = HardNegativeCrossEntropyLoss(2, queue_size=4)
-    module(torch.randn(3, 2), torch.tensor([0, 1, 1]))
-    other.load_state_dict(module.state_dict())
-    assert len(other.queue) == 3
-
-
-def test_a_sharded_pool_with_a_queue_is_that_of_one_process(pool_of_two: WorkerPool) -> None:
-    case = gradient_cases.Case("hard_negative", num_classes=2, weighted=True, pool="sharded")
-    for errors in pool_of_two(gradient_cases.worst_error, 2, case):
-        assert max(errors) <= 1e-12

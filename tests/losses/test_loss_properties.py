@@ -150,20 +150,6 @@ def test_score_shift_in_float32(name: str) -> None:
     assert_same(far, near, rtol=1e-5, atol=1e-6)  # the order of float32 sums over 200 rows
 
 
-@over_inputs
-@over_variants
-def test_queue_rows_are_detached_live_rows(name: str, inputs: str) -> None:
-    case = INPUTS[inputs]
-    past, live = case.rows(0), cases.leaf(case.rows(1))
-    joined = reference.cat(Rows(*past), live)
-    # Only live rows carry the gradient of a threshold.
-    held = {"threshold_gradient": False} if "recall" in name or "pauc" in name else {}
-    expected = function(name, reduction="none", multi_hot=case.multi_hot, **held)(joined.logits, joined.targets)
-    truth = expected.detach(), torch.autograd.grad(expected.nansum(), live.logits)[0]
-    assert_same(run(name, case, live, past, **held), truth)
-    assert not torch.allclose(run(name, case, live)[0], truth[0], equal_nan=True)
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 def test_focal_ignored_elements_are_removed_elements(poison: float) -> None:
     logits, targets, _ = cases.focal_classes()
@@ -527,18 +513,6 @@ def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch: pytest.Mo
         found = upper_quantiles(scores, None, [0.0, 0.5])
         assert found[0, 0].isnan()
         assert found[0, 1] == 51.0
-
-
-# --- infinite scores -------------------------------------------------------------------------------------------------
-
-
-def test_recall_at_an_infinite_threshold_is_that_of_the_finite_positives() -> None:
-    scores = torch.tensor([[torch.inf], [torch.inf], [1.0], [0.5], [0.2], [-1.0]])
-    recall = function("recall", temperature=0.1)
-    value, gradient = cases.step(recall, scores, torch.tensor([0, 0, 1, 0, 1, 0]))
-    assert value.item() == 1.0  # no positive reaches the threshold
-    assert not gradient.any()
-    assert recall(scores, torch.tensor([1, 0, 1, 0, 1, 0])).isnan()  # infinity less infinity, by the definition
 
 
 # --- second derivatives ----------------------------------------------------------------------------------------------

@@ -64,64 +64,54 @@ def _values(results):
     return [result.reshape(-1).tolist() for result in results]
 
 
-def compute_twice(rank, shards, more_shards):
-    """Values after each of two rounds of updates, the local rows between them, and those of the second round alone."""
-    first, kept, second, alone = [], [], [], []
-    for metric in make_metrics():
-        update_with_shard(metric, rank, shards)
-        first.append(metric.compute())
-        kept.append((sum(map(len, metric.logits)), sum(map(len, metric.targets)), metric.update_count))
-        update_with_shard(metric, rank, more_shards, seed=1)
-        second.append(metric.compute())
-        metric.reset()
-        update_with_shard(metric, rank, more_shards, seed=1)
-        alone.append(metric.compute())
-    return _values(first), kept, _values(second), _values(alone)
+def compute_in_every_way(rank, shards, more_shards):
+    """Values of two rounds of updates, of the second alone, by a collection, and by a user's own dist_sync_fn.
 
-
-def compute_in_collection(rank, shards):
-    """Values through a MetricCollection, whose metrics share their state."""
-    collection = MetricCollection({str(index): metric for index, metric in enumerate(make_metrics())})
-    update_with_shard(collection, rank, shards)
-    first = collection.compute()
-    again = collection.compute()
-    update_with_shard(collection, rank, shards)
-    doubled = collection.compute()
-    return [_values(results[key] for key in sorted(results)) for results in (first, again, doubled)]
-
-
-def compute_in_subgroups(rank, shards):
-    """Values of ranks 0 and 1 together, and of the others, by the argument of Metric, by clone and by ``sync``."""
-    world_size = dist.get_world_size()
-    groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, world_size)))]
-    group = groups[0 if rank < 2 else 1]
-    results = []
-    for metric in make_metrics(process_group=group):
-        update_with_shard(metric, rank, shards)
-        twin = metric.clone()
-        assert twin.process_group is group
-        results.append((metric.compute().reshape(-1).tolist(), twin.compute().reshape(-1).tolist()))
-    by_sync = []
-    for metric in make_metrics(sync_on_compute=False):
-        update_with_shard(metric, rank, shards)
-        with metric.sync_context(process_group=group):
-            by_sync.append(metric.compute())
-    return [one for one, _ in results], [two for _, two in results], _values(by_sync)
-
-
-def compute_with_own_sync(rank, shards):
-    """Values with a user's dist_sync_fn, and how often it was called for each metric."""
-    calls = []
+    Then the local rows between the rounds, and how often a metric called the user's function.
+    """
+    rounds, kept, calls = ([], [], []), [], []
 
     def gather(tensor, group=None):
         calls.append(tensor.shape)
         return gather_all_tensors(tensor, group)
 
-    results = []
-    for metric in make_metrics(dist_sync_fn=gather):
+    for metric in make_metrics():
         update_with_shard(metric, rank, shards)
-        results.append(metric.compute())
-    return _values(results), len(calls) / len(results)
+        rounds[0].append(metric.compute())
+        kept.append((sum(map(len, metric.logits)), sum(map(len, metric.targets)), metric.update_count))
+        update_with_shard(metric, rank, more_shards, seed=1)
+        rounds[1].append(metric.compute())
+        metric.reset()
+        update_with_shard(metric, rank, more_shards, seed=1)
+        rounds[2].append(metric.compute())
+    collection = MetricCollection({str(index): metric for index, metric in enumerate(make_metrics())})
+    for given in ((shards, 0), None, (more_shards, 1)):  # metrics that share their state; None: compute again
+        if given:
+            update_with_shard(collection, rank, *given)
+        results = collection.compute()
+        rounds += ([results[key] for key in sorted(results)],)
+    own = make_metrics(dist_sync_fn=gather)
+    for metric in own:
+        update_with_shard(metric, rank, shards)
+    rounds += ([metric.compute() for metric in own],)
+    return [_values(results) for results in rounds], kept, len(calls) / len(own)
+
+
+def compute_in_subgroups(rank, shards):
+    """Values of ranks 0 and 1 together, and of the others, by the argument of Metric, by clone and by ``sync``."""
+    groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, dist.get_world_size())))]
+    group = groups[0 if rank < 2 else 1]
+    by_argument, by_sync = make_metrics(process_group=group), make_metrics(sync_on_compute=False)
+    for metric in (*by_argument, *by_sync):
+        update_with_shard(metric, rank, shards)
+    clones = [metric.clone() for metric in by_argument]
+    assert all(clone.process_group is group for clone in clones)
+    found = [[metric.compute() for metric in metrics] for metrics in (by_argument, clones)]
+    synced = []
+    for metric in by_sync:
+        with metric.sync_context(process_group=group):
+            synced.append(metric.compute())
+    return [_values(results) for results in (*found, synced)]
 
 
 def count_collectives(rank, shards):
@@ -182,6 +172,11 @@ TOLERANCE = {"rtol": 0, "atol": 1e-9}  # sums of float64 quotients, in another o
 
 
 def _close(actual, expected):
+    """Numbers, tensors, or lists of lists of numbers, one of each metric."""
+    if isinstance(expected, list) and isinstance(expected[0], list):
+        actual, expected = (
+            torch.tensor(list(itertools.chain(*one)), dtype=torch.float64) for one in (actual, expected)
+        )
     actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
     torch.testing.assert_close(actual, expected, equal_nan=True, **TOLERANCE)
 
@@ -250,18 +245,6 @@ def test_recall_is_numpys(kind, method, quantile):
     scores, targets = _binary(kind)
     value = _value(RecallAtQuantile(1, quantile, quantile_interpolation=method), scores, targets)
     _close(value, recall_reference(scores.numpy(), targets.numpy(), quantile, method))
-
-
-def test_the_interpolation_rules_differ():
-    scores, targets = torch.arange(4.0), torch.tensor([0, 0, 1, 1])
-    values = [
-        _value(RecallAtQuantile(1, 0.4, quantile_interpolation=method), scores, targets) for method in INTERPOLATIONS
-    ]
-    # The rank 1.8 is above row 1, nearest to row 2; both positives are at or above it.
-    _close(torch.stack(values), [1.0] * 5)
-    higher = _value(RecallAtQuantile(1, 0.2, quantile_interpolation="higher"), scores, targets)
-    lower = _value(RecallAtQuantile(1, 0.2, quantile_interpolation="lower"), scores, targets)
-    assert (higher.item(), lower.item()) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize("kind", SCORES)
@@ -403,17 +386,6 @@ def test_nan_score_makes_its_class_nan():
         assert _value(kind(3), logits, targets).isnan()
 
 
-@pytest.mark.parametrize("average", ["macro", None])
-@pytest.mark.parametrize("count", [0, 3])
-def test_no_valid_class_is_nan(average, count):
-    for kind in (RecallAtQuantile, PAUCAtBudget):
-        for num_classes in (1, 3):
-            metric = kind(num_classes, average=average)
-            value = _value(metric, torch.zeros(count, num_classes), torch.full((count,), -100))
-            assert value.shape == (() if average else (num_classes,))
-            assert value.isnan().all()
-
-
 def test_infinite_scores_follow_the_definition():
     scores = torch.tensor([math.inf, math.inf, 1.0, 0.0, -math.inf, -math.inf])
     finite = torch.tensor([5.0, 5.0, 1.0, 0.0, -5.0, -5.0])
@@ -430,10 +402,7 @@ def test_infinite_scores_follow_the_definition():
 
 def test_class_attributes():
     for metric in make_metrics():
-        assert metric.full_state_update is False
-        assert metric.higher_is_better is True
-        assert metric.is_differentiable is False
-        assert (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
+        assert (metric.full_state_update, metric.higher_is_better, metric.is_differentiable) == (False, True, False)
     assert "quantile=0.1, quantile_interpolation='higher', average=None" in repr(make_metrics()[0])
 
 
@@ -627,25 +596,24 @@ def _one_process(*rounds):
     return results
 
 
-def _assert_close(actual, expected):
-    assert len(actual) == len(expected)
-    for one, two in zip(actual, expected):
-        _close(one, two)
+def test_the_value_is_cached_while_no_rank_has_new_rows(pool_of_two):
+    # A header per compute, and two collectives more when rows travel.
+    assert pool_of_two(count_collectives, [[50], []]) == [[3, 1, 3, 1]] * 2
 
 
 @pytest.mark.parametrize("case", SHARDS)
 def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
     # In the second round only the first rank has rows: the others' values of the first are out of date all the same.
     shards, more = SHARDS[case][: pool.world_size], SHARDS["never_last"][: pool.world_size]
-    outcomes = pool(compute_twice, shards, more)
-    for rank, (first, kept, second, alone) in enumerate(outcomes):
-        _assert_close(first, _one_process((shards, 0)))
-        _assert_close(second, _one_process((shards, 0), (more, 1)))
-        _assert_close(alone, _one_process((more, 1)))
+    first, both, alone = (_one_process(*rounds) for rounds in ([(shards, 0)], [(shards, 0), (more, 1)], [(more, 1)]))
+    for rank, (values, kept, calls) in enumerate(pool(compute_in_every_way, shards, more)):
+        for found, expected in zip(values, (first, both, alone, first, first, both, first), strict=True):
+            _close(found, expected)
         _, targets = make_rows(total_rows(shards))
         start = total_rows(shards[:rank])
         own = int((targets[start : start + sum(shards[rank])] != -100).sum())
-        assert kept == [(own, own, len(shards[rank]))] * len(first)
+        assert kept == [(own, own, len(shards[rank]))] * len(values[0])
+        assert calls == 2  # logits and targets
     if case == "uneven":  # the control: the mean of the values of the ranks
         logits, targets = make_rows(total_rows(shards))
         cuts = [sum(shard) for shard in shards]
@@ -655,38 +623,14 @@ def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
             assert (mean - torch.tensor(value, dtype=torch.float64)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("case", SHARDS)
-def test_collection_across_ranks(pool, case):
-    shards = SHARDS[case][: pool.world_size]
-    for first, again, doubled in pool(compute_in_collection, shards):
-        _assert_close(first, _one_process((shards, 0)))
-        _assert_close(again, first)
-        _assert_close(doubled, _one_process((shards, 0), (shards, 0)))
-
-
 @pytest.mark.slow
 def test_process_group():
-    shards = [[20, 5], [], [30]]
-    outcomes = get_pool(3)(compute_in_subgroups, shards)
     logits, targets = make_rows(55)
-    for rank, (by_argument, by_clone, by_sync) in enumerate(outcomes):
+    for rank, ways in enumerate(get_pool(3)(compute_in_subgroups, [[20, 5], [], [30]])):
         own = slice(0, 25) if rank < 2 else slice(25, 55)
         expected = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
-        for actual in (by_argument, by_clone, by_sync):
-            _assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("case", SHARDS)
-def test_a_users_own_sync_function(pool_of_two, case):
-    shards = SHARDS[case][:2]
-    for results, calls in pool_of_two(compute_with_own_sync, shards):
-        _assert_close(results, _one_process((shards, 0)))
-        assert calls == 2  # logits and targets
-
-
-def test_the_value_is_cached_while_no_rank_has_new_rows(pool_of_two):
-    # A header per compute, and two collectives more when rows travel.
-    assert pool_of_two(count_collectives, [[50], []]) == [[3, 1, 3, 1]] * 2
+        for actual in ways:
+            _close(actual, expected)
 
 
 @pytest.mark.parametrize("on_step", [False, True])
@@ -698,8 +642,8 @@ def test_forward_across_ranks(pool_of_two, on_step):
         (slice(0, 40), slice(40, 101)), pool_of_two(forward_values, shards, on_step)
     ):
         local = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
-        _assert_close(batch_values, whole if on_step else local)
-        _assert_close(values, whole)
+        _close(batch_values, whole if on_step else local)
+        _close(values, whole)
 
 
 def test_only_a_metric_without_a_row_on_any_rank_warns(pool_of_two):
