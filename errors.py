@@ -9,7 +9,9 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -90,6 +92,24 @@ def warn(text: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_CALLER:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
+
+
+_READ_AGAIN: ContextVar[bool] = ContextVar("fullrank_read_again", default=False)
+
+
+@contextmanager
+def reading_again() -> Iterator[None]:
+    """Let loaders inside know that they are read a second time on purpose."""
+    token = _READ_AGAIN.set(True)
+    try:
+        yield
+    finally:
+        _READ_AGAIN.reset(token)
+
+
+def is_read_again() -> bool:
+    """Return True inside :func:`reading_again`."""
+    return _READ_AGAIN.get()
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:

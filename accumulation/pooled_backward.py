@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import RankRuntimeError, Words, expected
+from ..errors import RankRuntimeError, Words, expected, reading_again
 from ..gradients.parameters import leaves_of
 from ..gradients.wrappers import discard_gradients_
 from .replay_state import (
@@ -199,7 +199,8 @@ def pooled_backward(
                 rows_of = RowsOf(targets, sample_weight)
                 scored, value = _stream(window, forward, devices, table, rows_of)
             # 3. Repeat each forward, and back-propagate the gradient of its scores.
-            _replay(window, forward, devices, scored, value, scaler, check_replay)
+            with reading_again():
+                _replay(window, forward, devices, scored, value, scaler, check_replay)
         except BaseException:
             window.wrappers.reshard()
             window.wrappers.expect_broadcasts()

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..distributed.group import Group, is_initialized, resolve_group
-from ..errors import Words, check_count, check_int, expected, warn
+from ..distributed.header import Offer, State, agree_on
+from ..errors import Words, check_count, check_int, expected, is_read_again, warn
+
+_SAME_ARGUMENTS = (
+    "Pass the targets of the whole data set, and the same seed, on every rank: each takes its own part of every step."
+)
+_SAME_PLACE = "Call set_epoch and advance, or load the same state, on every rank."
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -43,9 +49,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
     Raises:
         TypeError, ValueError: for arguments that do not fit, and for a class that has no row.
 
+        RuntimeError: on every rank, when an epoch starts and targets, seed, epoch or other arguments differ.
+
     Distributed:
-        No communication. Every rank computes the same shuffle, and takes its part. Rank and number of ranks are read
-        when an epoch starts, so the sampler may be constructed before the process group.
+        Every rank computes the same shuffle, and takes its part. When an epoch starts, one collective of 64 bytes
+        compares what that depends on, so every rank must start it. Rank and number of ranks are read there too, so the
+        sampler may be constructed before the process group.
 
     Example:
         >>> targets = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
@@ -85,6 +94,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             check_count("num_batches", num_batches, 1)
         self.num_batches, self.seed, self.group = num_batches, check_int("seed", seed), group
         self.num_rows, self.epoch, self.batches_done = len(classes), 0, 0
+        self._num_skipped = 0  # batches that were done when this epoch was started, or its state loaded
         self._is_complete = self._has_warned = False  # all batches of this epoch were drawn; the warning was given
         self._digest: str | None = None  # of the targets, once a state is saved or loaded
         rest = batch_size - sum(self.positives.values())
@@ -120,16 +130,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self.num_batches or max(1, self.num_rows // (self.batch_size * world_size))
 
     def __len__(self) -> int:
-        """Return the batches of this epoch that are left, the same number on every rank."""
-        return max(0, self._length(self._ranks()[1]) - self.batches_done)
+        """Return the batches of this epoch, without those that were done before a restart; the same on every rank."""
+        return max(0, self._length(self._ranks()[1]) - self._num_skipped)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of this rank, without those that were done before a restart."""
+        """Return an iterator over the batches of this rank, without those that were done before a restart."""
         rank, world_size = self._ranks()
-        length = self._length(world_size)
+        if world_size > 1:
+            agree_on("BalancedBatchSampler", resolve_group(self.group), self._offer)
+        length, self._num_skipped = self._length(world_size), self.batches_done
         if self.batches_done >= length:
             warn(f"BalancedBatchSampler: epoch {self.epoch} has no batches left. Call set_epoch({self.epoch + 1}).")
-        if self._is_complete and self.batches_done == 0 and not self._has_warned:
+        if self._is_complete and self.batches_done == 0 and not self._has_warned and not is_read_again():
             self._has_warned = True
             warn(
                 f"BalancedBatchSampler: epoch {self.epoch} starts again, with the same batches and without "
@@ -143,14 +155,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
         # Mixed, because a batch may be cut into micro-batches.
         order = torch.rand(length, self.batch_size, generator=generator).argsort(dim=1)
         batches = torch.cat(parts, dim=1).gather(1, order)
-        for batch in batches[self.batches_done :]:
+        return self._yield_all(batches[self.batches_done :])
+
+    def _yield_all(self, batches: Tensor) -> Iterator[list[int]]:
+        for batch in batches:
             yield batch.tolist()
         self._is_complete = True
+
+    def _offer(self) -> Offer[None]:
+        facts = {name: State(value, _SAME_ARGUMENTS) for name, value in self._arguments().items()}
+        place = {"epoch": self.epoch, "batches done": self.batches_done}
+        return Offer(None, facts | {name: State(value, _SAME_PLACE) for name, value in place.items()})
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0. A new epoch starts with its first batch; the current one stays where it is."""
         if check_count("epoch", epoch, 0) != self.epoch:
-            self.epoch, self.batches_done = epoch, 0
+            self.epoch, self.batches_done, self._num_skipped = epoch, 0, 0
         self._is_complete = False
 
     def advance(self) -> None:
@@ -210,7 +230,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch, done = check_count("epoch", state["epoch"], 0), check_count("batches_done", state["batches_done"], 0)
         if done > self._length(world_size):
             raise ValueError(expected("batches_done", f"at most {self._length(world_size)}, those of an epoch", done))
-        self.epoch, self.batches_done, self._is_complete = epoch, done, False
+        self.epoch, self.batches_done, self._num_skipped, self._is_complete = epoch, done, done, False
 
 
 def _repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.Generator) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, error_of, get_pool
 
+import fullrank
 from fullrank.data import BalancedBatchSampler
 
 
@@ -100,6 +102,99 @@ def test_it_resumes_within_an_epoch() -> None:
     again.set_epoch(4)
     assert len(again) == len(expected)
     assert again.sampler is again  # what Lightning and Accelerate look for
+
+
+def start_epochs(rank: int, mistake: str, first: int) -> list[Any]:
+    """Start three epochs, with a mistake on one rank in the epoch ``first``; then start one without it."""
+    targets = make_targets()
+    options: dict[str, Any] = {"batch_size": 10, "positives": 2}
+    odd = {
+        "targets": {"targets": targets[rank * 50 : 50 + rank * 53]},
+        "seed": {"seed": rank},
+        "batch_size": {"batch_size": 10 + rank},
+    }.get(mistake, {})
+    found: list[Any] = []
+    plain = BalancedBatchSampler(targets, **options)
+    for epoch in range(3):
+        sampler = plain
+        if epoch == first and odd:
+            sampler = BalancedBatchSampler(**{"targets": targets, **options, **odd})
+        sampler.set_epoch(epoch + (mistake == "epoch" and epoch == first and rank == 1))
+        if mistake == "batches done" and epoch == first and rank == 1:
+            sampler.advance()
+        found.append(error_of(lambda sampler=sampler: iter(DataLoader(targets, batch_sampler=sampler))))  # type: ignore[misc]
+    plain.set_epoch(9)
+    return [*found, len(list(plain))]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("mistake", ["targets", "seed", "batch_size", "epoch", "batches done", "none"])
+def test_ranks_that_differ_raise_when_an_epoch_starts(pool_of_two: WorkerPool, mistake: str, first: int) -> None:
+    found, other = pool_of_two(start_epochs, mistake, first)
+    assert found == other
+    *epochs, length = found
+    assert length == 103 // 20
+    for epoch, (kind, text) in enumerate(epochs):
+        if epoch != first or mistake == "none":
+            assert kind == "none", text
+            continue
+        assert kind == "RuntimeError"
+        assert f"BalancedBatchSampler: expected the same on every rank, got {mistake}: " in text
+        place = mistake in ("epoch", "batches done")
+        assert ("Call set_epoch and advance, or load" if place else "Pass the targets of the whole data set") in text
+
+
+def test_the_length_of_an_epoch_does_not_change_while_it_is_counted() -> None:
+    sampler = BalancedBatchSampler(make_targets(), 10, 2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _ in sampler:
+            sampler.advance()
+            assert len(sampler) == 10
+    state = sampler.state_dict() | {"batches_done": 4}
+    sampler.load_state_dict(state)
+    assert len(sampler) == 6
+    for done, _ in enumerate(sampler):
+        sampler.advance()
+        assert len(sampler) == 6, done
+    sampler.set_epoch(2)
+    next(iter(sampler))
+    for _ in range(3):  # a part of an epoch; the next iteration is what is left of it
+        sampler.advance()
+    assert len(sampler) == 10
+    iter(sampler)
+    assert len(sampler) == 7
+
+
+def stream_windows(rank: int) -> list[str]:
+    """Stream two windows of the loader, the second one without a new epoch; return the warnings of each."""
+    targets = make_targets()
+    sampler = BalancedBatchSampler(targets, 10, 2)
+    loader = DataLoader(TensorDataset(torch.randn(103, 3), targets), batch_sampler=sampler)
+    model, found = torch.nn.Linear(3, 1), []
+    loss = fullrank.SmoothAPLoss(1, temperature=0.1)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fullrank.pooled_backward(
+                model,
+                loader,
+                forward=lambda batch: model(batch[0]),
+                loss=loss,
+                targets=lambda batch: batch[1],
+                stream=True,
+                group=torch.distributed.group.WORLD if torch.distributed.is_initialized() else None,
+            )
+        found.append(" ".join(str(warning.message) for warning in caught if "epoch" in str(warning.message)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_second_pass_of_a_streamed_window_is_no_epoch(world_size: int) -> None:
+    results = [stream_windows(0)] if world_size == 1 else get_pool(world_size)(stream_windows)
+    for first, second in results:
+        assert not first
+        assert "epoch 0 starts again" in second  # the control: the same rows in another window
 
 
 def test_an_epoch_that_starts_again_gives_a_warning_once() -> None:
