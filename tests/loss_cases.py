@@ -158,10 +158,7 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "smooth_ap": ("smooth_ap", {"temperature": 0.3}),
     "smooth_ap_automatic": ("smooth_ap", {}),
     "recall": ("recall_at_quantile", {"quantile": 0.3, "temperature": 0.3}),
-    "recall_linear": (
-        "recall_at_quantile",
-        {"quantile": 0.3, "temperature": 0.3, "quantile_interpolation": "linear"},
-    ),
+    "recall_linear": ("recall_at_quantile", {"quantile": 0.3, "temperature": 0.3, "quantile_interpolation": "linear"}),
     "pauc_trapezoid": ("pauc_at_budget", {"beta": 0.5, "surrogate": "trapezoid", "temperature": 0.3}),
     "pauc_pairwise": ("pauc_at_budget", {"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3}),
     "pauc_dro": ("pauc_at_budget", {"surrogate": "dro"}),

@@ -51,13 +51,6 @@ def test_value_and_gradient(shape: tuple[int, ...], num_items: Tensor | float | 
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_equal_to_the_usual_spelling() -> None:
-    logits, labels = make_rows()
-    usual = F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), reduction="sum") / 9
-    torch.testing.assert_close(causal_lm_loss(logits, labels, num_items=9), usual, rtol=1e-14, atol=0)
-    assert not torch.isclose(causal_lm_loss(logits, labels, num_items=9, shift=False), usual)  # the control
-
-
 def test_the_logits_at_the_last_token_get_no_gradient() -> None:
     logits, labels = make_rows()
     causal_lm_loss(logits, labels).backward()
@@ -144,14 +137,6 @@ def test_document_ids_on_another_device(device: torch.device) -> None:
     logits, labels = make_rows()
     with pytest.raises(ValueError, match="document_ids: expected a tensor on"):
         causal_lm_loss(logits.to(device), labels.to(device), document_ids=IDS)
-
-
-def test_position_ids_give_documents() -> None:
-    logits, labels = make_rows((1, 6))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
-    ids = (positions == 0).cumsum(-1)
-    loss = causal_lm_loss(logits, labels, num_items=1, document_ids=ids)
-    torch.testing.assert_close(loss, by_documents(logits, labels, ids), rtol=1e-12, atol=0)
 
 
 def test_the_call_of_transformers() -> None:

@@ -212,9 +212,7 @@ def binary(num_rows: int, share: float = 0.2, seed: int = 0) -> tuple[Tensor, Te
     return 0.01 * order.double(), targets
 
 
-BY_FLOAT32 = FUNCTIONS | {
-    "queries": lambda x: smooth_ap(x[:, :1], CLASSES == 0, indexes=torch.arange(60) % 7),
-}
+BY_FLOAT32 = FUNCTIONS | {"queries": lambda x: smooth_ap(x[:, :1], CLASSES == 0, indexes=torch.arange(60) % 7)}
 del BY_FLOAT32["sigmoid_sums"]  # returns the dtype of its inputs
 
 

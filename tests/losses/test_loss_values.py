@@ -30,13 +30,18 @@ def _options(keep):
 
 
 def _in_turn(*values):
-    """All settings and inputs: with the first setting of a loss all ``values``, with the others one after another."""
+    """All settings and inputs: with the first setting of a loss all ``values``, with the others one after another.
+
+    Of the inputs that are left out of the fast tests, each other setting has one in turn, and all in `make full`.
+    """
     firsts = dict(reversed(POOLED_SETTINGS))
     found = []
     for index, (name, setting) in enumerate(POOLED_SETTINGS):
         for number, inputs in enumerate(INPUTS):
             turn = values if setting == firsts[name] else [values[(index + number) % len(values)]]
             marks = [] if inputs in ("binary", "multi_hot") else [pytest.mark.slow]
+            if marks and setting != firsts[name] and (index + number) % 3:
+                marks = [pytest.mark.full]
             found += [pytest.param(name, setting, inputs, value, marks=marks) for value in turn]
     return found
 

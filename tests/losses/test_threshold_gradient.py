@@ -27,10 +27,7 @@ from fullrank.losses import RankingLoss, recall_at_quantile
 TRAPEZOID = {"surrogate": "trapezoid"}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "recall": ("recall_at_quantile", {"quantile": 0.1, "temperature": 0.3}),
-    "recall linear": (
-        "recall_at_quantile",
-        {"quantile": 0.13, "temperature": 0.3, "quantile_interpolation": "linear"},
-    ),
+    "recall linear": ("recall_at_quantile", {"quantile": 0.13, "temperature": 0.3, "quantile_interpolation": "linear"}),
     "pauc": ("pauc_at_budget", {**TRAPEZOID, "beta": 0.3, "temperature": 0.2}),
     "pauc knots": (
         "pauc_at_budget",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fullrank.losses import (
-    BCEWithLogitsLoss,
     CrossEntropyLoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
@@ -158,18 +157,6 @@ def test_the_loss_of_each_phase() -> None:
     value, more = pair(LOGITS, TARGETS)
     assert_close(value, 0.5 * softmax_focal(LOGITS, TARGETS, gamma=0) + 0.5 * LOGITS.mean(), rtol=1e-6, atol=0)
     assert more == "more"
-
-
-def test_one_logit_with_integer_targets_in_each_phase() -> None:
-    """The recipe of the README: targets (N, 1)."""
-    main = SmoothAPLoss(1)
-    wrapper = LossWarmupWrapper(BCEWithLogitsLoss(), main, warmup_steps=1, blend_steps=1)
-    logits, targets = LOGITS[:, :1], TARGETS.clamp(max=1)[:, None]
-    bce = nn.functional.binary_cross_entropy_with_logits(logits, targets.float())
-    for step, weight in enumerate([0.0, 0.5, 1.0]):
-        wrapper.on_train_batch_start(step)
-        expected = (1 - weight) * bce + weight * smooth_ap(logits, targets[:, 0])
-        assert_close(wrapper(logits, targets), expected, rtol=1e-6, atol=0)  # float32
 
 
 @pytest.mark.parametrize("temperatures", [{}, {"temp_start": 0.05, "temp_end": 0.005}], ids=["automatic", "decay"])
