@@ -98,7 +98,7 @@ POOLED: dict[str, PooledLoss] = {
         reference.recall_at_quantile,
         settings={
             rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
-            for rule, q in [("linear", 0.13), ("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.7)]
+            for rule, q in [("linear", 0.13), ("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.45)]
         }
         | {"automatic": {"quantile": 0.3}},
         default={"quantile": 0.3, "temperature": 0.3},
