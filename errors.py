@@ -145,6 +145,8 @@ def check_int(name: str, value: int) -> int:
 
 def check_tensor(name: str, value: object, what: str = "a tensor") -> None:
     """Raise TypeError when ``value`` is not a tensor."""
+    if isinstance(value, tuple):  # such as what gather_rows returns
+        raise TypeError(expected(name, what, Words(f"a tuple of length {len(value)}"), f"Index it: {name}[0]."))
     if not isinstance(value, Tensor):
         raise TypeError(expected(name, what, value, f"Use torch.as_tensor({name})."))
 

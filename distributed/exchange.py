@@ -141,11 +141,14 @@ def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None
             check_device_of_group(f"tensor {index}", tensor, group)
 
 
+WITH_GRADIENT = " with gradient"
+
+
 def describe(tensor: Tensor | None) -> str | None:
     """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
     if tensor is None:
         return None
-    needs_grad = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    needs_grad = WITH_GRADIENT if tensor.requires_grad and torch.is_grad_enabled() else ""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} (N{''.join(f', {size}' for size in tensor.shape[1:])}){needs_grad} on {tensor.device.type}"
 

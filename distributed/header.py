@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import Exchange, check_devices, check_rows, describe, naming
+from .exchange import WITH_GRADIENT, Exchange, check_devices, check_rows, describe, naming
 from .group import check_device_of_group, group_ranks, header_device
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
 
@@ -53,6 +53,7 @@ _NUMBERS = itertools.count(1)  # of the agreements in this process, in the order
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
 _SAME_ARGUMENTS = "Pass the same kind of arguments on every rank."
+_ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
 
 
 class State(NamedTuple):
@@ -412,6 +413,9 @@ def disagreement(
     if unknown:
         parts.append(f"others on {_name_ranks(unknown)}")
     fixes = dict.fromkeys(advice.get(key, _SAME_ARGUMENTS) for key in differing)
+    without_gradient = [{own.get(key, "").replace(WITH_GRADIENT, "") for own in known} for key in differing]
+    if "gradient" in differing or any(len(values) == 1 for values in without_gradient):
+        fixes[_ALONE] = None
     kind = RankRuntimeError if any(key in advice for key in differing) else RankValueError
     return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 

@@ -365,6 +365,12 @@ def find_sync(model: nn.Module) -> GradientSync:
     if has_fsdp1(model):
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
+    if "DeepSpeedEngine" in [kind.__name__ for kind in type(model).__mro__]:
+        fix = (
+            "DeepSpeed divides and reduces gradients in engine.backward alone: call engine.backward(loss_fn(...)) with "
+            "gradient_accumulation_steps=1, and larger micro-batches."
+        )
+        raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
     inside = list(model.modules())
     ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
     fsdp = fsdp_groups(model)

@@ -82,9 +82,8 @@ class Hints:
             self._give(
                 "no valid class",
                 f"no class was valid in {_EMPTY_CALLS} calls in a row, so the loss was 0. Usually no class had both a "
-                "positive and a negative: draw batches with positives in them (a sampler such as "
-                "torch.utils.data.WeightedRandomSampler), use larger batches, or set queue_size so that past rows stay "
-                "in the pool.",
+                "positive and a negative: draw batches with positives in them (fullrank.data.BalancedBatchSampler), "
+                "use larger batches, or set queue_size so that past rows stay in the pool.",
             )
 
     def _look_at_range(self, ends: list[float]) -> None:

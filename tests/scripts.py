@@ -50,10 +50,12 @@ def run_script(script: str | Path, *arguments: object, cwd: Path, processes: int
             process = process_context().Process(target=_program, args=options)
             process.start()
             started.append(process)
-        codes = _wait(started, limit_s)
+        is_late, codes = _wait(started, limit_s)
         outputs = [Path(folder, f"{rank}.{kind}") for kind in KINDS for rank in range(len(started))]
         texts = [path.read_text("utf-8") if path.exists() else "" for path in outputs]
     stdout, stderr = "".join(texts[: len(started)]), "".join(texts[len(started) :])
+    if is_late:
+        raise TimeoutError(f"{script} timed out after {limit_s} s, with the output\n{stdout}{stderr}")
     return Done(next((code for code in codes if code), 0), stdout, stderr)
 
 
@@ -63,8 +65,10 @@ def run_under_agent(script: str | Path, *arguments: object, cwd: Path, processes
         options = (str(script), [str(argument) for argument in arguments], processes, max_restarts, str(cwd), folder)
         agent = process_context().Process(target=_agent, args=options)
         agent.start()
-        (code,) = _wait([agent], limit_s=120)
+        is_late, (code,) = _wait([agent], limit_s=120)
         texts = ["".join(path.read_text("utf-8") for path in sorted(Path(folder).glob(f"*.{kind}"))) for kind in KINDS]
+    if is_late:
+        raise TimeoutError(f"{script} timed out, with the output\n{''.join(texts)}")
     return Done(code, *texts)
 
 
@@ -89,18 +93,22 @@ def _program_of_agent(script: str, arguments: list[str], cwd: str, folder: str) 
     _program(script, arguments, {"OMP_NUM_THREADS": "1"}, cwd, f"{folder}/{os.environ['RANK']}")
 
 
-def _wait(processes: list[Any], limit_s: float) -> list[int]:
-    """Return the exit codes; processes that outlive the limit, or a failure by the grace, are killed."""
+def _wait(processes: list[Any], limit_s: float) -> tuple[bool, list[int]]:
+    """Return whether the limit was reached, and the exit codes.
+
+    Processes that outlive the limit, or the failure of another one by the grace, are killed.
+    """
     deadline = time.monotonic() + limit_s
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + GRACE_S)
         time.sleep(0.02)
+    is_late = any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes)
     for process in processes:
         if process.is_alive():
             process.kill()
         process.join()
-    return [process.exitcode for process in processes]
+    return is_late, [process.exitcode for process in processes]
 
 
 def _program(script: str, arguments: list[str], environment: dict[str, str], cwd: str, output: str) -> None:

@@ -107,9 +107,10 @@ _BAD_ROWS = {
     "mask dtype": _given("iid_mask", lambda n: torch.ones(n), "TypeError", "iid_mask: expected a bool tensor"),
     **_WEIGHTS,
 }
+_ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
 _DIFFERENT_ROWS = {
     "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
-    "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", "with gradient"),
+    "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
     "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
     "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", "bool (N) on cpu"),
 }
@@ -123,7 +124,7 @@ _BAD_INPUTS = {
 }
 _DIFFERENT_INPUTS = {
     "dtype": _wrong("inputs", lambda x: x.float(), "ValueError", "inputs: 'float"),
-    "gradient": _wrong("inputs", lambda x: x.detach(), "ValueError", "gradient: "),
+    "gradient": _wrong("inputs", lambda x: x.detach(), "ValueError", _ALONE),
 }
 _CLASS_INPUTS = {
     "dimensions of inputs": _wrong("inputs", lambda x: x[:, 0], "ValueError", "inputs: expected shape (N, C, *)"),
@@ -164,7 +165,7 @@ _BAD_EMBEDDINGS = {
 }
 _DIFFERENT_EMBEDDINGS = {
     "dtype": _wrong("embeddings", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
-    "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", "with gradient"),
+    "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", _ALONE),
     "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient"),
 }
 
@@ -293,7 +294,7 @@ def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Spoiled]) -> C
     return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, {"gradient": _GRADIENT_OF_BOTH})
 
 
-_GRADIENT_OF_BOTH = _wrong("logits", lambda x: x.detach(), "ValueError", "gradient")
+_GRADIENT_OF_BOTH = _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE)
 
 CALLS = {
     "smooth_ap": _pooled("smooth_ap", "SmoothAPLoss"),

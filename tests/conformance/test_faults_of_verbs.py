@@ -93,9 +93,26 @@ def _local_count(given: Arguments) -> Arguments:
 
 
 _NO_RULE = "count: expected the keywords key, shift, document_ids_key, ignore_index only, got "
+
+
+class DeepSpeedEngine(nn.Module):
+    """Has the name that an engine of DeepSpeed is known by, which is no test dependency."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+_ENGINE = Fault(
+    lambda given: {"model": DeepSpeedEngine(given["model"])},
+    "ValueError",
+    "on rank 1: model: expected FSDP2, HSDP, DDP or plain modules, got an engine of DeepSpeed. DeepSpeed divides and",
+    lambda given: {"group": None},
+)
 _EACH = {"sync": "each"}
 
 OPENINGS = {
+    "engine of DeepSpeed": _ENGINE,
     "generator": changed("batches", iter, "TypeError", "with a length, got a list_iterator. The window is read before"),
     "one mapping": changed("batches", lambda window: window[0], "TypeError", "Pass [batch] for one batch."),
     "no micro-batch": passed("batches", [], "ValueError", "expected at least one micro-batch on every rank, got none."),
@@ -280,6 +297,7 @@ def _loss(change: Callable[[Any, Tensor, Any], Any], kind: str, text: str) -> Fa
 
 # Before the second pass, with the gradients as they were.
 POOLED = {
+    "engine of DeepSpeed": _ENGINE,
     "none": passed("batches", [], "ValueError", "failed on rank 1: micro_batches: expected at least one micro-batch"),
     "generator": changed("batches", iter, "TypeError", "failed on rank 1: micro_batches: expected a list"),
     "sync": passed("sync", "never", "ValueError", "failed on rank 1: sync: expected one of"),

@@ -91,8 +91,10 @@ def mean_over_ranks(scores: Tensor, batches: Sequence[Batch], reduction: str) ->
 def pooled(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     """``pooled_backward`` with a loss over all rows of all ranks."""
     options.setdefault("forward", partial(scores_of, model))
-    options.setdefault("loss", partial(mean_over_ranks, reduction=reduction_of(model)))
-    options.setdefault("group", by_hand(model))
+    if "loss" not in options:
+        options["loss"] = partial(mean_over_ranks, reduction=reduction_of(model))
+    if "group" not in options:
+        options["group"] = by_hand(model)
     value = fullrank.pooled_backward(model, batches, **options)
     _add_up(model)
     return value

@@ -401,6 +401,8 @@ ADVICE: dict[str, Callable[[], object]] = {
     r"targets: expected class indices in \[0, 2\).*got 0\.5": lambda: in_warmup(SmoothAPLoss(2))(
         LOGITS[:, :2], BINARY * 0.5
     ),
+    r"logits: expected a tensor, got a tuple of length 1\. Index it: logits\[0\]\.": lambda: smooth_ap((ONES,), ONES),
+    r"inputs: expected a tensor, got a tuple .* Index it: inputs\[0\]\.": lambda: sigmoid_focal((ONES,), ONES),
     "got the keyword num_item. Use num_items": lambda: causal_lm_loss(TOKENS, NEXT, num_item=3),
     "Use ignore_index": lambda: causal_lm_loss(TOKENS, NEXT, ignore_idx=3),
     "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),

@@ -45,7 +45,11 @@ def texts_of(loss, steps, make_scores=draw, targets=None):
 
 NONE = torch.zeros(ROWS, dtype=torch.long)
 MISUSES = {
-    "no positive": (lambda **o: SmoothAPLoss(1, temperature=0.1, queue_size=0, **o), {"targets": NONE}, "sampler"),
+    "no positive": (
+        lambda **o: SmoothAPLoss(1, temperature=0.1, queue_size=0, **o),
+        {"targets": NONE},
+        "BalancedBatchSampler",
+    ),
     "small pool": (
         lambda **o: RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0, **o),
         {},
