@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import Batch, Result, all_batches, halves, make_batch, make_window, num_valid, one_process, sum_loss
+from batches import Batch, Result, all_batches, make_window, num_valid, one_process, sum_loss
 from collective_counter import CollectiveCounter
 from experts import Experts
 from meshes import init_device_mesh
@@ -19,7 +19,7 @@ from subjects import LIMITS, NUM_FEATURES, Model, assert_exact, by_hand, error, 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from verbs import run_window
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, error_of
 
 import fullrank
 from fullrank import accumulate, count_valid_tokens, discard_gradients_, sum_gradients_
@@ -249,42 +249,16 @@ def leaving(rank: int, kind: str, way: str) -> list[bool]:
     return [*within, switches(model) == before]
 
 
-def unequal_after_a_stray_forward(rank: int, dtype: str) -> float:
-    """Return the error of a window of unequal micro-batches after a forward without a backward, discarded."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), "ddp")
-    for _ in range(2):
-        sum_loss(model, make_batch(rank, 0))
-        discard_gradients_(model)
-        run_window(model, make_window("unequal", rank))
-    return error(gradient(model), one_process(reference, all_batches("unequal")).gradient)
-
-
-def expert_errors(rank: int, way: str, dtype: str) -> tuple[float, float] | str:
-    """Return the errors of the dense part and of this rank's expert, or the text that is raised without a sum."""
+def experts_that_are_averaged(rank: int) -> str:
+    """Return what is raised for experts over half of the ranks, whose wrapper divides by another number."""
     from torch.distributed.fsdp import fully_shard
 
-    kept, world_size = getattr(torch, dtype), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "experts"))
-    model = Experts(kept, mesh["experts"].get_group())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    model = Experts(torch.float64, mesh["experts"].get_group())
     (expert,) = model.experts.values()
     fully_shard(expert, mesh=mesh["data"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    options: dict[str, Any] = {}
-    if way == "sum":
-        sum_gradients_(model)
-    elif way == "ep_size":
-        expert.set_gradient_divide_factor(2.0)
-        expert.set_force_sum_reduction_for_comms(True)
-        options["multiplier"] = float(world_size)
-    try:
-        run_window(model, make_window("full", rank), **options)
-    except ValueError as raised:
-        return str(raised)
-    reference = Experts(kept)
-    one_process(reference, all_batches("full"))
-    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
-    return error(gradient(model.outer), gradient(reference.outer)), error(expert.weight.grad.full_tensor(), own)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return error_of(lambda: run_window(model, make_window("full", rank)))[1]
 
 
 def tensor_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
@@ -330,56 +304,6 @@ def _loss_parallel_errors(dtype: torch.dtype, mesh: Any, batches: list[Batch], e
     }
 
 
-def context_parallel_error(rank: int, dtype: str, folded: bool) -> float:
-    """Return the error with sequences cut over two ranks, inside the wrapper's mesh or added by hand afterwards."""
-    from torch.distributed.fsdp import fully_shard
-
-    kept = getattr(torch, dtype)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
-    model, reference = Model(kept), Model(kept)
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded else mesh["data"])
-    rule = partial(count_valid_tokens, shift=False)
-    for step, batch in accumulate(model, halves(make_window("full", data_rank), part), rule, group=mesh):
-        logits = model(batch["tokens"])
-        step.backward(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"))
-    if not folded:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad.to_local(), group=mesh["context"].get_group())
-    return error(gradient(model), one_process(reference, all_batches("full", 2)).gradient)
-
-
-def pipeline_error(rank: int, schedule: str, dtype: str, loss_scale: str) -> float:
-    """Return the error of this rank's stage of two, alone or with data-parallel copies of the pipeline under FSDP2."""
-    from torch.distributed import pipelining
-    from torch.distributed.fsdp import fully_shard
-
-    kept, num_copies = getattr(torch, dtype), dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (num_copies, 2), mesh_dim_names=("data", "stages"))
-    copy, index = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank()
-    full = Model(kept)
-    part = nn.Sequential(full.embed, full.up) if index == 0 else nn.Sequential(nn.Tanh(), full.down)
-    if num_copies > 1:
-        fully_shard(part, mesh=mesh["data"])
-    batches = make_window("full", copy)
-    num_terms = count_valid_tokens(batches, group=mesh["data"])
-    multiplier = float(num_copies)
-
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        return loss * multiplier / num_terms
-
-    stage = pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["stages"].get_group())
-    kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-    loop = kinds[schedule](stage, len(batches), loss_fn=loss_fn, scale_grads=loss_scale == "schedule")
-    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
-    loop.step(*[tokens] if index == 0 else [], target=labels if index == 1 else None)
-    reference = Model(kept)
-    one_process(reference, [b for other in range(num_copies) for b in make_window("full", other)])
-    own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
-    return error(gradient(part), gradient(own))
-
-
 def counts(rank: int) -> dict[str, Any]:
     """Return counts over all ranks and over a mesh of this rank alone, and what bad arguments on one rank raise."""
     window, world_size = make_window("uneven", rank), dist.get_world_size()
@@ -402,7 +326,8 @@ def counts(rank: int) -> dict[str, Any]:
     return outcome
 
 
-each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+# tests/conformance has float32 for every verb.
+each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 
 
 @each_dtype
@@ -476,11 +401,6 @@ def test_switches_are_restored(pool_of_two: WorkerPool, kind: str, way: str) -> 
     assert pool_of_two(leaving, kind, way) == [[False, True]] * 2
 
 
-@each_dtype
-def test_unequal_numbers_after_a_stray_forward(pool: WorkerPool, dtype: str) -> None:
-    assert max(pool(unequal_after_a_stray_forward, dtype)) <= LIMITS[dtype]
-
-
 REDUCTIONS = {"ddp": "allreduce_.default", "fsdp2": "_reduce_scatter_base_.default"}
 
 
@@ -507,24 +427,10 @@ def test_hsdp_reduces_where_it_is_set_to(pool_of_four: WorkerPool, sync: str, sc
         assert total["allreduce_.default"] == reductions
 
 
-@pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_experts(world_size: int, dtype: str) -> None:
-    """Two experts, each on one rank of two: what a token sends there comes back to it, gradients too."""
-    pool = get_pool(world_size)
-    for errors in pool(expert_errors, "sum", dtype):
-        assert max(errors) <= LIMITS[dtype]
-    for text in pool(expert_errors, "mean", dtype):
-        assert f"got divisors [{world_size // 2}.0, {world_size}.0]. Call sum_gradients_(model) once" in text
-
-
-@pytest.mark.slow
-@each_dtype
-def test_number_of_expert_ranks_is_no_divisor(pool_of_four: WorkerPool, dtype: str) -> None:
-    for dense, expert in pool_of_four(expert_errors, "ep_size", dtype):
-        assert dense <= LIMITS[dtype]
-        assert abs(expert - 1) <= LIMITS[dtype]  # twice the gradient
+def test_experts_whose_gradients_are_averaged_are_refused(pool_of_four: WorkerPool) -> None:
+    """After ``sum_gradients_`` they are exact: tests/repository/test_accumulation_doc.py."""
+    for text in pool_of_four(experts_that_are_averaged):
+        assert "got divisors [2.0, 4.0]. Call sum_gradients_(model) once" in text
 
 
 @pytest.mark.slow
@@ -535,25 +441,6 @@ def test_tensor_parallel_copies_count_once(pool_of_four: WorkerPool, dtype: str)
         assert_exact(errors, dtype)
         assert abs(wrong["world"] - 0.5) <= LIMITS[dtype]  # every token was counted twice, every loss added twice
         assert wrong["world loss"] <= LIMITS[dtype]
-
-
-@pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("folded", [True, False], ids=["folded", "added"])
-def test_context_parallel(pool_of_four: WorkerPool, folded: bool, dtype: str) -> None:
-    assert max(pool_of_four(context_parallel_error, dtype, folded)) <= LIMITS[dtype]
-
-
-@pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_pipeline_schedules(schedule: str, world_size: int, dtype: str) -> None:
-    """The schedule runs the micro-batches; its loss function multiplies by m / N, and it must not divide again."""
-    pool = get_pool(world_size)
-    assert max(pool(pipeline_error, schedule, dtype, "loss")) <= LIMITS[dtype]
-    for ratio in pool(pipeline_error, schedule, dtype, "schedule"):
-        assert abs(ratio - 2 / 3) <= LIMITS[dtype]  # a third of the gradient: divided by the three micro-batches
 
 
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:
@@ -584,19 +471,6 @@ def test_one_process_raises_at_once() -> None:
     assert bool((model.weight.grad == 1).all())  # nothing was added before, so nothing is taken away
     with pytest.raises(RuntimeError, match="mean_loss"):
         step.mean_loss()
-
-
-def test_a_wrong_number_of_items_in_one_process_is_no_error_of_ranks() -> None:
-    model, rows = make_rows()
-
-    def run() -> None:
-        for step, batch in fullrank.accumulate(model, rows, len):
-            step.backward(model(batch).mean(), num_items=len(batch) + 1)
-
-    with pytest.raises(ValueError, match=r"num_items: expected a sum .* equal to its count, 9, got 12") as raised:
-        run()
-    assert type(raised.value) is ValueError  # over ranks it is a RankValueError, see tests/conformance
-    assert model.weight.grad is None
 
 
 @pytest.mark.parametrize("place", [1, 2])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from meshes import init_device_mesh
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn import functional
-from workers import WorkerPool, class_of, error_of, get_pool
+from torch.nn.parallel import DistributedDataParallel
+from workers import WorkerPool, error_of, get_pool
 
 from fullrank import (
     DeferredMean,
@@ -25,6 +27,7 @@ from fullrank import (
     all_reduce_grads_,
     clip_grad_norm_,
     count_valid_tokens,
+    maybe_no_sync,
     sequence_sync_group,
     sum_gradients_,
 )
@@ -236,41 +239,41 @@ def overlapping_groups(rank: int) -> tuple[tuple[str, str], tuple[str, str]]:
     return first, error_of(lambda: deferred.finish([dist.group.WORLD]))
 
 
-class Outcome(NamedTuple):
-    """What one rank saw of a step that one rank spoils, and the error of the step if it continues anyway."""
+def step_with_a_mistake(rank: int, kind: str, case: str) -> tuple[tuple[str, str], float]:
+    """Return what a mistake that every rank makes raises, and the error after what it takes to end the step rightly."""
+    model = wrap(Model(), kind)
+    if case == "parameters of no wrapper":
+        inner = Model()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["up.weight", "up.bias"])
+        model = DistributedDataParallel(inner)
+    batches, groups, newer = make_window("full", rank), sync_groups(kind), []
+    deferred, optimizer = DeferredMean(model, by_hand(model)), torch.optim.SGD(model.parameters())
+    step = partial(run_step, deferred, model, batches, groups)
 
-    kind: str
-    text: str
-    error: float
+    def mistake() -> None:
+        if case == "newer object":
+            newer.append(DeferredMean(model, by_hand(model)))
+        if case == "changed reduction":
+            deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
+            sum_gradients_(model)
+        with maybe_no_sync(model, 0, 2) if case == "no_sync" else contextlib.nullcontext():
+            step()
+        if case == "old gradients":
+            step()
+        if case == "second sync":
+            deferred.finish(groups)
 
-
-def spoil_call_everywhere(rank: int, kind: str, case: str) -> Outcome:
-    """Run a step that starts wrongly on every rank, and again."""
-    reference, model = make_pair(kind, "float64")
-    deferred, batches = DeferredMean(model, by_hand(model)), make_window("full", rank)
-    optimizer = torch.optim.SGD(model.parameters())
-    found = "nothing", ""
-    try:
-        if case == "no_sync" and kind == "ddp":
-            with model.no_sync():
-                run_step(deferred, model, batches)
-        elif case == "no_sync":
-            model.set_requires_gradient_sync(False)
-            run_step(deferred, model, batches)
-        elif case == "old gradients":
-            run_step(deferred, model, batches)
-            run_step(deferred, model, batches)
-        else:
-            newer = DeferredMean(model, by_hand(model))
-            run_step(deferred, model, batches)
-            del newer
-    except Exception as raised:
-        found = class_of(raised), str(raised)
-    if case == "no_sync" and kind == "fsdp2":
-        model.set_requires_gradient_sync(True)
-    optimizer.zero_grad()
-    run_step(DeferredMean(model, by_hand(model)), model, batches)
-    return Outcome(*found, error(gradient(model), one_process(reference, all_batches("full")).gradient))
+    found = error_of(mistake)
+    if case == "parameters of no wrapper":
+        deferred.finish([(inner.up, dist.group.WORLD)])
+    elif case == "changed reduction":
+        deferred.discard()
+        step()
+    elif case != "second sync":
+        newer.clear()
+        optimizer.zero_grad()
+        run_step(DeferredMean(model, by_hand(model)), model, batches)
+    return found, error(gradient(model), one_process(Model(), all_batches("full")).gradient)
 
 
 def parameters_after_an_error(rank: int, way: str) -> float:
@@ -305,49 +308,6 @@ def window_after_an_error(rank: int) -> float:
     return error(gradient(model), one_process(reference, all_batches("unequal")).gradient)
 
 
-def second_sync(rank: int, kind: str) -> Outcome:
-    """Finish twice; the gradient afterwards is that of once."""
-    reference, model = make_pair(kind, "float64")
-    deferred, found = DeferredMean(model, by_hand(model)), ("nothing", "")
-    run_step(deferred, model, make_window("full", rank), sync_groups(kind))
-    try:
-        deferred.finish(sync_groups(kind))
-    except Exception as raised:
-        found = class_of(raised), str(raised)
-    return Outcome(*found, error(gradient(model), one_process(reference, all_batches("full")).gradient))
-
-
-def changed_reduction(rank: int) -> Outcome:
-    """Change how FSDP2 reduces in the middle of a step; discard it and begin again."""
-    reference, model = make_pair("fsdp2", "float64")
-    deferred, batches, found = DeferredMean(model, by_hand(model)), make_window("full", rank), ("nothing", "")
-    deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
-    sum_gradients_(model)
-    try:
-        run_step(deferred, model, batches[1:])
-    except Exception as raised:
-        found = class_of(raised), str(raised)
-    deferred.discard()
-    run_step(deferred, model, batches)
-    return Outcome(*found, error(gradient(model), one_process(reference, all_batches("full")).gradient))
-
-
-def forgotten_parameters(rank: int) -> Outcome:
-    """Finish a model with a parameter that DDP leaves out: refused, then with a pair, which makes it exact."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    reference, inner = Model(torch.float64), Model(torch.float64)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["up.weight", "up.bias"])
-    model = DistributedDataParallel(inner)
-    deferred, found = DeferredMean(model, by_hand(model)), ("nothing", "")
-    try:
-        run_step(deferred, model, make_window("full", rank))
-    except Exception as raised:
-        found = class_of(raised), str(raised)
-    deferred.finish([(inner.up, dist.group.WORLD)])
-    return Outcome(*found, error(gradient(model), one_process(reference, all_batches("full")).gradient))
-
-
 def owners(rank: int) -> list[str]:
     """Return what a second construction raises: with open gradients, after finish, after the first is gone."""
     _, model = make_pair("ddp", "float32")
@@ -375,7 +335,8 @@ def owners(rank: int) -> list[str]:
     return outcomes
 
 
-each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+# tests/conformance has float32 for every verb.
+each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 KINDS = ["plain", "ddp", "fsdp2", "summed"]
 
 
@@ -466,20 +427,27 @@ def test_context_parallel(pool_of_four: WorkerPool, dtype: str) -> None:
         assert_exact(errors, dtype)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("no_sync", "gradients that every backward reduces, got no_sync"),
-        ("old gradients", "no gradient before the first backward of a step, got gradients with"),
-        ("newer object", "expected one DeferredMean, got a newer one"),
-    ],
-)
-def test_a_step_that_cannot_begin(pool_of_two: WorkerPool, kind: str, case: str, text: str) -> None:
-    for outcome in pool_of_two(spoil_call_everywhere, kind, case):
-        assert outcome.kind == "RuntimeError"
-        assert text in outcome.text
-        assert outcome.error <= 1e-12
+MISTAKES = [
+    ("no_sync", ("ddp", "fsdp2"), "gradients that every backward reduces, got no_sync"),
+    ("old gradients", ("ddp", "fsdp2"), "no gradient before the first backward of a step, got gradients with"),
+    ("newer object", ("ddp", "fsdp2"), "expected one DeferredMean, got a newer one"),
+    ("second sync", KINDS, "expected a backward since the last finish, got none. A second sync"),
+    ("changed reduction", ("fsdp2",), "got 1 after 2. Call sum_gradients_ before the first backward"),
+    (
+        "parameters of no wrapper",
+        ("ddp",),
+        "module.up.weight, module.up.bias in neither. Pass (parameters, group)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "kinds", "text"), MISTAKES, ids=[case for case, *_ in MISTAKES])
+def test_a_mistake_of_every_rank(pool_of_two: WorkerPool, case: str, kinds: tuple[str, ...], text: str) -> None:
+    for kind in kinds:
+        for found, wrong in pool_of_two(step_with_a_mistake, kind, case):
+            assert found[0] == ("ValueError" if "wrapper" in case else "RuntimeError")
+            assert text in found[1]
+            assert wrong <= 1e-12
 
 
 def test_parameters_that_change_after_an_error_are_seen(pool_of_two: WorkerPool) -> None:
@@ -490,28 +458,6 @@ def test_parameters_that_change_after_an_error_are_seen(pool_of_two: WorkerPool)
 def test_an_unequal_window_after_an_error(pool_of_two: WorkerPool) -> None:
     """DDP has prepared a reduction for the refused call, and would make it in the first backward of the window."""
     assert max(pool_of_two(window_after_an_error)) <= 1e-12
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_sync_raises(pool_of_two: WorkerPool, kind: str) -> None:
-    for outcome in pool_of_two(second_sync, kind):
-        assert outcome.kind == "RuntimeError"
-        assert "expected a backward since the last finish, got none. A second sync" in outcome.text
-        assert outcome.error <= 1e-12
-
-
-def test_a_reduction_that_changes_within_a_step(pool_of_two: WorkerPool) -> None:
-    for outcome in pool_of_two(changed_reduction):
-        assert outcome.kind == "RuntimeError"
-        assert "got 1 after 2. Call sum_gradients_ before the first backward" in outcome.text
-        assert outcome.error <= 1e-12
-
-
-def test_parameters_that_no_wrapper_reduces(pool_of_two: WorkerPool) -> None:
-    for outcome in pool_of_two(forgotten_parameters):
-        assert outcome.kind == "ValueError"
-        assert "module.up.weight, module.up.bias in neither. Pass (parameters, group)" in outcome.text
-        assert outcome.error <= 1e-12
 
 
 def test_one_object_for_each_model(pool_of_two: WorkerPool) -> None:

@@ -14,21 +14,13 @@ from unittest import mock
 import gradient_cases
 import torch
 from gradient_cases import Case
+from outcomes import Arguments, Fault
 from torch import Tensor
 
 import fullrank
 from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
-Arguments = dict[str, Any]
 CLASSES = 3
-
-
-class Spoiled(NamedTuple):
-    """How arguments are spoiled, and the error on every rank: its class, and a part of its text."""
-
-    change: Callable[[Arguments], Arguments]
-    error: str
-    text: str
 
 
 class Call(NamedTuple):
@@ -38,8 +30,8 @@ class Call(NamedTuple):
     public: str  # its name in fullrank
     make: Callable[[], Any]
     arguments: Callable[[torch.Generator, int], Arguments]
-    bad: Mapping[str, Spoiled]
-    differ: Mapping[str, Spoiled]
+    bad: Mapping[str, Fault]
+    differ: Mapping[str, Fault]
     objective: Callable[[Any], Tensor] = lambda result: result
 
 
@@ -72,13 +64,13 @@ def _binary_inputs(generator: torch.Generator, rank: int) -> Arguments:
     return {"inputs": rows["logits"], "targets": (rows["logits"].detach() > 0.4).double()}
 
 
-def _wrong(name: str, change: Callable[[Tensor], Any], error: str, text: str) -> Spoiled:
-    return Spoiled(lambda arguments: {name: change(arguments[name])}, error, text)
+def _wrong(name: str, change: Callable[[Tensor], Any], error: str, text: str) -> Fault:
+    return Fault(lambda arguments: {name: change(arguments[name])}, error, text)
 
 
-def _given(name: str, make: Callable[[int], Any], error: str, text: str) -> Spoiled:
+def _given(name: str, make: Callable[[int], Any], error: str, text: str) -> Fault:
     """Pass an optional argument, made for the number of rows."""
-    return Spoiled(lambda arguments: {name: make(len(next(iter(arguments.values()))))}, error, text)
+    return Fault(lambda arguments: {name: make(len(next(iter(arguments.values()))))}, error, text)
 
 
 _WEIGHTS = {
@@ -170,7 +162,7 @@ _DIFFERENT_EMBEDDINGS = {
 }
 
 
-def _bad_tensor(name: str) -> dict[str, Spoiled]:
+def _bad_tensor(name: str) -> dict[str, Fault]:
     return {
         "not a tensor": _wrong(name, lambda x: [1.0], "TypeError", "expected a plain torch.Tensor or None, got [1.0]"),
         "no dimension": _wrong(name, lambda x: x.sum(), "ValueError", "expected at least one dimension"),
@@ -179,7 +171,7 @@ def _bad_tensor(name: str) -> dict[str, Spoiled]:
     }
 
 
-def _different_tensor(name: str) -> dict[str, Spoiled]:
+def _different_tensor(name: str) -> dict[str, Fault]:
     return {
         "dtype": _wrong(name, lambda x: x.float(), "ValueError", "float32 (N, 3)"),
         "trailing shape": _wrong(name, lambda x: x[:, :1], "ValueError", "float64 (N, 1)"),
@@ -199,9 +191,9 @@ def _fraction(generator: torch.Generator, rank: int) -> Arguments:
 
 
 _UNKNOWN = "gradient_reduction: expected 'mean', 'sum' or"
-_BAD_REDUCTION = {"reduction": Spoiled(lambda _: {"gradient_reduction": "average"}, "ValueError", _UNKNOWN)}
+_BAD_REDUCTION = {"reduction": Fault(lambda _: {"gradient_reduction": "average"}, "ValueError", _UNKNOWN)}
 _OTHER_REDUCTION = {
-    "gradient_reduction": Spoiled(lambda _: {"gradient_reduction": "sum"}, "RuntimeError", "gradient_reduction: ")
+    "gradient_reduction": Fault(lambda _: {"gradient_reduction": "sum"}, "RuntimeError", "gradient_reduction: ")
 }
 _OTHER_GRADIENT = {"gradient": _wrong("tensor", lambda x: x.detach(), "ValueError", "with gradient")}
 _BAD_FRACTION = {
@@ -290,7 +282,7 @@ def _combined() -> fullrank.CombinedLoss:
     return fullrank.CombinedLoss({"ap": ap, "ce": fullrank.CrossEntropyLoss()}, {"ap": 0.5, "ce": 1.0})
 
 
-def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Spoiled]) -> Call:
+def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Fault]) -> Call:
     return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, {"gradient": _GRADIENT_OF_BOTH})
 
 
@@ -375,11 +367,11 @@ CALLS = {
         _one,
         _bad_tensor("tensor")
         | _BAD_REDUCTION
-        | {"backward": Spoiled(lambda _: {"backward": "scatter"}, "ValueError", "'local' or 'reduce_scatter'")},
+        | {"backward": Fault(lambda _: {"backward": "scatter"}, "ValueError", "'local' or 'reduce_scatter'")},
         _different_tensor("tensor")
         | _OTHER_REDUCTION
         | _OTHER_GRADIENT
-        | {"backward": Spoiled(lambda _: {"backward": "reduce_scatter"}, "ValueError", "'local' on rank")},
+        | {"backward": Fault(lambda _: {"backward": "reduce_scatter"}, "ValueError", "'local' on rank")},
         _slopes,
     ),
     "all_gather_with_grad_reduce_scatter": Call(

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from batches import Rows, make_rows, part_of, split
-from subjects import NUM_FEATURES as NUM_FEATURES
 from subjects import Model, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -87,16 +86,6 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     return fullrank.PAUCAtBudgetLoss(
         case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled
     )
-
-
-def Scorer(num_outputs: int) -> Model:
-    """Return the model in float64."""
-    return Model(num_outputs=num_outputs)
-
-
-def flat_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradient as a list of one vector."""
-    return [gradient(model)]
 
 
 def make_step(case: Case, step: int) -> Rows:

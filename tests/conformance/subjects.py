@@ -70,9 +70,6 @@ class Model(nn.Module):
         return logits if self.loss is None else self.loss(logits, *arguments, **options)
 
 
-WRAPPERS = ("plain", "ddp", "fsdp2", "hsdp", "replicate", "summed")
-
-
 def mesh_of(kind: str) -> DeviceMesh:
     """Return the mesh of a wrapper over all ranks."""
     world_size = dist.get_world_size()

@@ -55,7 +55,7 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
     assert_exact(pool, Case(loss, dtype=dtype, weighted=weighted))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, loss: str) -> None:
     for index, dtype in enumerate(LIMITS, start=LOSSES.index(loss)):
@@ -160,14 +160,16 @@ def test_control_scaled_loss_is_off_after_the_gather(pool: WorkerPool) -> None:
         assert errors["scale_ratio"] == pytest.approx(pool.world_size, rel=1e-12)
 
 
-def wrappers() -> list[Any]:
-    """Return world size and wrapper."""
-    of_two = [(2, "fsdp2", []), (2, "replicate", pytest.mark.slow), (2, "summed", pytest.mark.slow)]
-    return [pytest.param(*case, marks=marks) for *case, marks in [*of_two, (4, "hsdp", pytest.mark.slow)]]
+# Inside of the others a loss shows what it shows inside of FSDP2, of which they are forms.
+OTHERS: list[Any] = [(2, "fsdp2", False), (2, "fsdp2", True)]
+OTHERS += [
+    pytest.param(world_size, wrapper, inside, marks=pytest.mark.full if inside else pytest.mark.slow)
+    for world_size, wrapper in ((2, "replicate"), (2, "summed"), (4, "hsdp"))
+    for inside in (False, True)
+]
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize(("world_size", "wrapper"), wrappers())
+@pytest.mark.parametrize(("world_size", "wrapper", "inside"), OTHERS)
 def test_every_loss_under_every_other_wrapper(world_size: int, wrapper: str, inside: bool) -> None:
     """As they come, and ``summed`` after ``sum_gradients_``."""
     reduction = "sum" if wrapper == "summed" else "mean"

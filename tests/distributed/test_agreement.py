@@ -123,15 +123,6 @@ def inside_checkpoint(rank: int, reentrant: bool, name: str) -> tuple[str, str]:
     return error_of(value.backward)
 
 
-def synchronized(rank: int, spoil: bool) -> tuple[str, str]:
-    """Return what assert_synchronized says after gathered steps, and after one rank's queue was changed."""
-    loss = fullrank.RecallAtQuantileLoss(num_classes=1, quantile=0.3, queue_size=8, temperature=0.5)
-    loss(torch.tensor([[0.1 * rank], [0.5]]), torch.tensor([0, 1]))
-    if spoil and rank == 1:
-        loss.queue.enqueue(torch.tensor([[9.0]]), torch.tensor([0]))
-    return error_of(loss.queue.assert_synchronized)
-
-
 @pytest.mark.parametrize("call", ["smooth_ap", "focal", "gather", "global_mean"])
 def test_a_call_inside_checkpoint_is_refused(pool_of_two: WorkerPool, call: str) -> None:
     """The non-re-entrant form runs the forward twice, once in backward; so does the re-entrant one."""
@@ -146,16 +137,6 @@ def test_gather_distributed_is_checked_where_it_is_set() -> None:
     loss = fullrank.SmoothAPLoss(num_classes=1)
     with pytest.raises(TypeError, match="gather_distributed: expected None, True or False, got 'yes'"):
         loss.gather_distributed = "yes"  # type: ignore[assignment]
-
-
-def test_assert_synchronized(pool: WorkerPool) -> None:
-    assert all(outcome == ("none", "") for outcome in pool(synchronized, False))
-    outcomes = pool(synchronized, True)
-    assert len(set(outcomes)) == 1
-    name, text = outcomes[0]
-    assert name == "RuntimeError"
-    assert "on rank 1" in text
-    assert "reset_queue()" in text
 
 
 def test_the_header_carries_any_total_and_every_word(pool: WorkerPool) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradient_cases import Case
 from torch import Tensor
-from workers import WorkerPool, class_of, get_pool
+from workers import WorkerPool, error_of, get_pool
 
 import fullrank
 from fullrank.losses.ranking import RankingLoss
@@ -145,14 +145,6 @@ CONSTRUCTED = (
 )
 
 
-def _error_of(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return class_of(error), str(error)
-    return "none", ""
-
-
 def _take_step(loss: torch.nn.Module, rank: int, index: int) -> float:
     generator = torch.Generator().manual_seed(10 * index + rank)
     logits = torch.randn(5 + rank, 2, dtype=torch.float64, generator=generator)
@@ -171,7 +163,7 @@ def drift_on_a_rank(rank: int, name: str, kind: str, odd_ranks: Sequence[int]) -
         second = copy.deepcopy(loss.state_dict())
         pristine = copy.deepcopy(loss)
         DRIFTS[kind].apply(loss, rank == odd_rank, first)
-        error, text = _error_of(lambda loss=loss: _take_step(loss, rank, 2))
+        error, text = error_of(lambda loss=loss: _take_step(loss, rank, 2))
         repaired = gradient_cases.make_loss(Case(name, num_classes=2, max_pool_size=30), local=False)
         repaired.load_state_dict(second)
         outcomes.append((error, text, _take_step(repaired, rank, 2) == _take_step(pristine, rank, 2)))
@@ -192,7 +184,7 @@ def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, 
         targets = torch.tensor([0, 1, 0, 1])
         if loss_name == "SigmoidFocalLoss" or arguments.get("multi_hot"):
             targets = torch.nn.functional.one_hot(targets, 2)
-        outcomes.append(_error_of(lambda loss=loss, rows=(logits, targets): loss(*rows)))
+        outcomes.append(error_of(lambda loss=loss, rows=(logits, targets): loss(*rows)))
     return outcomes
 
 
@@ -218,7 +210,7 @@ def schedule_on_each_rank(rank: int, blend: int, step: int, behind: int) -> list
         loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, **decay)
         for index in range(step + 1 - behind * (rank == odd_rank)):
             loss.on_train_batch_start(index)
-        outcomes.append(_error_of(lambda loss=loss: _take_step(loss, rank, 0)))
+        outcomes.append(error_of(lambda loss=loss: _take_step(loss, rank, 0)))
     return outcomes
 
 
@@ -228,8 +220,8 @@ def silent_damage(rank: int) -> tuple[str, tuple[str, str]]:
     _take_step(loss, rank, 0)
     if rank == 1:
         loss.queue.rows().logits[0] += 1
-    step = _error_of(lambda: _take_step(loss, rank, 1))[0]
-    return step, _error_of(loss.queue.assert_synchronized)
+    step = error_of(lambda: _take_step(loss, rank, 1))[0]
+    return step, error_of(loss.queue.assert_synchronized)
 
 
 def synchronized_in_a_part(rank: int) -> list[tuple[str, str]]:
@@ -237,8 +229,8 @@ def synchronized_in_a_part(rank: int) -> list[tuple[str, str]]:
     group = dist.new_group([0, 2])
     queue = fullrank.MemoryQueue(4, 2)
     queue.enqueue(torch.full((1, 2), float(rank == 1)), torch.tensor([0]))
-    whole = _error_of(queue.assert_synchronized)
-    return [whole, _error_of(lambda: queue.assert_synchronized(group)) if rank != 1 else ("none", "")]
+    whole = error_of(queue.assert_synchronized)
+    return [whole, error_of(lambda: queue.assert_synchronized(group)) if rank != 1 else ("none", "")]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
@@ -263,13 +255,17 @@ def assert_named(of_workers: list, *texts: str, odd_ranks: Sequence[int] | None 
         assert all(part in text for part in texts), text
 
 
-# Three ranks, of which the odd one is the first, the middle and the last: for one loss with every drift, for the others
-# from one drift to the next. One loss on two ranks as well.
-ON_RANKS = [*(pytest.param(3, name, marks=pytest.mark.slow) for name in POOLED), (2, "smooth_ap")]
+# One loss with every drift of each of two and of three ranks; the others take turns, as does their odd rank.
+ON_RANKS = [(2, "smooth_ap", kind) for kind in DRIFTS]
+ON_RANKS += [
+    pytest.param(2, name, kind, marks=pytest.mark.slow)
+    for index, name in enumerate(POOLED[1:])
+    for kind in [*DRIFTS][index % 2 :: 2]
+]
+ON_RANKS += [pytest.param(3, "smooth_ap", kind, marks=pytest.mark.full) for kind in DRIFTS]
 
 
-@pytest.mark.parametrize("kind", DRIFTS)
-@pytest.mark.parametrize(("world_size", "name"), ON_RANKS)
+@pytest.mark.parametrize(("world_size", "name", "kind"), ON_RANKS)
 def test_drift_of_one_rank_is_named_in_the_next_step(world_size: int, name: str, kind: str) -> None:
     """The error leaves nothing behind: with the state from before, the loss continues as if the ranks had never
     drifted apart."""
@@ -317,6 +313,7 @@ def test_damage_that_no_checksum_sees(pool_of_two: WorkerPool) -> None:
     error, text = outcomes[0][1]
     assert error == "RuntimeError"
     assert "MemoryQueue.assert_synchronized: expected the same on every rank" in text
+    assert "reset_queue()" in text
     assert "on rank 1" in text
 
 

@@ -15,7 +15,7 @@ from batches import part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
 from meshes import init_device_mesh
-from subjects import NUM_FEATURES, Model, gradient
+from subjects import NUM_FEATURES, Model, error, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -194,7 +194,7 @@ def mean_over_unequal_shards(rank: int, convention: str) -> float:
         fullrank.global_mean(squares.sum(), squares.numel()).backward()
     else:
         squares.mean().backward()
-    return float((gradient(model) - whole).norm() / whole.norm())
+    return error(gradient(model), whole)
 
 
 def gradient_over_groups(rank: int, form: str) -> float:
@@ -221,8 +221,7 @@ def gradient_over_groups(rank: int, form: str) -> float:
         whole = gradient(model)
         model.zero_grad()
         losses[1](wrapped(own.features), own.targets).backward()
-        spread = gradient(model)
-        worst = max(worst, float((spread - whole).norm() / whole.norm()))
+        worst = max(worst, error(gradient(model), whole))
     return worst
 
 
@@ -441,8 +440,8 @@ def test_a_second_derivative_is_refused(pool: WorkerPool, name: str) -> None:
     """It would be multiplied by k twice. A penalty raises also where only the rows are asked for."""
     for is_equal, errors in pool(second_derivative, name):
         assert is_equal
-        for error, text in errors:
-            assert error == "RuntimeError"
+        for kind, text in errors:
+            assert kind == "RuntimeError"
             assert text.startswith(f"{name.split(',')[0]}: expected a first derivative, got a second one.")
 
 

@@ -604,7 +604,7 @@ def steps_of_a_model(rank: int, form: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("form", ["moments", "positives", "gather"])
+@pytest.mark.parametrize("form", ["moments", "positives"])
 def test_a_model_under_ddp(pool_of_two: WorkerPool, form: str) -> None:
     for errors in pool_of_two(steps_of_a_model, form):
         assert len(errors) == 9

