@@ -205,18 +205,6 @@ def unequal(rank: int, kind: str, sync: str) -> str:
     return ": ".join(error_of(lambda: pool_window(model, own_window(rank, 2 + rank), loss, sync=sync)))
 
 
-def retry_in_a_handler(rank: int) -> str:
-    """Return what a mistake of one rank leads to in a call that is made while an agreed error is handled."""
-    model, batches = wrap(make_model(), "ddp"), own_window(rank, 2)
-    loss = joined_loss(make_loss(Case("smooth_ap"), local=False))
-    try:
-        pool_window(model, batches if rank else [], loss)
-    except ValueError:
-        wrong = loss if rank else lambda scores, batches: (loss(scores, batches), _fail())
-        return error_of(lambda: pool_window(model, batches, wrong))[1]
-    return "passed"
-
-
 def named_groups(rank: int) -> dict[str, str]:
     """Return what a mistake in front of the loss leads to, for groups given in different forms."""
     errors = {}
@@ -588,12 +576,6 @@ def test_one_reduction_per_window(pool_of_two: WorkerPool, kind: str) -> None:
             assert counts["_reduce_scatter_base_.default"] == 2  # of each layer
 
 
-def test_control_reductions_with_sync_each(pool_of_two: WorkerPool) -> None:
-    counts = pool_of_two(reductions, "ddp", "each", 4)[0]
-    assert counts["allreduce_.default"] == 4
-    assert counts["broadcast_.default"] == 1
-
-
 def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(pool_of_two: WorkerPool) -> None:
     first, second = pool_of_two(ddp_buffers)
     for result in (first, second):
@@ -645,12 +627,6 @@ def test_unequal_numbers_of_micro_batches(pool_of_two: WorkerPool, kind: str, sy
     assert first.startswith("none: " if passes else text)
 
 
-def test_mistake_while_an_agreed_error_is_handled(pool_of_two: WorkerPool) -> None:
-    """The second error has the first one for its context, and is nevertheless of one rank alone."""
-    first, second = pool_of_two(retry_in_a_handler)
-    assert first == second == "pooled_backward failed on rank 0: Mistake: this is mine"
-
-
 def test_groups_in_every_form(pool_of_two: WorkerPool) -> None:
     for errors in pool_of_two(named_groups):
         text = "pooled_backward failed on rank 0: Mistake: this is mine"
@@ -668,9 +644,6 @@ def one_call(**options: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"batches": iter([])}, TypeError, r"list\(\.\.\.\), or windows\(loader, size\)"),
-        ({"batches": {"x": 1}}, TypeError, "list of micro-batches"),
-        ({"batches": []}, ValueError, "at least one micro-batch"),
         ({"forward": None}, TypeError, "forward: expected a function"),
         ({"loss": 3}, TypeError, "loss: expected a function"),
         ({"forward": lambda batch: batch.tolist()}, TypeError, "floating-point tensor of scores"),
@@ -682,20 +655,12 @@ def one_call(**options: Any) -> nn.Module:
         ({"loss": lambda scores, _: scores.detach().sum()}, ValueError, "a graph to the scores"),
         ({"loss": lambda scores, _: scores.sum().item()}, TypeError, "loss: expected a scalar tensor"),
         ({"scaler": 2.0}, TypeError, "GradScaler"),
-        ({"sync": "shard"}, ValueError, "FSDP2"),
-        ({"sync": "never"}, ValueError, "one of 'last'"),
         ({"model": 3, "forward": torch.sin}, TypeError, "nn.Module"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         one_call(**options)
-
-
-def test_different_kinds_of_scores() -> None:
-    sizes = iter([1, 2])
-    with pytest.raises(ValueError, match=r"float64 \(rows, 1\) .* and .* \(rows, 2\)"):
-        one_call(forward=lambda batch: batch[:, : next(sizes)])
 
 
 def test_foreign_leaf_is_named() -> None:

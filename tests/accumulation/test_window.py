@@ -52,7 +52,7 @@ def test_every_sequence_is_a_window(kind: Callable[[list[int]], Any]) -> None:
 @pytest.mark.parametrize(
     ("micro_batches", "error", "text"),
     [
-        (iter([torch.ones(1, 2)]), TypeError, "expected a list of micro-batches, with a length, got a list_iterator."),
+        (iter([torch.ones(1, 2)]), TypeError, "with a length, got a list_iterator. The window is read before"),
         (3, TypeError, "expected a list of micro-batches, with a length, got a int."),
         ({"rows": torch.ones(1, 2)}, TypeError, "Pass [batch] for one batch."),
         ("text", TypeError, "Pass [batch] for one batch."),

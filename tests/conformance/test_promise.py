@@ -19,7 +19,8 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
     """Return training losses around a validation that only rank 0 runs."""
     main = fullrank.SmoothAPLoss(num_classes=2, queue_size=8, temperature=0.5, max_pool_size=6)
     warmup = fullrank.CrossEntropyLoss()
-    loss: Any = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0) if wrapped else main
+    blend = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0, blend_steps=9)  # both losses communicate
+    loss: Any = blend if wrapped else main
     generator = torch.Generator().manual_seed(rank)
     values = []
     for step in range(4):

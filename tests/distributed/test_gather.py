@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers import WorkerPool, error_of, process_context
 
 import fullrank
-from fullrank import losses
 
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
@@ -177,26 +176,6 @@ def losses_made_on_meta(rank: int) -> list[float]:
     return [*differences, float(len(usual.queue) - len(made.queue))]
 
 
-def mean_over_unequal_shards(rank: int, convention: str) -> float:
-    """Return the gradient error of a DDP model under a global mean, or under the mean of each rank's mean."""
-    case = Case("smooth_ap")
-    step = gradient_cases.make_step(case, 0)
-    world_size = dist.get_world_size()
-    counts = split(step.features.shape[0], world_size, 0)
-    model = Model(num_outputs=1)
-    (model(step.features) ** 2).mean().backward()
-    whole = gradient(model)
-    model.zero_grad()
-    own = part_of(step, counts, rank)
-    wrapped = DistributedDataParallel(model)
-    squares = wrapped(own.features) ** 2
-    if convention == "fullrank":
-        fullrank.global_mean(squares.sum(), squares.numel()).backward()
-    else:
-        squares.mean().backward()
-    return error(gradient(model), whole)
-
-
 def gradient_over_groups(rank: int, form: str) -> float:
     """Return the gradient error of SmoothAP over half of the four ranks, or over a mesh; DDP has the same group."""
     case = Case("smooth_ap", queue_size=32)
@@ -306,46 +285,6 @@ def odd_tensors(rank: int) -> bool:
     return right
 
 
-def identity_at_world_size_one(rank: int) -> bool:
-    """Return True when a gather over a group of one returns the very same objects."""
-    group = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    own, targets = torch.ones(2, 1), torch.zeros(2)
-    pair = fullrank.gather_rows(own, targets, group=group)
-    return (
-        fullrank.all_gather_with_grad(own, group) is own
-        and fullrank.all_gather_no_grad(own, group) is own
-        and pair[0] is own
-        and pair[1] is targets
-    )
-
-
-def wrapper_on_rank_0(rank: int) -> tuple[float, float]:
-    """Validate on rank 0 alone, through the warm-up wrapper; return its value and that of rank 0's rows by themselves.
-
-    Before and after it all ranks take a step together, in the blend, so that both losses communicate.
-    """
-    torch.manual_seed(rank)
-    warmup, main = fullrank.BCEWithLogitsLoss(), fullrank.SmoothAPLoss(num_classes=1, queue_size=0)
-    loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=0, blend_steps=5)
-    loss.on_train_batch_start(0)
-    logits, targets = torch.randn(6, 1), torch.tensor([0, 1, 0, 0, 1, 0])[:, None]
-    together = float(loss(logits, targets))
-    value = expected = 0.0
-    if rank == 0:
-        loss.eval()
-        loss.gather_distributed = False
-        assert warmup.gather_distributed is False
-        assert main.gather_distributed is False
-        value = float(loss(logits, targets))
-        weight, ap = loss.main_weight, losses.smooth_ap(logits, targets, main.temperature)
-        expected = float((1 - weight) * losses.sigmoid_focal(logits, targets, -1, 0) + weight * ap)
-        loss.gather_distributed = None
-        assert loss.gather_distributed is None
-        loss.train()
-    assert float(loss(logits, targets)) == together  # gathered again, on every rank
-    return value, expected
-
-
 def generations(rank: int, folder: str, answers: Any) -> None:
     """Answer with the losses without, with, without and again with a process group, and the error of a stale group."""
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
@@ -431,10 +370,6 @@ def test_conjugates_negatives_and_changes_in_place(pool_of_two: WorkerPool) -> N
     assert pool_of_two(odd_tensors) == [True, True]
 
 
-def test_a_group_of_one_gives_the_same_objects_back(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(identity_at_world_size_one) == [True, True]
-
-
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_second_derivative_is_refused(pool: WorkerPool, name: str) -> None:
     """It would be multiplied by k twice. A penalty raises also where only the rows are asked for."""
@@ -479,11 +414,6 @@ def test_global_mean_of_nothing_is_zero(pool_of_two: WorkerPool) -> None:
     for mean, slope, _, _ in pool_of_two(world_mean, [0.0, 0.0], [0, 0], False):
         assert mean == 0.0
         assert slope == 2.0  # finite: the total is an empty sum, whose own gradient is zero
-
-
-def test_global_mean_equals_one_process_and_mean_of_means_does_not(pool: WorkerPool) -> None:
-    assert max(pool(mean_over_unequal_shards, "fullrank")) <= 1e-12
-    assert min(pool(mean_over_unequal_shards, "mean of means")) > 1e-2
 
 
 @pytest.mark.parametrize("form", ["subgroup", "mesh", "mesh of two dimensions"])
@@ -560,9 +490,3 @@ def test_unknown_gradient_reduction(bad: object) -> None:
         fullrank.SmoothAPLoss(1, gradient_reduction=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_reduction"):
         fullrank.global_mean(torch.tensor(1.0), 1, gradient_reduction=bad)  # type: ignore[arg-type]
-
-
-def test_the_wrapper_validates_on_one_rank_alone(pool_of_two: WorkerPool) -> None:
-    value, expected = pool_of_two(wrapper_on_rank_0)[0]
-    assert value == pytest.approx(expected, rel=1e-6)  # float32
-    assert value > 0

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
 
 import fullrank
+from fullrank.kernels.soft_ranks import smooth_ap_sums
 from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 STEPS = 3
@@ -251,7 +252,7 @@ BANDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("loss", ["recall", "trapezoid"])
 def test_losses_at_thresholds_equal_one_process(pool_of_two: WorkerPool, loss: str) -> None:
     kinds = [*THRESHOLDS.values(), *(BANDS.values() if loss == "trapezoid" else [])]
-    more = [Case(loss, "sums", dtype, **kind) for dtype in LIMITS for kind in kinds]
+    more = [Case(loss, "sums", **kind) for kind in kinds]
     cases = cases_of(loss, "sums") + more
     if loss == "trapezoid":
         cases = [case._replace(temperature=case.temperature or 0.3) for case in cases]
@@ -291,98 +292,67 @@ def test_number_of_collectives(pool_of_two: WorkerPool, case: Case, number: int)
 # Score sets
 
 
-def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]:
-    """Compare every set of scores, and every value that is not finite, with sums over pairs; return what differs."""
-    from fullrank.kernels.soft_ranks import smooth_ap_sums
+EXTREMES = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "both": {0: torch.inf, 1: torch.inf}}
+EXTREMES |= {"nan": {1: torch.nan}, "lone positive": {2: torch.inf}}
 
+
+def whole_smooth_ap(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return the loss by its sums over pairs."""
+    return smooth_ap_sums(leaf.t(), targets[None] > 0, None, None, temperature, "direct")[0].sum()
+
+
+def whole_recall(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    return fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature)
+
+
+def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]:
+    """Compare every set of scores, and every value that is not finite, with one process; return what differs."""
     dtype, world_size, wrong = getattr(torch, dtype_name), dist.get_world_size(), []
-    limit, loss_limit = (2e-6, 6e-8) if dtype == torch.float32 else (1e-12, 1e-13)
-    extremes = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "both": {0: torch.inf, 1: torch.inf}}
-    extremes |= {"nan": {1: torch.nan}, "lone positive": {2: torch.inf}}
+    is_float32 = dtype == torch.float32
+    limit, of_value = (2e-6, 6e-8) if is_float32 else (1e-12, 1e-13)
+    if form == "sums":
+        make, define, of_value = fullrank.RecallAtQuantileLoss, whole_recall, limit
+    else:
+        make, define = fullrank.SmoothAPLoss, whole_smooth_ap
     for name in sets:
         for temperature in (1e-4, 0.1, 10.0):
-            for kind in extremes if name in ("normal", "cauchy") else ("finite",):
+            for kind in EXTREMES if name in ("normal", "cauchy") else ("finite",):
                 scores = SETS[name]()[::2].to(dtype)[:, None].clone()
-                positive = torch.rand(scores.shape[0], generator=score_generator()) < 0.05
-                positive[:3] = torch.tensor([False, kind == "both", True])
-                for row, value in extremes[kind].items():
+                targets = (torch.rand(scores.shape[0], generator=score_generator()) < 0.05).long()
+                targets[:3] = torch.tensor([0, kind == "both", 1])
+                for row, value in EXTREMES[kind].items():
                     scores[row] = value
-                leaf = scores.double().clone().requires_grad_()
-                expected, _ = smooth_ap_sums(leaf.t(), positive[None], None, None, temperature, "direct")
-                expected.sum().backward()
-                assert leaf.grad is not None
-                step = Step(scores, positive.long(), None, None)
-                counts = counts_of("uneven", scores.shape[0], world_size, 0)
+                step, leaf = Step(scores, targets, None, None), scores.double().clone().requires_grad_()
+                expected = define(leaf, targets, temperature)
+                expected.backward()
+                counts, options = counts_of("uneven", len(scores), world_size, 0), {"quantile": 0.1}
                 with forced(form):
-                    loss = fullrank.SmoothAPLoss(1, temperature=temperature, pool="sharded")
-                    own = part_of(step, counts, rank)
-                    logits = own.logits.clone().requires_grad_()
-                    value = loss(logits, own.targets)
-                    value.backward()
-                assert logits.grad is not None
-                reference = part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
-                if expected.isnan().any():
-                    right = bool(value.isnan() and logits.grad.isnan().all())
-                else:
-                    size = leaf.grad.norm()
-                    error = (logits.grad.double() / world_size - reference).norm()
-                    # The pair of a positive with itself cancels between two float64 numbers, and may be far larger.
-                    rounding = 1e-15 * 0.25 / temperature / float(positive.sum())
-                    right = bool(error <= limit * size + rounding or size <= 1e-12)
-                    right &= bool((value.double() - expected).abs() <= loss_limit * expected + loss_limit / 6)
+                    loss = make(1, temperature=temperature, pool="sharded", **options if form == "sums" else {})
+                    value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
+                assert leaf.grad is not None
+                size, reference = leaf.grad.norm(), part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
+                error = (gradient.double() / world_size - reference).norm()
+                # The pair of a positive with itself cancels between two float64 numbers, and may be far larger.
+                rounding = 1e-15 * 0.25 / temperature / float(targets.sum())
+                right = bool(error <= limit * size + rounding or size <= 1e-12)
+                right &= bool((value.double() - expected).abs() <= of_value * expected + of_value / 6)
+                if expected.isnan():
+                    right = bool(value.isnan() and (form == "sums" or gradient.isnan().all()))
                 if not right:
-                    wrong.append(f"{name} {kind} {temperature} {value} {expected} {(logits.grad - reference).norm()}")
+                    wrong.append(f"{name} {kind} {temperature} {value} {expected} {size} {error}")
     return wrong
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("form", ["moments", "positives"])
+@pytest.mark.parametrize("form", ["moments", "positives", "sums"])
 def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str) -> None:
-    """A value that is not finite is on one rank alone, or on two."""
+    """A value that is not finite is on one rank alone, or on two; "sums" is recall."""
     assert pool_of_two(of_sets, form, dtype, [*SETS]) == [[], []]
 
 
 def test_infinite_scores_by_moments(pool_of_two: WorkerPool) -> None:
     assert pool_of_two(of_sets, "moments", "float64", ["normal"]) == [[], []]
-
-
-def recall_of_sets(rank: int, dtype_name: str) -> list[str]:
-    """Do the same for recall, against the pure function in float64."""
-    dtype, world_size, wrong = getattr(torch, dtype_name), dist.get_world_size(), []
-    extremes = {"finite": {}, "inf": {0: torch.inf}, "-inf": {1: -torch.inf}, "nan": {1: torch.nan}}
-    for name, make in SETS.items():
-        for temperature in (1e-4, 0.1, 10.0):
-            for kind in extremes if name in ("normal", "cauchy") else ("finite",):
-                scores = make()[::2].to(dtype)[:, None].clone()
-                targets = (torch.rand(scores.shape[0], generator=score_generator()) < 0.05).long()
-                for row, value in extremes[kind].items():
-                    scores[row] = value
-                step = Step(scores, targets, None, None)
-                counts = counts_of("uneven", scores.shape[0], world_size, 0)
-                leaf = scores.double().clone().requires_grad_()
-                expected = fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature)
-                expected.backward()
-                with forced("sums"):
-                    loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature, pool="sharded")
-                    value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
-                assert leaf.grad is not None
-                if expected.isnan():
-                    right = bool(value.isnan())
-                else:
-                    reference = part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
-                    error = (gradient.double() / world_size - reference).norm()
-                    right = bool(error <= LIMITS[dtype_name] * leaf.grad.norm().clamp_min(1e-12))
-                    right &= bool((value - expected).abs() <= LIMITS[dtype_name])
-                if not right:
-                    wrong.append(f"{name} {kind} {temperature} {value} {expected} {leaf.grad.norm()} {error}")
-    return wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", LIMITS)
-def test_recall_of_any_scores(pool_of_two: WorkerPool, dtype: str) -> None:
-    assert pool_of_two(recall_of_sets, dtype) == [[], []]
 
 
 class NotFinite(NamedTuple):
@@ -513,8 +483,9 @@ def temperatures(rank: int, form: str) -> list[tuple[float | None, float | None]
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["moments", "positives"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("moments", marks=pytest.mark.slow), pytest.param("positives", marks=pytest.mark.full)]
+)
 def test_the_automatic_temperature_is_that_of_a_gathered_pool(pool_of_two: WorkerPool, form: str) -> None:
     """Also where the sample holds a queued row twice, as an even sample of hardly more rows does."""
     for found in pool_of_two(temperatures, form):

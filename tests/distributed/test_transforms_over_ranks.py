@@ -90,7 +90,7 @@ def without_check(rank: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     "odd",
     [
-        pytest.param(None, marks=pytest.mark.slow, id="all ranks"),
+        pytest.param(None, marks=pytest.mark.full, id="all ranks"),
         pytest.param(0, marks=pytest.mark.full, id="rank 0"),
         pytest.param(1, id="rank 1"),
     ],
