@@ -1,0 +1,37 @@
+"""Tests that run on every rank: the body asserts there, and an error of one rank fails the test with its traceback."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+from workers import get_pool
+
+TWO_OR_THREE = (pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.full))
+
+
+def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator of ``test(rank, ...)``, whose other arguments are those that pytest passes.
+
+    Without sizes it runs on two ranks, and on three under `make full`.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        def test(world_size: int, **given: Any) -> None:
+            get_pool(world_size)(_run, body.__module__, body.__name__, given)
+
+        names = ["world_size", *[*inspect.signature(body).parameters][1:]]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__dict__["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        test.__dict__["body"] = body
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        return pytest.mark.parametrize("world_size", world_sizes or TWO_OR_THREE)(test)
+
+    return decorate
+
+
+def _run(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).body(rank, **given)
