@@ -15,14 +15,14 @@ from batches import Batch, Result, all_batches, make_window, num_valid, one_proc
 from collective_counter import CollectiveCounter
 from experts import Experts
 from meshes import init_device_mesh
-from subjects import LIMITS, NUM_FEATURES, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
-from torch import Tensor, nn
+from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from verbs import run_window
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank import accumulate, count_valid_tokens, discard_gradients_, sum_gradients_
+from fullrank import accumulate, count_valid_tokens, discard_gradients_
 
 
 def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
@@ -86,41 +86,6 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
     }
 
 
-def weighted(rank: int, kind: str, dtype: str) -> float:
-    """Return the error with terms of unequal weight, and a count that is their mass."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
-    weights = torch.rand(NUM_FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(kept)
-
-    def loss(of: nn.Module, batch: Batch) -> Tensor:
-        logits, labels = of(batch["tokens"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-        return F.cross_entropy(logits, labels, weight=weights, reduction="sum")
-
-    def mass(batch: Batch) -> Tensor:
-        labels = batch["labels"][:, 1:]
-        return weights[labels[labels != -100]].sum()
-
-    everything = all_batches("uneven")
-    (sum(loss(reference, b) for b in everything) / sum(mass(b).double() for b in everything)).backward()
-    for step, batch in accumulate(model, make_window("uneven", rank), mass):
-        step.backward(loss(model, batch))
-    return error(reduced(model), gradient(reference))
-
-
-def scaler_errors(rank: int, kind: str, dtype: str) -> tuple[float, float]:
-    """Return the error after a GradScaler, and the ratio of the scaled gradient to the true one."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    for step, batch in accumulate(model, make_window("uneven", rank), count_valid_tokens):
-        scaler.scale(step.scale(sum_loss(model, batch))).backward()
-    expected = one_process(reference, all_batches("uneven")).gradient
-    ratio = float(reduced(model) @ expected / expected.norm() ** 2)
-    scaler.unscale_(optimizer)
-    return error(reduced(model), expected), ratio
-
-
 def half_errors(rank: int, dtype: str) -> tuple[float, float]:
     """Return the errors in half precision, of the accumulated gradient and of one process's, against float64."""
     kept = getattr(torch, dtype)
@@ -131,36 +96,6 @@ def half_errors(rank: int, dtype: str) -> tuple[float, float]:
     return error(gradient(model).double(), true), error(
         one_process(alone, all_batches("uneven")).gradient.double(), true
     )
-
-
-def summed_then_pooled(rank: int, dtype: str) -> dict[str, float]:
-    """Return errors of accumulation and of a pooled loss on one FSDP2 model, before and after ``sum_gradients_``."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), "fsdp2")
-    features = torch.randint(0, NUM_FEATURES, (24, 4), generator=torch.Generator().manual_seed(9))
-    targets = (torch.arange(24) % 5 == 0).long()
-
-    def scores(of: nn.Module, rows: slice) -> Tensor:
-        return of(features[rows]).mean(dim=(1, 2))[:, None]
-
-    def pooled(of: nn.Module, rows: slice, **options: Any) -> Tensor:
-        of.zero_grad()
-        fullrank.SmoothAPLoss(1, temperature=0.3, queue_size=0, **options)(scores(of, rows), targets[rows]).backward()
-        return gradient(of)
-
-    world_size = dist.get_world_size()
-    own = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
-    expected = one_process(reference, all_batches("uneven")).gradient
-    expected_pooled = pooled(reference, slice(None), gather_distributed=False)
-    errors = {}
-    for reduction in ("mean", "sum"):
-        if reduction == "sum":
-            assert sum_gradients_(model) == 1.0
-        model.zero_grad()
-        run_window(model, make_window("uneven", rank))
-        errors[f"accumulate, {reduction}"] = error(gradient(model), expected)
-        errors[f"pooled, {reduction}"] = error(pooled(model, own, gradient_reduction=reduction), expected_pooled)
-    return errors
 
 
 def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[float]:
@@ -337,32 +272,11 @@ def test_every_form_of_count_and_step(pool: WorkerPool, kind: str, dtype: str) -
         assert_exact(errors, dtype)
 
 
-@each_dtype
-def test_weights_may_take_the_place_of_counts(pool: WorkerPool, dtype: str) -> None:
-    for kind in ("ddp", "fsdp2"):
-        assert max(pool(weighted, kind, dtype)) <= LIMITS[dtype]
-
-
-@each_dtype
-def test_grad_scaler(pool_of_two: WorkerPool, dtype: str) -> None:
-    for kind in ("ddp", "fsdp2"):
-        for scaled_error, ratio in pool_of_two(scaler_errors, kind, dtype):
-            assert scaled_error <= LIMITS[dtype]
-            assert abs(ratio / 2.0**12 - 1) <= LIMITS[dtype]  # it was scaled before
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_as_good_as_one_process(pool: WorkerPool, dtype: str) -> None:
     """Against float64, the error may be that of one process in the same dtype, and rounding of the sums over ranks."""
     for accumulated, alone in pool(half_errors, dtype):
         assert accumulated <= 2 * alone + torch.finfo(getattr(torch, dtype)).eps
-
-
-@each_dtype
-def test_a_pooled_loss_on_the_same_model(pool: WorkerPool, dtype: str) -> None:
-    """Accumulation leaves the wrapper's reduction alone; after sum_gradients_ both follow the sum."""
-    for errors in pool(summed_then_pooled, dtype):
-        assert_exact(errors, dtype)
 
 
 @pytest.mark.parametrize(("kind", "sync"), [("ddp", "last"), ("fsdp2", "last"), ("fsdp2", "each"), ("plain", "last")])
@@ -372,13 +286,9 @@ def test_discarded_window_leaves_nothing(pool: WorkerPool, kind: str, sync: str)
 
 
 @pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("sync", ["last", "shard"])
-def test_discarded_window_leaves_nothing_under_hsdp(pool_of_four: WorkerPool, sync: str, dtype: str) -> None:
-    for errors in pool_of_four(aborted, "hsdp", sync, dtype, True):
-        assert max(errors) <= LIMITS[dtype]
-    for errors in pool_of_four(aborted, "hsdp", sync, dtype, False):
-        assert min(errors) > 0.1
+def test_discarded_window_leaves_nothing_under_hsdp(pool_of_four: WorkerPool) -> None:
+    for errors in pool_of_four(aborted, "hsdp", "shard", "float64", True):
+        assert max(errors) <= LIMITS["float64"]
 
 
 def test_discarded_window_of_unequal_length_leaves_nothing(pool: WorkerPool) -> None:
@@ -420,7 +330,7 @@ def test_gradients_are_reduced_once_per_window(pool: WorkerPool, kind: str, num_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sync", "scatters", "reductions"), [("last", 2, 2), ("shard", 6, 2), ("each", 6, 6)])
+@pytest.mark.parametrize(("sync", "scatters", "reductions"), [("last", 2, 2), ("shard", 6, 2)])
 def test_hsdp_reduces_where_it_is_set_to(pool_of_four: WorkerPool, sync: str, scatters: int, reductions: int) -> None:
     for total, _ in pool_of_four(collectives, "hsdp", sync):
         assert total["_reduce_scatter_base_.default"] == scatters
@@ -433,7 +343,7 @@ def test_experts_whose_gradients_are_averaged_are_refused(pool_of_four: WorkerPo
         assert "got divisors [2.0, 4.0]. Call sum_gradients_(model) once" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @each_dtype
 def test_tensor_parallel_copies_count_once(pool_of_four: WorkerPool, dtype: str) -> None:
     for errors in pool_of_four(tensor_parallel_errors, dtype):

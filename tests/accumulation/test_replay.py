@@ -133,18 +133,6 @@ def reductions_of_the_loss(rank: int, wrapper: str, name: str) -> dict[str, tupl
     return found
 
 
-def dropout_errors(rank: int, wrapper: str) -> tuple[float, bool]:
-    """Return the gradient error with dropout, whose masks differ by rank and micro-batch; is the RNG equal?"""
-    batches = own_window(rank, 3)
-    plain, model = make_model(nn.Dropout(0.4)), wrap(make_model(nn.Dropout(0.4)), wrapper)
-    torch.manual_seed(50 + rank)
-    retained_over_ranks(plain, batches)
-    after = torch.get_rng_state()
-    torch.manual_seed(50 + rank)
-    pool_window(model, batches, joined_loss(make_loss(Case("smooth_ap"), local=False)))
-    return error(gradient(model), gradient(plain)), torch.equal(torch.get_rng_state(), after)
-
-
 def reductions(rank: int, kind: str, sync: str, count: int) -> dict[str, int]:
     """Return how often each collective ran in one window of ``count`` micro-batches."""
     model = wrap(make_model(RunningNorm(8)), kind)
@@ -246,24 +234,6 @@ def test_pooled_losses_equal_one_process(
         assert max(map(max, errors.values())) <= LIMITS[dtype], errors
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-def test_sixteen_times_32_is_once_512(dtype: str) -> None:
-    """The control is what is widely done: the mean of the losses of the micro-batches."""
-    generator = torch.Generator().manual_seed(3)
-    features = torch.randn(512, 7, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
-    targets = (torch.rand(512, generator=generator) < 0.2).long()
-    loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=0.1)
-    once, pooled, naive = (make_model(dtype=dtype) for _ in range(3))
-    loss(once(features), targets).backward()
-    batches = list(zip(features.split(32), targets.split(32)))
-    joined = lambda scores, batches: loss(scores, torch.cat([target for _, target in batches]))  # noqa: E731
-    fullrank.pooled_backward(pooled, batches, forward=lambda batch: pooled(batch[0]), loss=joined)
-    for batch, target in batches:
-        (loss(naive(batch), target) / len(batches)).backward()
-    assert error(gradient(pooled), gradient(once)) <= LIMITS[dtype]
-    assert error(gradient(naive), gradient(once)) > 1e-3
-
-
 # --- one process: what both passes must share
 
 
@@ -328,13 +298,6 @@ def test_control_without_the_random_states_dropout_is_wrong(monkeypatch: pytest.
     monkeypatch.setattr(replay, "restore_rng", lambda state: calls.append(state) or len(calls) < 4 or real(state))
     first, second = run_both(with_dropout, check_replay=False)
     assert error(gradient(second), gradient(first)) > 1e-2
-
-
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_dropout_over_ranks(pool: WorkerPool, wrapper: str) -> None:
-    for wrong, same_state in pool(dropout_errors, wrapper):
-        assert wrong <= 1e-12
-        assert same_state
 
 
 def test_batch_norm_counts_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:

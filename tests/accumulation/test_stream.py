@@ -173,15 +173,6 @@ def test_one_process(dtype: str, name: str) -> None:
     assert torch.equal(held[1][2], held[0][2])
 
 
-def test_buffers_advance_once() -> None:
-    held = []
-    for run in (joined, streamed):
-        model = make_model(PLAIN, nn.BatchNorm1d(8))
-        run(model, parts_of(PLAIN, 2), make_loss(PLAIN))
-        held.append(model.middle[0].running_mean)
-    assert torch.equal(*held)
-
-
 def test_a_data_loader_is_read_twice_in_the_same_order() -> None:
     rows = rows_of(PLAIN)
     loader = DataLoader(TensorDataset(rows.features, rows.targets), batch_size=5, shuffle=True)

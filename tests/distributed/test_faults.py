@@ -25,7 +25,7 @@ from batches import part_of, portion
 from fault_calls import BAD, CALLS, DIFFERENT, Call
 from gradient_cases import Case
 from outcomes import Arguments, Fault, Outcome, assert_refused, outcome_of
-from subjects import NUM_FEATURES, Model, error, gradient
+from subjects import Model, error, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
@@ -268,19 +268,6 @@ def killed_in_reduce_scatter(rank: int) -> None:
     gathered.sum().backward()
 
 
-def killed_in_backward(rank: int) -> None:
-    """One rank dies in the backward of a DDP model, before its gradients are reduced."""
-    model = DistributedDataParallel(Model(num_outputs=1))
-    loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(2):
-        features = torch.randn(8, NUM_FEATURES, dtype=torch.float64, generator=generator)
-        logits = model(features)
-        if step == 1 and rank == DOOMED:
-            logits.register_hook(lambda gradient: _die())
-        loss(logits, torch.tensor([0, 1] * 4)).backward()
-
-
 def killed_among_reasons(rank: int) -> None:
     """Rank 0 has bad input, and another dies before the reasons are exchanged."""
     loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
@@ -456,15 +443,6 @@ def test_a_rank_killed_in_the_reduce_scatter_of_a_backward() -> None:
     fates = run_group(3, TIMEOUT_S, killed_in_reduce_scatter)
     assert fates[DOOMED].exit_code == -signal.SIGKILL
     assert_named(fates, "all_gather_with_grad: the reduce-scatter of the gradients, in the backward, failed.")
-
-
-@pytest.mark.slow
-def test_a_rank_killed_in_the_backward_of_ddp() -> None:
-    """The collective is DDP's and so is the error, which names the peer; the traceback names the backward."""
-    fates = run_group(3, TIMEOUT_S, killed_in_backward)
-    assert fates[DOOMED].exit_code == -signal.SIGKILL
-    assert_named(fates, "peer")
-    assert all(".backward()" in fate.trace for fate in fates if fate.error)
 
 
 @pytest.mark.slow

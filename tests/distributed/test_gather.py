@@ -15,6 +15,7 @@ from batches import part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from subjects import NUM_FEATURES, Model, error, gradient
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,66 +24,78 @@ from workers import WorkerPool, error_of, process_context
 
 import fullrank
 
+UNEVEN = {2: [3, 5], 3: [4, 0, 2]}
+DTYPES = ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
+
+
+def layouts() -> list[list[int]]:
+    """Return row counts of the ranks: uneven, equal, none."""
+    world_size = dist.get_world_size()
+    return [UNEVEN[world_size], [3] * world_size, [0] * world_size]
+
 
 def rows_of(rank: int, count: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
     """Return rows whose values encode their rank and position."""
-    values = torch.arange(count * max(1, torch.Size(trailing).numel())) % 5 + 10 * rank
-    values = values[: count * torch.Size(trailing).numel()].reshape(count, *trailing)
+    values = torch.arange(count * torch.Size(trailing).numel()) % 5 + 10 * rank
+    values = values.reshape(count, *trailing)
     return values % 2 == 0 if dtype == "bool" else values.to(getattr(torch, dtype))
 
 
-def gather_all_kinds(rank: int, counts: list[int], dtype: str, trailing: tuple[int, ...]) -> bool:
-    """Return True when both gathers give the rows of all ranks in rank order, contiguous input or not."""
-    world_size = dist.get_world_size()
-    expected = torch.cat([rows_of(r, counts[r], dtype, trailing) for r in range(world_size)])
-    own = rows_of(rank, counts[rank], dtype, trailing)
-    strided = torch.stack([own, own], dim=-1)[..., 0]
-    results = [fullrank.all_gather_no_grad(own), fullrank.all_gather_with_grad(strided)]
-    return all(r.dtype == own.dtype and torch.equal(r, expected) for r in results)
+def rows_of_all(counts: list[int], dtype: str, trailing: tuple[int, ...]) -> Tensor:
+    return torch.cat([rows_of(rank, count, dtype, trailing) for rank, count in enumerate(counts)])
 
 
-def gather_together(rank: int, counts: list[int]) -> tuple[bool, int, list[str]]:
-    """Gather four row-aligned tensors and a None at once; return correctness, the collectives, and their operators."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks()
+def test_every_dtype_and_shape_in_rank_order(rank: int, dtype: str) -> None:
+    """Contiguous or not, with gradient or without."""
+    for counts in layouts():
+        for trailing in ((), (1,), (3,), (2, 3), (0,)):
+            own = rows_of(rank, counts[rank], dtype, trailing)
+            strided = torch.stack([own, own], dim=-1)[..., 0]
+            for found in (fullrank.all_gather_no_grad(own), fullrank.all_gather_with_grad(strided)):
+                assert found.dtype == own.dtype
+                assert torch.equal(found, rows_of_all(counts, dtype, trailing)), (counts, trailing)
+
+
+@on_ranks()
+def test_row_aligned_tensors_travel_together(rank: int) -> None:
     kinds = [("float32", (3,)), ("int64", ()), ("bool", ()), ("float64", (2, 2))]
-    own = [rows_of(rank, counts[rank], dtype, trailing) for dtype, trailing in kinds]
-    with CollectiveCounter() as counter:
-        gathered = fullrank.gather_rows(own[0], own[1], None, own[2], own[3])
-    world_size = dist.get_world_size()
-    right = gathered[2] is None
-    for result, (dtype, trailing) in zip((gathered[0], gathered[1], gathered[3], gathered[4]), kinds):
-        right &= torch.equal(result, torch.cat([rows_of(r, counts[r], dtype, trailing) for r in range(world_size)]))
-    return right, counter.total, sorted(counter.counts)
+    for counts in layouts():
+        own = [rows_of(rank, counts[rank], *kind) for kind in kinds]
+        with CollectiveCounter() as counter:
+            first, second, none, *others = fullrank.gather_rows(own[0], own[1], None, own[2], own[3])
+        assert none is None
+        assert all(map(torch.equal, (first, second, *others), [rows_of_all(counts, *kind) for kind in kinds]))
+        assert counter.counts == {"_allgather_base_.default": 2}  # the header and one payload, also for 0 rows
 
 
-def backward_of_gather(rank: int, counts: list[int], reduction: str | int, backward: str) -> tuple[list, list, int]:
-    """Return this rank's gradient, what it should be, and the collectives in backward.
-
-    Rank r's loss is sum_i (r + 1) (i + 1) y_i with ``reduce_scatter``, and the same with r = 0 on every rank if local.
-    """
-    world_size = dist.get_world_size()
-    own = torch.randn(counts[rank], 2, dtype=torch.float64, requires_grad=True)
-    gathered = fullrank.all_gather_with_grad(own, gradient_reduction=reduction, backward=backward)
-    slope = torch.arange(1, sum(counts) + 1, dtype=torch.float64)[:, None]
-    factor = rank + 1 if backward == "reduce_scatter" else 1
-    loss = (gathered * slope * factor).sum()
-    with CollectiveCounter() as counter:
-        loss.backward()
-    first = sum(counts[:rank])
-    scale = {"mean": world_size, "sum": 1}.get(reduction, reduction)
-    if backward == "reduce_scatter":
-        scale = scale / world_size * sum(range(1, world_size + 1))
-    expected = (slope * scale).expand(-1, 2)[first : first + counts[rank]]
-    assert own.grad is not None
-    return own.grad.tolist(), expected.tolist(), counter.total
+@pytest.mark.parametrize("reduction", ["mean", "sum", 6])
+@pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
+@on_ranks()
+def test_backward_scale(rank: int, reduction: str | int, backward: str) -> None:
+    """Rank r's loss is sum_i (r + 1) (i + 1) y_i with ``reduce_scatter``; if local the factor is i + 1 on every rank."""
+    world_size, is_local = dist.get_world_size(), backward == "local"
+    for counts in layouts():
+        own = torch.randn(counts[rank], 2, dtype=torch.float64, requires_grad=True)
+        gathered = fullrank.all_gather_with_grad(own, gradient_reduction=reduction, backward=backward)
+        slope = torch.arange(1, sum(counts) + 1, dtype=torch.float64)[:, None]
+        with CollectiveCounter() as counter:
+            (gathered * slope * (1 if is_local else rank + 1)).sum().backward()
+        scale = {"mean": world_size, "sum": 1}.get(reduction, reduction)
+        scale *= 1 if is_local else sum(range(1, world_size + 1)) / world_size
+        first = sum(counts[:rank])
+        torch.testing.assert_close(own.grad, (slope * scale).expand(-1, 2)[first : first + counts[rank]])
+        assert counter.total == (0 if is_local else 1)
 
 
-def half_precision_reduce_scatter(rank: int) -> tuple[list, str]:
-    """Return the gradient of a bf16 gather whose sum over ranks only float32 holds: 256 + 1."""
+@on_ranks(2)
+def test_reduce_scatter_adds_half_precision_in_float32(rank: int) -> None:
     own = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     gathered = fullrank.all_gather_with_grad(own, backward="reduce_scatter")
     gathered.backward(torch.full_like(gathered, 256.0 if rank == 0 else 1.0))
-    assert own.grad is not None
-    return own.grad.float().tolist(), str(own.grad.dtype)
+    assert own.grad.dtype == torch.bfloat16
+    assert own.grad.tolist() == [[256.0]]  # 257 is not a bf16 number
 
 
 class CopyCounter(TorchDispatchMode):
@@ -99,24 +112,47 @@ class CopyCounter(TorchDispatchMode):
         return result
 
 
-def copied_elements(rank: int, counts: list[int]) -> tuple[int, list[int]]:
-    """Return the elements copied by a gather of (N, 8) rows, and the sizes of its collectives in bytes."""
-    own = torch.ones(counts[rank], 8)
-    with CollectiveCounter() as counter, CopyCounter() as copies:
-        fullrank.all_gather_no_grad(own)
-    return copies.copied, counter.sizes
+@on_ranks(2)
+def test_equal_rows_are_neither_padded_nor_copied(rank: int) -> None:
+    for last in (1000, 999):
+        own = torch.ones(last if rank else 1000, 8)
+        with CollectiveCounter() as counter, CopyCounter() as copies:
+            fullrank.all_gather_no_grad(own)
+        assert counter.sizes == [64, 32_000]
+        if last == 1000:
+            assert copies.copied < 100  # the header's words
+        else:
+            assert copies.copied >= 2 * 8_000  # the control: padded and trimmed
 
 
-def world_mean(rank: int, total: list[float], count: list[float], as_tensor: bool) -> tuple[float, float, int, int]:
-    """Return the global mean, the gradient of this rank's total, and the collectives forward and backward."""
-    own = torch.tensor(total[rank], dtype=torch.float64, requires_grad=True)
-    number = torch.tensor(count[rank]) if as_tensor else count[rank]
-    with CollectiveCounter() as forward:
-        mean = fullrank.global_mean(own, number)
-    with CollectiveCounter() as backward:
-        mean.backward()
-    assert own.grad is not None
-    return mean.item(), own.grad.item(), forward.total, backward.total
+@on_ranks(2)
+def test_collectives_of_the_losses(rank: int) -> None:
+    """Forward and backward, with all optional arguments; a group of one has none."""
+    lone = [dist.new_group([r]) for r in range(2)][rank]
+    for name in ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"):
+        for group, expected in ((None, 1 if "focal" in name else 2), (lone, 0)):
+            case = Case(name, weighted=True)
+            loss, step = gradient_cases.make_loss(case, local=False, group=group), gradient_cases.make_step(case, 0)
+            logits = torch.randn(step.features.shape[0], gradient_cases.num_outputs(case), requires_grad=True)
+            with CollectiveCounter() as forward:
+                value = loss(logits, step.targets, sample_weight=step.weight)
+            with CollectiveCounter() as backward:
+                value.backward()
+            assert (forward.total, backward.total) == (expected, 0), name
+
+
+@on_ranks(2)
+def test_conjugates_negatives_and_changes_in_place(rank: int) -> None:
+    values = torch.tensor([[1 + 2j, 3 - 1j]])
+    plain = values.conj().clone().resolve_conj()
+    assert torch.equal(fullrank.all_gather_no_grad(values.conj())[:1], plain)
+    assert torch.equal(fullrank.all_gather_no_grad(values.conj().imag)[:1], plain.imag)
+    for count in (2, 2 + rank):  # equal and uneven shards: the result may be changed in place either way
+        own = torch.ones(count, 2, requires_grad=True)
+        gathered = fullrank.all_gather_with_grad(own)
+        gathered *= 2
+        gathered.sum().backward()
+        assert bool((own.grad == 4).all())
 
 
 COUPLED = {  # a value that depends on the rows of all ranks, and is not linear in them
@@ -129,66 +165,98 @@ COUPLED = {  # a value that depends on the rows of all ranks, and is not linear 
 }
 
 
-def second_derivative(rank: int, name: str) -> tuple[bool, list[tuple[str, str]]]:
-    """Return whether ``create_graph`` leaves the first derivative as it is, and the errors of penalties on it."""
+@pytest.mark.parametrize("name", COUPLED)
+@on_ranks()
+def test_a_second_derivative_is_refused(rank: int, name: str) -> None:
+    """It would be multiplied by k twice. A penalty raises also where only the rows are asked for."""
     own = torch.arange(1.0, 4.0 + rank, dtype=torch.float64)[:, None].requires_grad_()
     value = COUPLED[name](own)
     (expected,) = torch.autograd.grad(value, own, retain_graph=True)
     (found,) = torch.autograd.grad(value, own, create_graph=True)
+    assert torch.equal(found, expected)
     penalty = found.square().sum()
-    errors = [
+    for kind, text in (
         error_of(lambda: torch.autograd.grad(penalty, own, allow_unused=True, retain_graph=True)),
         error_of(lambda: torch.autograd.grad(own.sum() + penalty, own, retain_graph=True)),
         error_of(penalty.backward),
-    ]
-    return torch.equal(found, expected), errors
+    ):
+        assert kind == "RuntimeError"
+        assert text.startswith(f"{name.split(',')[0]}: expected a first derivative, got a second one."), text
 
 
-def penalty_on_a_plain_gather(rank: int) -> tuple[float, float]:
-    """Return the gradient of a penalty through a gather without the guard, and the right one: the control."""
+@on_ranks()
+def test_control_a_factor_in_the_backward_counts_twice(rank: int) -> None:
+    """The penalty through a gather without the guard, against k = W times the second derivative."""
+    size = dist.get_world_size()
     own = torch.full((1, 1), 1.0 + rank, dtype=torch.float64, requires_grad=True)
-    gathered = torch.cat([own if r == rank else torch.full_like(own, 1.0 + r) for r in range(dist.get_world_size())])
-    gathered.register_hook(lambda grad: grad * dist.get_world_size())  # k = W, differentiated once more
+    gathered = torch.cat([own if r == rank else torch.full_like(own, 1.0 + r) for r in range(size)])
+    gathered.register_hook(lambda grad: grad * size)  # differentiated once more
     (found,) = torch.autograd.grad(gathered.pow(2).sum(), own, create_graph=True)
     (second,) = torch.autograd.grad(found.sum(), own)
-    return second.item(), 2.0 * dist.get_world_size()  # k times the second derivative, which the wrapper divides by W
+    assert second.item() == 2.0 * size * size
 
 
-def mean_of_two_dtypes(rank: int) -> tuple[str, str]:
-    """Return the error of a global mean of float32 on rank 0 and bfloat16 on the others."""
+@on_ranks()
+def test_global_mean(rank: int) -> None:
+    size = dist.get_world_size()
+    totals, counts = [3.0, 5.0, 1.0][:size], [2, 0, 7][:size]
+    for number in (counts[rank], torch.tensor(counts[rank])):
+        own = torch.tensor(totals[rank], dtype=torch.float64, requires_grad=True)
+        with CollectiveCounter() as forward:
+            mean = fullrank.global_mean(own, number)
+        with CollectiveCounter() as backward:
+            mean.backward()
+        assert mean.item() == pytest.approx(sum(totals) / sum(counts), rel=1e-15)
+        assert own.grad.item() == pytest.approx(size / sum(counts), rel=1e-15)
+        assert (forward.total, backward.total) == (1, 0)
+
+
+@on_ranks(2)
+def test_global_mean_of_nothing_is_zero(rank: int) -> None:
+    own = torch.zeros((), requires_grad=True)
+    mean = fullrank.global_mean(own, 0)
+    mean.backward()
+    assert mean == 0
+    assert own.grad == 2.0  # finite: the total is an empty sum, whose own gradient is zero
+
+
+@on_ranks(2)
+def test_global_mean_of_two_dtypes_is_refused(rank: int) -> None:
+    """The ranks would return two numbers."""
     total = torch.tensor(1 / 3, dtype=torch.float32 if rank == 0 else torch.bfloat16)
-    return error_of(lambda: fullrank.global_mean(total, 3))
+    kind, text = error_of(lambda: fullrank.global_mean(total, 3))
+    assert kind == "ValueError"
+    assert "dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1" in text
 
 
-def losses_made_on_meta(rank: int) -> list[float]:
-    """Return the differences to losses made on the CPU, in two steps and after a reset of the queue."""
+@on_ranks(2)
+def test_losses_made_on_meta(rank: int) -> None:
+    """The queue is empty until its first rows determine its device; also after a reset."""
     with torch.device("meta"):
         made = fullrank.SmoothAPLoss(2, queue_size=16, temperature=0.1)
     usual = fullrank.SmoothAPLoss(2, queue_size=16, temperature=0.1)
-    generator, differences = torch.Generator().manual_seed(rank), []
+    generator = torch.Generator().manual_seed(rank)
     for step in range(3):
-        logits = torch.randn(4 + rank, 2, generator=generator)
-        targets = torch.arange(4 + rank) % 2
-        differences.append(float(made(logits, targets) - usual(logits, targets)))
+        logits, targets = torch.randn(4 + rank, 2, generator=generator), torch.arange(4 + rank) % 2
+        assert torch.equal(made(logits, targets), usual(logits, targets))
         if step == 1:
             for loss in (made, usual):
                 loss.reset_queue()
-    return [*differences, float(len(usual.queue) - len(made.queue))]
+    assert len(made.queue) == len(usual.queue)
 
 
-def gradient_over_groups(rank: int, form: str) -> float:
-    """Return the gradient error of SmoothAP over half of the four ranks, or over a mesh; DDP has the same group."""
+@pytest.mark.parametrize("form", ["subgroup", "mesh", "mesh of two dimensions"])
+@on_ranks(4)
+def test_groups_and_meshes(rank: int, form: str) -> None:
+    """Smooth-AP over half of the four ranks, or over a mesh; DDP has the same group."""
     case = Case("smooth_ap", queue_size=32)
     if form == "subgroup":
-        halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        group = process_group = halves[rank % 2]
+        group = process_group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     else:
         shape, names = ((4,), ("data",)) if form == "mesh" else ((2, 2), ("replicate", "shard"))
-        group = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        process_group = dist.group.WORLD
+        group, process_group = init_device_mesh("cpu", shape, mesh_dim_names=names), dist.group.WORLD
     place, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    worst = 0.0
-    losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(case, local=False, group=group)]
+    alone, spread = (gradient_cases.make_loss(case, local, None if local else group) for local in (True, False))
     model = Model(num_outputs=1)
     wrapped = DistributedDataParallel(model, process_group=process_group)
     for index in range(3):
@@ -196,42 +264,21 @@ def gradient_over_groups(rank: int, form: str) -> float:
         step = gradient_cases.make_step(case, index + 10 * (rank % 2 if form == "subgroup" else 0))
         own = part_of(step, split(step.features.shape[0], size, index), place)
         model.zero_grad()
-        losses[0](model(step.features), step.targets).backward()
+        alone(model(step.features), step.targets).backward()
         whole = gradient(model)
         model.zero_grad()
-        losses[1](wrapped(own.features), own.targets).backward()
-        worst = max(worst, error(gradient(model), whole))
-    return worst
+        spread(wrapped(own.features), own.targets).backward()
+        assert error(gradient(model), whole) <= 1e-12
 
 
-def outsider(rank: int) -> str:
-    """Return the error of a rank that is not in the group it passes."""
+@on_ranks(2)
+def test_a_rank_outside_the_group_raises(rank: int) -> None:
     group = dist.new_group([0])
     if rank == 0:
-        return str(fullrank.all_gather_no_grad(torch.ones(2), group=group).shape)
-    try:
-        fullrank.all_gather_no_grad(torch.ones(2), group=group)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def collectives_of_losses(rank: int) -> dict[str, tuple[int, int]]:
-    """Return the collectives of one call, forward and backward, for every loss, with all optional arguments."""
-    counts = {}
-    for name in ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"):
-        for world in ("whole", "lone"):
-            group = None if world == "whole" else [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-            case = Case(name, weighted=True)
-            loss = gradient_cases.make_loss(case, local=False, group=group)
-            step = gradient_cases.make_step(case, 0)
-            logits = torch.randn(step.features.shape[0], gradient_cases.num_outputs(case), requires_grad=True)
-            with CollectiveCounter() as forward:
-                value = loss(logits, step.targets, sample_weight=step.weight)
-            with CollectiveCounter() as backward:
-                value.backward()
-            counts[f"{name} {world}"] = (forward.total, backward.total)
-    return counts
+        assert fullrank.all_gather_no_grad(torch.ones(2), group=group).shape == (2,)
+    else:
+        text = error_of(lambda: fullrank.all_gather_no_grad(torch.ones(2), group=group))[1]
+        assert text.startswith("group: expected a group with this rank in it, got 'one without rank 1'."), text
 
 
 def broadcasts_with_a_large_queue(rank: int, queue_size: int) -> tuple[int, int]:
@@ -247,42 +294,24 @@ def broadcasts_with_a_large_queue(rank: int, queue_size: int) -> tuple[int, int]
     return broadcasts, max(counter.sizes)
 
 
-def copies_and_pickles(rank: int) -> list[Any]:
-    """Return what a deep copy and a pickle of a loss with an explicit group do."""
-    group = dist.new_group(list(range(dist.get_world_size())))
+def test_a_queue_of_ten_million_rows_adds_no_broadcast(pool_of_two: WorkerPool) -> None:
+    small, large = (pool_of_two(broadcasts_with_a_large_queue, size) for size in (16, 10_000_000))
+    assert small == large
+    assert all(broadcasts == 0 and largest < 1000 for broadcasts, largest in large)
+
+
+@on_ranks(2)
+def test_copies_share_the_group_and_pickles_drop_it(rank: int) -> None:
+    group = dist.new_group([0, 1])
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8, group=group, temperature=0.5)
     logits, targets = torch.tensor([[0.1 * rank], [0.3]]), torch.tensor([0, 1])
     first = loss(logits, targets).item()
-    twin = copy.deepcopy(loss)
-    loaded = pickle.loads(pickle.dumps(loss))
+    twin, loaded = copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))
     again = [module(logits, targets).item() for module in (loss, twin, loaded)]
-    return [first, again, twin.group is group, loaded.group is None, len(twin.queue)]
-
-
-def detection(rank: int) -> list[Any]:
-    """Return what gather_distributed=None, False and True do, changed between the calls of one loss."""
-    loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
-    logits, targets = torch.tensor([[0.3 - rank], [0.1]]), torch.tensor([1, 0])
-    values = []
-    for setting in (None, False, True, None):
-        loss.gather_distributed = setting
-        values.append(loss(logits, targets).item())
-    return values
-
-
-def odd_tensors(rank: int) -> bool:
-    """Return True when conjugated, negated and in-place changed tensors are gathered like any other."""
-    values = torch.tensor([[1 + 2j, 3 - 1j]])
-    plain = values.conj().clone().resolve_conj()
-    right = torch.equal(fullrank.all_gather_no_grad(values.conj())[:1], plain)
-    right &= torch.equal(fullrank.all_gather_no_grad(values.conj().imag)[:1], plain.imag)
-    for count in (2, 2 + rank):  # equal and uneven shards: the result may be changed in place either way
-        own = torch.ones(count, 2, requires_grad=True)
-        gathered = fullrank.all_gather_with_grad(own)
-        gathered *= 2
-        gathered.sum().backward()
-        right &= bool((own.grad == 2 * dist.get_world_size()).all())
-    return right
+    assert again[0] == again[1] == again[2] != first  # the queue holds the first step's rows
+    assert twin.group is group
+    assert loaded.group is None
+    assert len(twin.queue) == 8
 
 
 def generations(rank: int, folder: str, answers: Any) -> None:
@@ -304,149 +333,6 @@ def generations(rank: int, folder: str, answers: Any) -> None:
         dist.barrier()
         dist.destroy_process_group()
     answers.put((values, stale))
-
-
-UNEVEN = {2: [3, 5], 3: [4, 0, 2]}
-DTYPES = ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_and_shape_in_rank_order(pool: WorkerPool, dtype: str) -> None:
-    for counts in (UNEVEN[pool.world_size], [3] * pool.world_size, [0] * pool.world_size):
-        for trailing in ((), (1,), (3,), (2, 3), (0,)):
-            assert all(pool(gather_all_kinds, counts, dtype, trailing)), (counts, trailing)
-
-
-def test_row_aligned_tensors_travel_together(pool: WorkerPool) -> None:
-    for counts in (UNEVEN[pool.world_size], [4] * pool.world_size, [0] * pool.world_size):
-        for right, collectives, operators in pool(gather_together, counts):
-            assert right
-            assert collectives == 2  # the header and one payload, also for 0 rows
-            assert operators == ["_allgather_base_.default"]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", 6])
-@pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
-def test_backward_scale(pool: WorkerPool, reduction: str | int, backward: str) -> None:
-    for counts in (UNEVEN[pool.world_size], [3] * pool.world_size, [0] * pool.world_size):
-        for found, expected, collectives in pool(backward_of_gather, counts, reduction, backward):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
-            assert collectives == (1 if backward == "reduce_scatter" else 0)
-
-
-def test_reduce_scatter_adds_half_precision_in_float32(pool_of_two: WorkerPool) -> None:
-    for found, dtype in pool_of_two(half_precision_reduce_scatter):
-        assert found == [[256.0]]  # 257 is not a bf16 number
-        assert dtype == "torch.bfloat16"
-
-
-def test_equal_rows_are_neither_padded_nor_copied(pool_of_two: WorkerPool) -> None:
-    for copied, sizes in pool_of_two(copied_elements, [1000, 1000]):
-        assert copied < 100  # the header's words
-        assert sizes == [64, 32_000]
-    for copied, sizes in pool_of_two(copied_elements, [1000, 999]):  # the control: padded and trimmed
-        assert copied >= 2 * 8_000
-        assert sizes == [64, 32_000]
-
-
-def test_world_size_one_is_the_identity(pool_of_two: WorkerPool) -> None:
-    for forward_backward in pool_of_two(collectives_of_losses):
-        assert all(counts == (0, 0) for name, counts in forward_backward.items() if name.endswith("lone"))
-
-
-def test_collectives_of_the_losses(pool_of_two: WorkerPool) -> None:
-    for counts in pool_of_two(collectives_of_losses):
-        whole = {name.removesuffix(" whole"): value for name, value in counts.items() if name.endswith("whole")}
-        assert {name: value for name, value in whole.items() if "focal" in name} == {
-            "softmax_focal": (1, 0),
-            "sigmoid_focal": (1, 0),
-        }
-        pooled = {name: value for name, value in whole.items() if "focal" not in name}
-        assert len(pooled) == 4
-        assert set(pooled.values()) == {(2, 0)}
-
-
-def test_conjugates_negatives_and_changes_in_place(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(odd_tensors) == [True, True]
-
-
-@pytest.mark.parametrize("name", COUPLED)
-def test_a_second_derivative_is_refused(pool: WorkerPool, name: str) -> None:
-    """It would be multiplied by k twice. A penalty raises also where only the rows are asked for."""
-    for is_equal, errors in pool(second_derivative, name):
-        assert is_equal
-        for kind, text in errors:
-            assert kind == "RuntimeError"
-            assert text.startswith(f"{name.split(',')[0]}: expected a first derivative, got a second one.")
-
-
-def test_control_a_factor_in_the_backward_counts_twice(pool: WorkerPool) -> None:
-    for found, right in pool(penalty_on_a_plain_gather):
-        assert found == right * pool.world_size
-
-
-def test_global_mean(pool: WorkerPool) -> None:
-    world_size = pool.world_size
-    totals, counts = [3.0, 5.0, 1.0][:world_size], [2, 0, 7][:world_size]
-    expected = sum(totals) / sum(counts)
-    for as_tensor in (False, True):
-        for mean, slope, forward, backward in pool(world_mean, totals, counts, as_tensor):
-            assert mean == pytest.approx(expected, rel=1e-15)
-            assert slope == pytest.approx(world_size / sum(counts), rel=1e-15)
-            assert (forward, backward) == (1, 0)
-
-
-def test_global_mean_of_two_dtypes_is_refused(pool_of_two: WorkerPool) -> None:
-    """The ranks would return two numbers."""
-    first, second = pool_of_two(mean_of_two_dtypes)
-    assert first == second
-    assert first[0] == "ValueError"
-    assert "dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1" in first[1]
-
-
-def test_losses_made_on_meta(pool_of_two: WorkerPool) -> None:
-    """The queue is empty until its first rows determine its device."""
-    for differences in pool_of_two(losses_made_on_meta):
-        assert differences == [0.0] * 4
-
-
-def test_global_mean_of_nothing_is_zero(pool_of_two: WorkerPool) -> None:
-    for mean, slope, _, _ in pool_of_two(world_mean, [0.0, 0.0], [0, 0], False):
-        assert mean == 0.0
-        assert slope == 2.0  # finite: the total is an empty sum, whose own gradient is zero
-
-
-@pytest.mark.parametrize("form", ["subgroup", "mesh", "mesh of two dimensions"])
-def test_groups_and_meshes(pool_of_four: WorkerPool, form: str) -> None:
-    assert max(pool_of_four(gradient_over_groups, form)) <= 1e-12
-
-
-def test_a_rank_outside_the_group_raises(pool_of_two: WorkerPool) -> None:
-    inside, outside = pool_of_two(outsider)
-    assert inside == "torch.Size([2])"
-    assert outside.startswith("group: expected a group with this rank in it, got 'one without rank 1'.")
-
-
-def test_a_queue_of_ten_million_rows_adds_no_broadcast(pool_of_two: WorkerPool) -> None:
-    small = pool_of_two(broadcasts_with_a_large_queue, 16)
-    large = pool_of_two(broadcasts_with_a_large_queue, 10_000_000)
-    assert small == large
-    assert all(broadcasts == 0 and largest < 1000 for broadcasts, largest in large)
-
-
-def test_copies_share_the_group_and_pickles_drop_it(pool_of_two: WorkerPool) -> None:
-    for first, again, shares, dropped, queued in pool_of_two(copies_and_pickles):
-        assert again[0] == again[1] == again[2]
-        assert again[0] != first  # the queue holds the first step's rows
-        assert shares
-        assert dropped
-        assert queued == 8 or queued == 4
-
-
-def test_detection_and_its_override_between_steps(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(detection)
-    assert first[0] == second[0] == first[2] == second[2] == first[3] == second[3]
-    assert first[1] != second[1]
 
 
 @pytest.mark.slow

@@ -8,17 +8,15 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
-import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
-from batches import part_of, portion, split
+from batches import part_of, portion
 from collective_counter import CollectiveCounter
 from score_sets import SETS
 from score_sets import generator as score_generator
-from subjects import LIMITS, Model, gradient
+from subjects import LIMITS
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
 
 import fullrank
@@ -539,47 +537,6 @@ def test_bytes_do_not_grow_with_the_rows(pool_of_two: WorkerPool) -> None:
 
 
 # Under a wrapper
-
-
-def steps_of_a_model(rank: int, form: str) -> list[float]:
-    """Return the gradient errors of a model under DDP: with the loss outside, inside, and by pooled_backward."""
-    world_size, errors = dist.get_world_size(), []
-    for way in ("outside", "inside", "replay"):
-        case = gradient_cases.Case("smooth_ap", queue_size=64, num_classes=2)
-        sharded = case._replace(pool="sharded")
-        losses = [gradient_cases.make_loss(case, local=True), gradient_cases.make_loss(sharded, local=False)]
-        alone, model = Model(num_outputs=2), Model(num_outputs=2, loss=losses[1] if way == "inside" else None)
-        wrapped = DistributedDataParallel(model)
-        for index in range(3):
-            step = gradient_cases.make_step(case, index)
-            counts = split(step.features.shape[0], world_size, 0)
-            own = part_of(step, counts, rank)
-            alone.zero_grad()
-            wrapped.zero_grad()
-            losses[0](alone(step.features), step.targets).backward()
-            with forced(form):
-                if way == "replay":
-                    halves = [slice(None, 3), slice(3, None)]
-                    fullrank.pooled_backward(
-                        wrapped,
-                        halves,
-                        forward=lambda rows, own=own, wrapped=wrapped: wrapped(own.features[rows]),
-                        loss=lambda scores, _, own=own, loss=losses[1]: loss(scores, own.targets),
-                    )
-                elif way == "inside":
-                    wrapped(own.features, own.targets).backward()
-                else:
-                    losses[1](wrapped(own.features), own.targets).backward()
-            whole, spread = (gradient(held) for held in (alone, model))
-            errors.append(float((spread - whole).norm() / whole.norm()))
-    return errors
-
-
-@pytest.mark.parametrize("form", ["moments", "positives"])
-def test_a_model_under_ddp(pool_of_two: WorkerPool, form: str) -> None:
-    for errors in pool_of_two(steps_of_a_model, form):
-        assert len(errors) == 9
-        assert max(errors) <= 1e-12
 
 
 def _without_options(loss: Any) -> Any:

@@ -263,7 +263,7 @@ def test_maybe_no_sync_reduces_in_the_last_micro_step(pool: WorkerPool, kind: st
         assert outcome["off"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @each_dtype
 def test_maybe_no_sync_under_hsdp(pool_of_four: WorkerPool, dtype: str) -> None:
     for outcome in pool_of_four(no_sync, "hsdp", dtype):

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,17 +74,6 @@ def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_train_and_test_rows_are_those_of_the_set(modules: Callable[[str], Any]) -> None:
-    make_rows = modules("demo_data").make_rows
-    train, test = make_rows("H", 0)
-    assert len(train.targets) + len(test.targets) == 20_000
-    assert int(train.targets.sum() + test.targets.sum()) == 734
-    assert float(train.features.mean(dim=0).abs().max()) < 1e-5  # standardized by the training rows
-    assert not torch.equal(make_rows("H", 1)[0].targets, train.targets)  # another seed draws other rows
-    with pytest.raises(SystemExit, match="expected a letter from A to Z"):
-        make_rows("?", 0)
-
-
 def test_the_recipe_is_the_sum_of_its_two_losses(modules: Callable[[str], Any]) -> None:
     """What the docstring says to copy: weighted cross-entropy, divided by the sum of the weights, plus Smooth-AP."""
     demo, generator = modules("train_ddp"), torch.Generator().manual_seed(0)
@@ -97,33 +85,6 @@ def test_the_recipe_is_the_sum_of_its_two_losses(modules: Callable[[str], Any]) 
     recipe = demo.WeightedPlusRanking(0.1)(logits, targets)
     torch.testing.assert_close(recipe, weighted + ranking, rtol=1e-6, atol=0)
     assert abs(float(recipe - weighted)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("script", "option", "value"),
-    [
-        ("train_ddp", "--budget", 0),
-        ("train_ddp", "--budget", 1.5),
-        ("train_ddp", "--seeds", 0),
-        ("train_ddp", "--batch-size", 1),
-        ("train_ddp", "--queue-size", -1),
-        ("accumulation", "--steps", 0),
-        ("accumulation", "--length", 3),
-    ],
-)
-def test_a_bad_option_is_named(
-    modules: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    script: str,
-    option: str,
-    value: float,
-) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", f"{option}={value}"])
-    with pytest.raises(SystemExit) as stop:
-        modules(script).main()
-    assert stop.value.code == 2
-    assert f"error: {option}: expected " in capsys.readouterr().err
 
 
 # Accumulation

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import PAGES, blocks
+from pages import blocks
 from scripts import run_script
 
 import fullrank
@@ -62,7 +62,3 @@ def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
     for mine, parameter in zip(found, model.parameters()):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-14)
     assert float(capsys.readouterr().out) == pytest.approx(float(total.detach()), rel=1e-12)
-
-
-def test_the_public_names_are_in_the_readme() -> None:
-    assert [name for name in fullrank.__all__ if name not in PAGES["README.md"]] == []
