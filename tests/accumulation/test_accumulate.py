@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from batches import Batch, Result, all_batches, make_window, num_valid, one_proc
 from collective_counter import CollectiveCounter
 from experts import Experts
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,18 +87,6 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
     }
 
 
-def half_errors(rank: int, dtype: str) -> tuple[float, float]:
-    """Return the errors in half precision, of the accumulated gradient and of one process's, against float64."""
-    kept = getattr(torch, dtype)
-    true = one_process(Model(torch.float64), all_batches("uneven")).gradient
-    model, alone = wrap(Model(kept), "ddp"), Model(kept)
-    loss = run_window(model, make_window("uneven", rank))
-    assert loss.dtype == torch.float32
-    return error(gradient(model).double(), true), error(
-        one_process(alone, all_batches("uneven")).gradient.double(), true
-    )
-
-
 def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[float]:
     """Return errors of the window after one that was left, in the middle or in front of the last backward."""
     kept = getattr(torch, dtype)
@@ -122,32 +111,6 @@ def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[
     return errors
 
 
-def aborted_in_different_places(rank: int) -> tuple[list[float], bool]:
-    """Return errors of windows of unequal length after one that all left in their first micro-batch, and a control.
-
-    For some ranks that was the last micro-batch too. DDP has a buffer, which it broadcasts in front of a forward. The
-    control is whether DDP stood as the next window wants it without the discard.
-    """
-    batches = make_window("full", rank)[: rank + 1]
-    reference = Model(torch.float64)
-    inner = Model(torch.float64)
-    inner.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
-    model = wrap(inner, "ddp")
-    everything = [batch for r in range(dist.get_world_size()) for batch in make_window("full", r)[: r + 1]]
-    expected, errors = one_process(reference, everything).gradient, []
-    run_window(model, batches)
-    for _ in accumulate(model, batches, count_valid_tokens):
-        sum_loss(model, next(iter(batches)))
-        break
-    stood = bool(model.require_forward_param_sync)
-    discard_gradients_(model)
-    for _ in range(2):
-        model.zero_grad()
-        run_window(model, batches)
-        errors.append(error(gradient(model), expected))
-    return errors, stood
-
-
 def collectives(rank: int, kind: str, sync: str) -> list[dict[str, int]]:
     """Return the numbers of collectives in a window, and in the micro-batches of another but the last."""
     model = wrap(Model(torch.float32), kind)
@@ -162,38 +125,6 @@ def collectives(rank: int, kind: str, sync: str) -> list[dict[str, int]]:
             if index == 1:
                 found.append(dict(counter.counts))
     return found
-
-
-def leaving(rank: int, kind: str, way: str) -> list[bool]:
-    """Return whether the switches are as they were: in the second micro-batch, and after the loop was left there."""
-    model = wrap(Model(torch.float32), kind)
-    batches, before = make_window("full", rank), switches(model)
-    within, loop = [], accumulate(model, batches, count_valid_tokens)
-    try:
-        for index, (step, batch) in enumerate(loop if way == "failed and kept" else accumulate(model, batches, 1.0)):
-            if index == 1:
-                within.append(switches(model) == before)
-                if way == "failed and kept":
-                    step.backward(sum_loss(model, batch).detach())  # nobody has a backward, so every rank raises
-                elif way == "raised":
-                    raise ValueError("inside")
-                break
-            step.backward(sum_loss(model, batch))
-    except ValueError:
-        pass
-    return [*within, switches(model) == before]
-
-
-def experts_that_are_averaged(rank: int) -> str:
-    """Return what is raised for experts over half of the ranks, whose wrapper divides by another number."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    model = Experts(torch.float64, mesh["experts"].get_group())
-    (expert,) = model.experts.values()
-    fully_shard(expert, mesh=mesh["data"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    return error_of(lambda: run_window(model, make_window("full", rank)))[1]
 
 
 def tensor_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
@@ -239,28 +170,6 @@ def _loss_parallel_errors(dtype: torch.dtype, mesh: Any, batches: list[Batch], e
     }
 
 
-def counts(rank: int) -> dict[str, Any]:
-    """Return counts over all ranks and over a mesh of this rank alone, and what bad arguments on one rank raise."""
-    window, world_size = make_window("uneven", rank), dist.get_world_size()
-    own = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
-    outcome: dict[str, Any] = {
-        "found": count_valid_tokens(window),
-        "expected": sum(map(num_valid, all_batches("uneven"))),
-        "subgroup": count_valid_tokens(window, group=own),
-        "expected subgroup": sum(map(num_valid, window)),
-    }
-    is_last = rank == world_size - 1
-    try:
-        count_valid_tokens(iter(window) if is_last else window)
-    except TypeError as raised:
-        outcome["bad"] = "TypeError", int(str(raised).partition("failed on rank ")[2].partition(":")[0])
-    try:
-        count_valid_tokens(window, shift=not is_last)
-    except ValueError as raised:
-        outcome["other rule"] = "ValueError", str(raised)
-    return outcome
-
-
 # tests/conformance has float32 for every verb.
 each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 
@@ -273,10 +182,15 @@ def test_every_form_of_count_and_step(pool: WorkerPool, kind: str, dtype: str) -
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_as_good_as_one_process(pool: WorkerPool, dtype: str) -> None:
+@on_ranks()
+def test_half_precision_is_as_good_as_one_process(rank: int, dtype: str) -> None:
     """Against float64, the error may be that of one process in the same dtype, and rounding of the sums over ranks."""
-    for accumulated, alone in pool(half_errors, dtype):
-        assert accumulated <= 2 * alone + torch.finfo(getattr(torch, dtype)).eps
+    true = one_process(Model(torch.float64), all_batches("uneven")).gradient
+    model = wrap(Model(dtype), "ddp")
+    assert run_window(model, make_window("uneven", rank)).dtype == torch.float32
+    alone = one_process(Model(dtype), all_batches("uneven")).gradient
+    limit = 2 * error(alone.double(), true) + torch.finfo(alone.dtype).eps
+    assert error(gradient(model).double(), true) <= limit
 
 
 @pytest.mark.parametrize(("kind", "sync"), [("ddp", "last"), ("fsdp2", "last"), ("fsdp2", "each"), ("plain", "last")])
@@ -291,11 +205,23 @@ def test_discarded_window_leaves_nothing_under_hsdp(pool_of_four: WorkerPool) ->
         assert max(errors) <= LIMITS["float64"]
 
 
-def test_discarded_window_of_unequal_length_leaves_nothing(pool: WorkerPool) -> None:
-    found = pool(aborted_in_different_places)
-    for errors, _ in found:
-        assert max(errors) <= LIMITS["float64"]
-    assert [stood for _, stood in found] == [True, *[False] * (len(found) - 1)]  # the next forwards would not have met
+@on_ranks()
+def test_discarded_window_of_unequal_length_leaves_nothing(rank: int) -> None:
+    """All leave in their first micro-batch, which is the last too for one; DDP has a buffer that it broadcasts."""
+    batches, reference, inner = make_window("full", rank)[: rank + 1], Model(), Model()
+    inner.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+    model = wrap(inner, "ddp")
+    everything = [batch for r in range(dist.get_world_size()) for batch in make_window("full", r)[: r + 1]]
+    run_window(model, batches)
+    for _ in accumulate(model, batches, count_valid_tokens):
+        sum_loss(model, batches[0])
+        break
+    assert bool(model.require_forward_param_sync) == (rank == 0)  # the control: the next forwards would not have met
+    discard_gradients_(model)
+    for _ in range(2):
+        model.zero_grad()
+        run_window(model, batches)
+        assert error(gradient(model), one_process(reference, everything).gradient) <= LIMITS["float64"]
 
 
 @each_dtype
@@ -307,8 +233,22 @@ def test_zero_grad_does_not_discard(pool_of_two: WorkerPool, dtype: str) -> None
 @pytest.mark.parametrize(
     ("kind", "way"), [("ddp", "left"), ("fsdp2", "left"), ("ddp", "raised"), ("fsdp2", "failed and kept")]
 )
-def test_switches_are_restored(pool_of_two: WorkerPool, kind: str, way: str) -> None:
-    assert pool_of_two(leaving, kind, way) == [[False, True]] * 2
+@on_ranks(2)
+def test_switches_are_restored(rank: int, kind: str, way: str) -> None:
+    """In the second micro-batch they are others; after the loop was left there, they are as they were."""
+    model, batches = wrap(Model(torch.float32), kind), make_window("full", rank)
+    before, loop = switches(model), accumulate(model, batches, count_valid_tokens)
+    with suppress(ValueError):
+        for index, (step, batch) in enumerate(loop if way == "failed and kept" else accumulate(model, batches, 1.0)):
+            if index == 1:
+                assert switches(model) != before
+                if way == "failed and kept":
+                    step.backward(sum_loss(model, batch).detach())  # nobody has a backward, so every rank raises
+                elif way == "raised":
+                    raise ValueError("inside")
+                break
+            step.backward(sum_loss(model, batch))
+    assert switches(model) == before
 
 
 REDUCTIONS = {"ddp": "allreduce_.default", "fsdp2": "_reduce_scatter_base_.default"}
@@ -337,10 +277,18 @@ def test_hsdp_reduces_where_it_is_set_to(pool_of_four: WorkerPool, sync: str, sc
         assert total["allreduce_.default"] == reductions
 
 
-def test_experts_whose_gradients_are_averaged_are_refused(pool_of_four: WorkerPool) -> None:
+@on_ranks(4)
+def test_experts_whose_gradients_are_averaged_are_refused(rank: int) -> None:
     """After ``sum_gradients_`` they are exact: tests/repository/test_accumulation_doc.py."""
-    for text in pool_of_four(experts_that_are_averaged):
-        assert "got divisors [2.0, 4.0]. Call sum_gradients_(model) once" in text
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    model = Experts(torch.float64, mesh["experts"].get_group())
+    (expert,) = model.experts.values()
+    fully_shard(expert, mesh=mesh["data"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    text = error_of(lambda: run_window(model, make_window("full", rank)))[1]
+    assert "got divisors [2.0, 4.0]. Call sum_gradients_(model) once" in text
 
 
 @pytest.mark.full
@@ -526,9 +474,17 @@ def test_count_valid_tokens() -> None:
         fullrank.count_valid_tokens([{"labels": labels[0, 0]}])
 
 
-def test_count_valid_tokens_over_ranks(pool: WorkerPool) -> None:
-    for outcome in pool(counts):
-        assert outcome["found"] == outcome["expected"]
-        assert outcome["subgroup"] == outcome["expected subgroup"]
-        assert outcome["bad"] == ("TypeError", pool.world_size - 1)
-        assert outcome["other rule"][0] == "ValueError"
+@on_ranks()
+def test_count_valid_tokens_over_ranks(rank: int) -> None:
+    """Over all ranks, over a mesh of this rank alone, and with bad arguments on the last rank."""
+    window, world_size = make_window("uneven", rank), dist.get_world_size()
+    own, is_last = (
+        init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"],
+        rank == world_size - 1,
+    )
+    assert count_valid_tokens(window) == sum(map(num_valid, all_batches("uneven")))
+    assert count_valid_tokens(window, group=own) == sum(map(num_valid, window))
+    kind, text = error_of(lambda: count_valid_tokens(iter(window) if is_last else window))
+    assert kind == "TypeError"
+    assert f"failed on rank {world_size - 1}: " in text
+    assert error_of(lambda: count_valid_tokens(window, shift=not is_last))[0] == "ValueError"

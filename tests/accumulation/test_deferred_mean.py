@@ -15,18 +15,18 @@ from batches import Batch, all_batches, halves, make_batch, make_window, num_val
 from collective_counter import CollectiveCounter
 from experts import Experts
 from meshes import init_device_mesh
-from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, wrap
+from on_ranks import on_ranks
+from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, whole, wrap
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from verbs import run_window
 from workers import WorkerPool, error_of, get_pool
 
 from fullrank import (
     DeferredMean,
     accumulate,
     all_reduce_grads_,
-    clip_grad_norm_,
-    count_valid_tokens,
     maybe_no_sync,
     sequence_sync_group,
     sum_gradients_,
@@ -50,17 +50,6 @@ def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch],
     return deferred.finish(groups)
 
 
-def nothing_but_nan(rank: int, kind: str, dtype: str) -> float:
-    """Return the largest gradient of a step without terms, whose losses are means over nothing."""
-    _, model = make_pair(kind, dtype)
-    deferred = DeferredMean(model, by_hand(model))
-    for batch in make_window("none", rank):
-        deferred.backward(model(batch["tokens"]).sum() * torch.nan, 0)
-    assert gradient(model).isnan().any()
-    assert deferred.finish(sync_groups(kind)) == 0
-    return float(gradient(model).abs().max())
-
-
 def weighted(rank: int, kind: str, dtype: str) -> float:
     """Return the error with weights for counts, given as tensors."""
     reference, model = make_pair(kind, dtype)
@@ -78,43 +67,6 @@ def weighted(rank: int, kind: str, dtype: str) -> float:
     assert isinstance(count, float)
     assert abs(count / sum(masses) - 1) < 1e-14
     return error(gradient(model), gradient(reference))
-
-
-def objects(rank: int, kind: str) -> dict[str, Any]:
-    """Return whether finish keeps gradients and what DTensors say, and the error of clipping them afterwards."""
-    reference, model = make_pair(kind, "float64")
-    deferred = DeferredMean(model, by_hand(model))
-    for batch in make_window("full", rank):
-        deferred.backward(sum_loss(model, batch), num_valid(batch))
-    before = [p.grad for p in model.parameters()]
-    layouts = [(getattr(g, "placements", None), getattr(g, "device_mesh", None), g.stride()) for g in before]
-    deferred.finish(sync_groups(kind))
-    after = [p.grad for p in model.parameters()]
-    one_process(reference, all_batches("full"))
-    largest = 0.5 * float(gradient(reference).norm())
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), largest)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return {
-        "same": all(one is other for one, other in zip(before, after)),
-        "layouts": layouts
-        == [(getattr(g, "placements", None), getattr(g, "device_mesh", None), g.stride()) for g in after],
-        "norm": error(norm, expected),
-        "clipped": error(gradient(model), gradient(reference)),
-        "ours": error(clip_grad_norm_(model, None), gradient(reference).norm()),
-    }
-
-
-def left_unsharded(rank: int, dtype: str) -> float:
-    """Return the error when FSDP2 keeps the parameters whole after the backward, so that the module shows no shards."""
-    reference, model = make_pair("fsdp2", dtype)
-    model.set_reshard_after_backward(False)
-    deferred = DeferredMean(model, by_hand(model))
-    expected = one_process(reference, all_batches("full")).gradient
-    run_step(deferred, model, make_window("full", rank))
-    model.reshard()
-    model.up.reshard()
-    return error(gradient(model), expected)
 
 
 def collectives(rank: int, kind: str) -> list[dict[str, int]]:
@@ -227,18 +179,6 @@ def forgotten_group(rank: int, mode: str, way: str) -> tuple[tuple[str, str], bo
     return found, torch.equal(gradient(model), before)
 
 
-def overlapping_groups(rank: int) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return what finish raises when two sums fail, over ranks 0 and 1 and over all; and a call after it."""
-    model = Model(torch.float64)
-    deferred, parameters = DeferredMean(model, group=dist.group.WORLD), list(model.parameters())
-    pair = dist.new_group([0, 1])
-    deferred.backward(sum_loss(model, make_batch(rank, 0)), 1)
-    own = (parameters[: 2 - rank], pair) if rank < 2 else (parameters[:1], None)
-    everyone = (parameters[2 : 5 if rank else 4], dist.group.WORLD)
-    first = error_of(lambda: deferred.finish([own, everyone]))
-    return first, error_of(lambda: deferred.finish([dist.group.WORLD]))
-
-
 def step_with_a_mistake(rank: int, kind: str, case: str) -> tuple[tuple[str, str], float]:
     """Return what a mistake that every rank makes raises, and the error after what it takes to end the step rightly."""
     model = wrap(Model(), kind)
@@ -297,52 +237,21 @@ def parameters_after_an_error(rank: int, way: str) -> float:
     return error(found, one_process(reference, all_batches("full")).gradient)
 
 
-def window_after_an_error(rank: int) -> float:
-    """Return the error of a window of accumulate, of unequal lengths on the ranks, after a call that was refused."""
-    reference, model = make_pair("ddp", "float64")
-    loss = sum_loss(model, make_batch(rank, 0))
-    with contextlib.suppress(ValueError):
-        DeferredMean(model, by_hand(model)).backward(loss, -1)
-    for step, batch in accumulate(model, make_window("unequal", rank), count_valid_tokens):
-        step.backward(sum_loss(model, batch))
-    return error(gradient(model), one_process(reference, all_batches("unequal")).gradient)
-
-
-def owners(rank: int) -> list[str]:
-    """Return what a second construction raises: with open gradients, after finish, after the first is gone."""
-    _, model = make_pair("ddp", "float32")
-    batches, outcomes = make_window("full", rank), []
-
-    def construct() -> DeferredMean | None:
-        try:
-            made = DeferredMean(model, by_hand(model))
-            outcomes.append("nothing")
-            return made
-        except RuntimeError as raised:
-            outcomes.append(str(raised))
-            return None
-
-    first = construct()
-    first.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
-    construct()
-    first.finish()
-    model.zero_grad()
-    second = construct()
-    second.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
-    del second
-    gc.collect()
-    construct()
-    return outcomes
-
-
 # tests/conformance has float32 for every verb.
 each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 KINDS = ["plain", "ddp", "fsdp2", "summed"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_without_terms_has_zero_gradients_though_losses_are_nan(pool_of_two: WorkerPool, kind: str) -> None:
-    assert pool_of_two(nothing_but_nan, kind, "float32") == [0.0, 0.0]
+@on_ranks(2)
+def test_a_step_without_terms_has_zero_gradients_though_losses_are_nan(rank: int, kind: str) -> None:
+    _, model = make_pair(kind, "float32")
+    deferred = DeferredMean(model, by_hand(model))
+    for batch in make_window("none", rank):
+        deferred.backward(model(batch["tokens"]).sum() * torch.nan, 0)
+    assert gradient(model).isnan().any()
+    assert deferred.finish(sync_groups(kind)) == 0
+    assert not gradient(model).any()
 
 
 @each_dtype
@@ -351,17 +260,36 @@ def test_weights_may_take_the_place_of_counts(pool: WorkerPool, dtype: str) -> N
         assert max(pool(weighted, kind, dtype)) <= LIMITS[dtype]
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("plain", 2), ("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
-def test_gradients_stay_the_same_objects_and_can_be_clipped(kind: str, world_size: int) -> None:
-    for found in get_pool(world_size)(objects, kind):
-        assert found.pop("same")
-        assert found.pop("layouts")
-        assert_exact(found, "float64")
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks(2)
+def test_gradients_stay_the_same_objects_and_can_be_clipped(rank: int, kind: str) -> None:
+    reference, model = make_pair(kind, "float64")
+    deferred = DeferredMean(model, by_hand(model))
+    for batch in make_window("full", rank):
+        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    before = [p.grad for p in model.parameters()]
+    layout = lambda g: (getattr(g, "placements", None), getattr(g, "device_mesh", None), g.stride())  # noqa: E731
+    layouts = [*map(layout, before)]
+    deferred.finish(sync_groups(kind))
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before))
+    assert [*map(layout, before)] == layouts
+    one_process(reference, all_batches("full"))
+    largest = 0.5 * float(gradient(reference).norm())
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), largest)
+    assert error(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), largest)), expected) <= LIMITS["float64"]
+    assert error(gradient(model), gradient(reference)) <= LIMITS["float64"]
 
 
-@each_dtype
-def test_parameters_that_fsdp_left_unsharded(pool_of_two: WorkerPool, dtype: str) -> None:
-    assert max(pool_of_two(left_unsharded, dtype)) <= LIMITS[dtype]
+@on_ranks(2)
+def test_parameters_that_fsdp_left_unsharded(rank: int) -> None:
+    """FSDP2 keeps the parameters whole after the backward, so that the module shows no shards."""
+    reference, model = make_pair("fsdp2", "float64")
+    model.set_reshard_after_backward(False)
+    expected = one_process(reference, all_batches("full")).gradient
+    run_step(DeferredMean(model, by_hand(model)), model, make_window("full", rank))
+    model.reshard()
+    model.up.reshard()
+    assert error(gradient(model), expected) <= LIMITS["float64"]
 
 
 @pytest.mark.parametrize(
@@ -414,12 +342,19 @@ def test_a_count_of_older_gradients_is_not_compared(pool_of_four: WorkerPool) ->
         assert found == ("none", "")
 
 
-def test_two_sums_that_fail_over_groups_that_overlap() -> None:
-    """All ranks raise, and the next call works: no header was left over."""
-    for first, second in get_pool(3)(overlapping_groups):
-        assert first[0] == "ValueError"
-        assert "number of parameters: 2 on rank 0, 3 on ranks 1, 2." in first[1]
-        assert second == ("none", "")
+@on_ranks(3)
+def test_two_sums_that_fail_over_groups_that_overlap(rank: int) -> None:
+    """Over ranks 0 and 1 and over all. All ranks raise, and the next call works: no header was left over."""
+    model = Model(torch.float64)
+    deferred, parameters = DeferredMean(model, group=dist.group.WORLD), list(model.parameters())
+    pair = dist.new_group([0, 1])
+    deferred.backward(sum_loss(model, make_batch(rank, 0)), 1)
+    own = (parameters[: 2 - rank], pair) if rank < 2 else (parameters[:1], None)
+    everyone = (parameters[2 : 5 if rank else 4], dist.group.WORLD)
+    kind, text = error_of(lambda: deferred.finish([own, everyone]))
+    assert kind == "ValueError"
+    assert "number of parameters: 2 on rank 0, 3 on ranks 1, 2." in text
+    assert error_of(lambda: deferred.finish([dist.group.WORLD])) == ("none", "")
 
 
 @pytest.mark.slow
@@ -457,15 +392,34 @@ def test_parameters_that_change_after_an_error_are_seen(pool_of_two: WorkerPool)
     assert min(pool_of_two(parameters_after_an_error, "no reshard")) > 0.05
 
 
-def test_an_unequal_window_after_an_error(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_an_unequal_window_after_an_error(rank: int) -> None:
     """DDP has prepared a reduction for the refused call, and would make it in the first backward of the window."""
-    assert max(pool_of_two(window_after_an_error)) <= 1e-12
+    reference, model = make_pair("ddp", "float64")
+    loss = sum_loss(model, make_batch(rank, 0))
+    with contextlib.suppress(ValueError):
+        DeferredMean(model, by_hand(model)).backward(loss, -1)
+    run_window(model, make_window("unequal", rank))
+    assert error(gradient(model), one_process(reference, all_batches("unequal")).gradient) <= 1e-12
 
 
-def test_one_object_for_each_model(pool_of_two: WorkerPool) -> None:
-    for first, second, after_finish, after_the_end in pool_of_two(owners):
-        assert first == after_finish == after_the_end == "nothing"
-        assert "got one with 1 calls of backward that are not finished. Call finish() or discard()" in second
+@on_ranks(2)
+def test_one_object_for_each_model(rank: int) -> None:
+    """A second construction raises with open gradients, but not after finish or when the first is gone."""
+    _, model = make_pair("ddp", "float32")
+    batch = make_window("full", rank)[0]
+    first = DeferredMean(model, by_hand(model))
+    first.backward(sum_loss(model, batch), num_valid(batch))
+    kind, text = error_of(lambda: DeferredMean(model, by_hand(model)))
+    assert kind == "RuntimeError"
+    assert "got one with 1 calls of backward that are not finished. Call finish() or discard()" in text
+    first.finish()
+    model.zero_grad()
+    second = DeferredMean(model, by_hand(model))
+    second.backward(sum_loss(model, batch), num_valid(batch))
+    del second
+    gc.collect()
+    DeferredMean(model, by_hand(model))
 
 
 def test_one_process() -> None:

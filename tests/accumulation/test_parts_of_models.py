@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from on_ranks import on_ranks
 from subjects import Model, error, gradient, mesh_of, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,76 +101,8 @@ def clients(rank: int, kind: str) -> list[float]:
     return errors
 
 
-def unwrapped(rank: int) -> dict[str, tuple[str, str]]:
-    """Return what every verb raises for a model without a wrapper."""
-    model = wrap(Model(torch.float64), "ddp")
-    batches, found = make_window("full", rank), {}
-    parts = {"ddp.module": model.module, "plain": Model(torch.float64)}
-    for name, part in parts.items():
-        found[f"accumulate {name}"] = error_of(lambda part=part: run_window(part, batches, group=None))
-        found[f"deferred {name}"] = error_of(lambda part=part: DeferredMean(part))
-        found[f"pooled {name}"] = error_of(
-            lambda part=part: pooled_backward(part, batches, forward=lambda b: part(b["tokens"])[:, 0], loss=_mean)
-        )
-    # Some ranks alone pass the wrong one: all raise.
-    odd = model if rank else model.module
-    found["one rank"] = error_of(lambda: run_window(odd, batches, group=None))
-    frozen = Model(torch.float64).requires_grad_(False)
-    found["frozen"] = error_of(lambda: DeferredMean(frozen))
-    return found
-
-
 def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:
     return scores.mean()
-
-
-def by_hand_errors(rank: int) -> dict[str, float]:
-    """Return the errors of flows that reduce by hand and say so; ``naive`` is ``ddp.module`` that says so wrongly."""
-    expected, batches, errors = (
-        one_process(Model(torch.float64), all_batches("full")).gradient,
-        make_window("full", rank),
-        {},
-    )
-    for name in ("group", "multiplier", "deferred"):
-        model = Model(torch.float64)
-        if name == "deferred":
-            deferred = DeferredMean(model, group=dist.group.WORLD)
-            for batch in batches:
-                deferred.backward(sum_loss(model, batch), num_valid(batch))
-            deferred.finish([dist.group.WORLD])
-        else:
-            options: dict[str, Any] = {"group": dist.group.WORLD} if name == "group" else {"group": None}
-            run_window(model, batches, multiplier=None if name == "group" else 1.0, **options)
-            all_reduce_grads_(model, dist.group.WORLD)
-        errors[name] = error(gradient(model), expected)
-    model = wrap(Model(torch.float64), "ddp")
-    said: list[tuple[str, dict[str, Any], float]] = [
-        ("ddp.module, multiplier", {"multiplier": float(dist.get_world_size())}, 1.0),
-        ("naive", {"group": dist.group.WORLD}, float(dist.get_world_size())),
-    ]
-    for name, options, divisor in said:
-        model.zero_grad()
-        for step, batch in accumulate(model.module, batches, count_valid_tokens, **options):
-            step.backward(sum_loss(model, batch))
-        errors[name] = error(gradient(model), expected / divisor)
-    return errors
-
-
-def kept_gradients(rank: int) -> list[bool]:
-    """Return whether ``discard_gradients_`` of a part leaves the rest of an FSDP2 group, reduced or not."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = Model(torch.float64)
-    fully_shard(model, mesh=mesh_of("fsdp2"))
-    sum_loss(model, make_window("full", rank)[0]).backward()
-    discard_gradients_(model.up)
-    reduced = [model.up.weight.grad is None, model.down.weight.grad is not None]
-    model.set_requires_gradient_sync(False)
-    sum_loss(model, make_window("full", rank)[0]).backward()
-    before = [find_sync(part).fsdp[0].is_unreduced for part in (model.up, model.down)]
-    discard_gradients_(model.up)
-    after = [find_sync(part).fsdp[0].is_unreduced for part in (model.up, model.down)]
-    return [*reduced, *before, not after[0], after[1]]
 
 
 @pytest.mark.slow
@@ -185,21 +120,59 @@ def test_adapters_with_one_base(pool: WorkerPool, kind: str) -> None:
         assert max(errors) <= 1e-12
 
 
-def test_a_model_that_no_wrapper_reduces_is_refused(pool_of_two: WorkerPool) -> None:
-    for found in pool_of_two(unwrapped):
-        assert found.pop("frozen") == ("none", "")
-        for name, (kind, text) in found.items():
-            assert kind == "ValueError", name
-            assert "expected a model whose gradients a wrapper reduces over the ranks, got 5 trainable" in text
-            assert "accelerator.unwrap_model(model), not Lightning's self" in text
-            assert "failed on rank" in text or "deferred" in name
-        assert "failed on rank 0: model" in found["one rank"][1]
+@on_ranks(2)
+def test_a_model_that_no_wrapper_reduces_is_refused(rank: int) -> None:
+    """Also where some ranks alone pass the wrong one."""
+    model, batches = wrap(Model(), "ddp"), make_window("full", rank)
+    calls: list[Callable[[], Any]] = [lambda: run_window(model if rank else model.module, batches, group=None)]
+    for part in (model.module, Model()):
+        forward = lambda batch, part=part: part(batch["tokens"])[:, 0]  # noqa: E731
+        calls += [
+            partial(run_window, part, batches, group=None),
+            partial(DeferredMean, part),
+            partial(pooled_backward, part, batches, forward=forward, loss=_mean),
+        ]
+    for index, call in enumerate(calls):
+        kind, text = error_of(call)
+        assert kind == "ValueError", index
+        assert "expected a model whose gradients a wrapper reduces over the ranks, got 5 trainable" in text
+        assert "accelerator.unwrap_model(model), not Lightning's self" in text
+        assert ("failed on rank 0: model" if index == 0 else "failed on rank") in text or call.func is DeferredMean
+    DeferredMean(Model().requires_grad_(False))
 
 
-def test_flows_that_reduce_by_hand(pool: WorkerPool) -> None:
-    for errors in pool(by_hand_errors):
-        assert max(errors.values()) <= 1e-12
+@on_ranks()
+def test_flows_that_reduce_by_hand(rank: int) -> None:
+    """Flows that say so; the last is ``ddp.module`` that says so wrongly."""
+    expected, batches = one_process(Model(), all_batches("full")).gradient, make_window("full", rank)
+    size, world = float(dist.get_world_size()), dist.group.WORLD
+    for options in ({"group": world}, {"group": None, "multiplier": 1.0}):
+        model = Model()
+        run_window(model, batches, **options)
+        all_reduce_grads_(model, world)
+        assert error(gradient(model), expected) <= 1e-12
+    model = wrap(Model(), "ddp")
+    for options, divisor in (({"multiplier": size}, 1.0), ({"group": world}, size)):
+        model.zero_grad()
+        for step, batch in accumulate(model.module, batches, count_valid_tokens, **options):
+            step.backward(sum_loss(model, batch))
+        assert error(gradient(model), expected / divisor) <= 1e-12
 
 
-def test_discarding_a_part_leaves_the_rest(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(kept_gradients) == [[True] * 6] * 2
+@on_ranks(2)
+def test_discarding_a_part_leaves_the_rest(rank: int) -> None:
+    """Of an FSDP2 group, reduced or not."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, batch = Model(), make_window("full", rank)[0]
+    fully_shard(model, mesh=mesh_of("fsdp2"))
+    sum_loss(model, batch).backward()
+    discard_gradients_(model.up)
+    assert model.up.weight.grad is None
+    assert model.down.weight.grad is not None
+    model.set_requires_gradient_sync(False)
+    sum_loss(model, batch).backward()
+    held_back = lambda: [find_sync(part).fsdp[0].is_unreduced for part in (model.up, model.down)]  # noqa: E731
+    assert held_back() == [True, True]
+    discard_gradients_(model.up)
+    assert held_back() == [False, True]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from batches import all_batches, make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
+from on_ranks import on_ranks
 from subjects import Model, error, gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -95,29 +95,6 @@ def stray(rank: int, way: str, layout: str, num_before: int) -> list[float]:
     return errors
 
 
-def buffers_differ(rank: int) -> list[Any]:
-    """Return the buffers after windows that begin with other buffers on each rank, and a count of broadcasts."""
-    model, found = wrap("default", True), []
-    for _ in range(3):
-        model.module.forwards.fill_(10.0 * rank)
-        with CollectiveCounter() as counter:
-            run_window(model, make_window("full", rank))
-        found += [float(model.module.forwards), counter.counts["broadcast_.default"]]
-    return found
-
-
-def first_buffers(rank: int, deferred: bool) -> tuple[float, int, int]:
-    """Return a buffer after a first forward, and the broadcasts of the constructor and of that forward."""
-    model = wrap("default", True)
-    model.module.forwards.fill_(10.0 * rank)
-    with CollectiveCounter() as constructor:
-        kept = DeferredMean(model) if deferred else None
-    with CollectiveCounter() as counter:
-        sum_loss(model, make_batch(rank, 0))
-    del kept
-    return float(model.module.forwards), constructor.total, counter.total
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", OTHER_FORMS)
 def test_a_rank_that_skips_its_only_micro_batch(pool_of_two: WorkerPool, form: str) -> None:
@@ -155,17 +132,27 @@ def test_a_forward_without_a_backward_before_the_window(pool_of_two: WorkerPool,
             assert max(errors) <= 1e-12
 
 
-def test_buffers_are_broadcast_once_a_window(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_buffers_are_broadcast_once_a_window(rank: int) -> None:
     """From rank 0, whose three forwards count; two more broadcasts arrange the buckets, in the second window."""
-    assert pool_of_two(buffers_differ) == [[3.0, 1, 3.0, 3, 3.0, 1]] * 2
+    model = wrap("default", True)
+    for broadcasts in (1, 3, 1):
+        model.module.forwards.fill_(10.0 * rank)
+        with CollectiveCounter() as counter:
+            run_window(model, make_window("full", rank))
+        assert (float(model.module.forwards), counter.counts["broadcast_.default"]) == (3.0, broadcasts)
 
 
-def test_the_constructor_broadcasts_what_the_first_forward_would(pool_of_two: WorkerPool) -> None:
-    """The first forward then communicates nothing; buffers that differ come from rank 0, as without the object."""
-    for buffer, in_constructor, in_forward in pool_of_two(first_buffers, True):
-        assert (buffer, in_constructor, in_forward) == (1.0, 1, 0)
-
-
-def test_control_the_first_forward_of_ddp_broadcasts(pool_of_two: WorkerPool) -> None:
-    for buffer, _, in_forward in pool_of_two(first_buffers, False):
-        assert (buffer, in_forward) == (1.0, 1)
+@on_ranks(2)
+def test_the_constructor_broadcasts_what_the_first_forward_would(rank: int) -> None:
+    """Buffers that differ come from rank 0; the control is the first forward without the object."""
+    for is_deferred in (True, False):
+        model = wrap("default", True)
+        model.module.forwards.fill_(10.0 * rank)
+        with CollectiveCounter() as constructor:
+            kept = DeferredMean(model) if is_deferred else None
+        with CollectiveCounter() as forward:
+            sum_loss(model, make_batch(rank, 0))
+        del kept
+        assert float(model.module.forwards) == 1.0
+        assert (constructor.total, forward.total) == ((1, 0) if is_deferred else (0, 1))

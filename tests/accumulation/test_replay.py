@@ -18,6 +18,7 @@ import torch.distributed as dist
 from batches import Rows, cut, part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case, make_loss, make_step
+from on_ranks import on_ranks
 from subjects import LIMITS, Model, by_hand, error, gradient, has_gradients, mesh_of, reduced, wrap
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -143,25 +144,6 @@ def reductions(rank: int, kind: str, sync: str, count: int) -> dict[str, int]:
     return dict(counter.counts)
 
 
-def ddp_buffers(rank: int) -> dict[str, Any]:
-    """Return how BatchNorm under DDP compares with one process that makes rank 0's forwards, and other ranks' own.
-
-    The running statistics differ between the ranks at the start, and the model uses them: rank 0's count.
-    """
-    batches = [batch for batch in own_window(rank, 3) if len(batch.features)][: 2 - rank]
-    norm, plain = RunningNorm(8), make_model(RunningNorm(8))
-    plain.middle[0].mean += 1.0
-    retained_over_ranks(plain, batches)
-    model = wrap(make_model(norm), "ddp")
-    norm.mean.copy_(torch.full((8,), 1.0 + rank))  # the constructor has broadcast them too
-    pool_window(model, batches, joined_loss(make_loss(Case("smooth_ap"), local=False)))
-    return {
-        "gradient": error(gradient(model), gradient(plain)),
-        "mean": error(norm.mean, plain.middle[0].mean),
-        "next forward broadcasts": model.require_forward_param_sync,
-    }
-
-
 class RunningNorm(nn.Module):
     """Subtracts a running mean that each forward first moves on, so that scores depend on how often it was moved."""
 
@@ -191,18 +173,6 @@ def unequal(rank: int, kind: str, sync: str) -> str:
         make_loss(Case("smooth_ap", gradient_reduction="sum" if wrapper == "plain" else "mean"), local=False)
     )
     return ": ".join(error_of(lambda: pool_window(model, own_window(rank, 2 + rank), loss, sync=sync)))
-
-
-def named_groups(rank: int) -> dict[str, str]:
-    """Return what a mistake in front of the loss leads to, for groups given in different forms."""
-    errors = {}
-    groups = {"mesh": mesh_of("fsdp2"), "world": dist.group.WORLD, "new": _everyone()}
-    for name, group in groups.items():
-        model = wrap(make_model(), "ddp")
-        loss = joined_loss(make_loss(Case("smooth_ap"), local=False, group=group))
-        wrong = loss if rank else lambda scores, given: _fail()
-        errors[name] = error_of(functools.partial(pool_window, model, own_window(rank, 2), wrong, group=group))[1]
-    return errors
 
 
 @functools.cache
@@ -539,12 +509,19 @@ def test_one_reduction_per_window(pool_of_two: WorkerPool, kind: str) -> None:
             assert counts["_reduce_scatter_base_.default"] == 2  # of each layer
 
 
-def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(ddp_buffers)
-    for result in (first, second):
-        assert result["gradient"] <= 1e-12
-        assert result["mean"] <= 1e-12
-        assert result["next forward broadcasts"]
+@on_ranks(2)
+def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(rank: int) -> None:
+    """The running statistics differ between the ranks at the start, and the model uses them: rank 0's count."""
+    batches = [batch for batch in own_window(rank, 3) if len(batch.features)][: 2 - rank]
+    norm, plain = RunningNorm(8), make_model(RunningNorm(8))
+    plain.middle[0].mean += 1.0
+    retained_over_ranks(plain, batches)
+    model = wrap(make_model(norm), "ddp")
+    norm.mean.copy_(torch.full((8,), 1.0 + rank))  # the constructor has broadcast them too
+    pool_window(model, batches, joined_loss(make_loss(Case("smooth_ap"), local=False)))
+    assert error(gradient(model), gradient(plain)) <= 1e-12
+    assert error(norm.mean, plain.middle[0].mean) <= 1e-12
+    assert model.require_forward_param_sync  # the next forward broadcasts
 
 
 @pytest.mark.slow
@@ -590,10 +567,14 @@ def test_unequal_numbers_of_micro_batches(pool_of_two: WorkerPool, kind: str, sy
     assert first.startswith("none: " if passes else text)
 
 
-def test_groups_in_every_form(pool_of_two: WorkerPool) -> None:
-    for errors in pool_of_two(named_groups):
-        text = "pooled_backward failed on rank 0: Mistake: this is mine"
-        assert errors == dict.fromkeys(("mesh", "world", "new"), text)
+@on_ranks(2)
+def test_groups_in_every_form(rank: int) -> None:
+    """A mistake in front of the loss is that of one rank for groups given in different forms."""
+    for group in (mesh_of("fsdp2"), dist.group.WORLD, _everyone()):
+        loss = joined_loss(make_loss(Case("smooth_ap"), local=False, group=group))
+        wrong = loss if rank else lambda scores, given: _fail()
+        call = functools.partial(pool_window, wrap(make_model(), "ddp"), own_window(rank, 2), wrong, group=group)
+        assert error_of(call)[1] == "pooled_backward failed on rank 0: Mistake: this is mine"
 
 
 def one_call(**options: Any) -> nn.Module:

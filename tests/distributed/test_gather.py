@@ -74,7 +74,7 @@ def test_row_aligned_tensors_travel_together(rank: int) -> None:
 @pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
 @on_ranks()
 def test_backward_scale(rank: int, reduction: str | int, backward: str) -> None:
-    """Rank r's loss is sum_i (r + 1) (i + 1) y_i with ``reduce_scatter``; if local the factor is i + 1 on every rank."""
+    """Rank r's loss is sum_i (r + 1) (i + 1) y_i with ``reduce_scatter``, and sum_i (i + 1) y_i if local."""
     world_size, is_local = dist.get_world_size(), backward == "local"
     for counts in layouts():
         own = torch.randn(counts[rank], 2, dtype=torch.float64, requires_grad=True)

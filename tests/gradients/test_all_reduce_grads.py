@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from workers import WorkerPool, class_of
+from workers import WorkerPool, error_of
 
 from fullrank import all_reduce_grads_, sequence_sync_group
 from fullrank.gradients import all_reduce_grads
@@ -58,17 +59,6 @@ def sums(rank: int, dtype: str, bucket: int) -> dict[str, Any]:
     expected = [sum(part(r, i, shape, kept).double() for r in range(world_size)) for i, shape in enumerate(SHAPES)]
     same = all(p.grad is g and g.data_ptr() == at and g.stride() == s for p, (g, at, s) in zip(parameters, held))
     return {"error": worst([p.grad for p in parameters], expected), "same": same, "counts": dict(counter.counts)}
-
-
-def mixed(rank: int) -> float:
-    """Return the error with parameters of three dtypes in turn, passed as pairs with names."""
-    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64]
-    parameters = [nn.Parameter(torch.zeros(4, dtype=kind)) for kind in kinds]
-    for index, parameter in enumerate(parameters):
-        parameter.grad = torch.full((4,), float(2**index * (rank + 1)), dtype=kinds[index])
-    all_reduce_grads_([(f"p{index}", p) for index, p in enumerate(parameters)], dist.group.WORLD)
-    total = sum(range(1, dist.get_world_size() + 1))
-    return worst([p.grad for p in parameters], [torch.full((4,), 2.0**index * total) for index in range(5)])
 
 
 def half_sum(rank: int, dtype: str, way: str) -> int:
@@ -136,46 +126,6 @@ def sharded(rank: int) -> dict[str, Any]:
     }
 
 
-def left_unsharded(rank: int) -> float:
-    """Return the error for a module of which FSDP2 shows whole parameters, while the gradients are those of shards."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    torch.manual_seed(0)
-    model, reference = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(3, 5, dtype=torch.float64)
-    reference.load_state_dict(model.state_dict())
-    fully_shard(model, mesh=mesh["shards"])
-    held = list(model.parameters())
-    model.set_reshard_after_backward(False)
-    model(part(rank, 0, (4, 3))).square().sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    all_reduce_grads_(model, mesh["copies"])
-    reference(torch.cat([part(r, 0, (4, 3)) for r in range(4)])).square().sum().div(2).backward()
-    return worst([p.grad.full_tensor() for p in held], [p.grad for p in reference.parameters()])
-
-
-def strange_values(rank: int) -> list[float]:
-    """Return a sum with NaN on one rank, and with inf on one rank."""
-    parameter = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.tensor([1.0, torch.nan if rank == 0 else 1.0, torch.inf if rank == 1 else 1.0])
-    all_reduce_grads_(parameter, dist.group.WORLD)
-    return parameter.grad.tolist()
-
-
-def nothing_to_add(rank: int) -> list[int]:
-    """Return the numbers of collectives for no group, for a group of one, and for no parameter at all."""
-    own = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))["own"]
-    model, counts = nn.Linear(2, 2), []
-    model(torch.ones(1, 2)).sum().backward()
-    before = [p.grad.clone() for p in model.parameters()]
-    for parameters, group in ((model, None), (model, own), ([], dist.group.WORLD)):
-        with CollectiveCounter() as counter:
-            all_reduce_grads_(parameters, group)
-        counts.append(counter.total)
-    assert all(p.grad.equal(grad) for p, grad in zip(model.parameters(), before))
-    return counts
-
-
 def _with_grad(grad: Any, parameter: nn.Parameter | None = None) -> list[nn.Parameter]:
     parameter = nn.Parameter(torch.zeros(4, 3)) if parameter is None else parameter
     parameter.grad = grad
@@ -207,36 +157,6 @@ BAD_PARAMETERS: dict[str, Callable[[], Any]] = {
     "dtype": lambda: _with_grad(torch.ones(4, 3).double(), nn.Parameter(torch.zeros(4, 3).double())),
     "frozen": _frozen,
 }
-
-
-def spoil(rank: int, case: str) -> tuple[str, str, float]:
-    """Return what is raised when the last rank passes something wrong, and the sum of a right call afterwards."""
-    parameters = BAD_PARAMETERS[case]() if rank == dist.get_world_size() - 1 else _good()
-    found = "nothing", ""
-    try:
-        all_reduce_grads_(parameters, dist.group.WORLD)
-    except Exception as raised:
-        found = class_of(raised), str(raised)
-    if isinstance(parameters, list) and parameters:
-        assert parameters[0].grad.sum() in (12.0, 6.0)  # untouched
-    again = _good()
-    all_reduce_grads_(again, dist.group.WORLD)
-    return *found, float(again[0].grad.sum())
-
-
-def own_mesh(rank: int, place: str) -> tuple[str, str]:
-    """Return what is raised for a gradient over the very ranks that it is sharded over, or Partial."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parameter = nn.Parameter(
-        distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0) if place == "shard" else Replicate()])
-    )
-    own = parameter.to_local().detach() + 1
-    parameter.grad = DTensor.from_local(own, mesh, [{"shard": Shard(0), "partial": Partial()}.get(place, Replicate())])
-    try:
-        all_reduce_grads_([parameter], dist.group.WORLD)
-    except ValueError as raised:
-        return "ValueError", str(raised)
-    return "nothing", str(float(parameter.grad.to_local()[0, 0]))
 
 
 HEADER, REDUCTION = "_allgather_base_.default", "allreduce_.default"
@@ -271,8 +191,16 @@ def test_buckets_are_filled() -> None:
     ]
 
 
-def test_dtypes_travel_apart(pool: WorkerPool) -> None:
-    assert max(pool(mixed)) == 0.0
+@on_ranks()
+def test_dtypes_travel_apart(rank: int) -> None:
+    """Three in turn, passed as pairs with names."""
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64]
+    parameters = [nn.Parameter(torch.zeros(4, dtype=kind)) for kind in kinds]
+    for index, parameter in enumerate(parameters):
+        parameter.grad = torch.full((4,), float(2**index * (rank + 1)), dtype=kinds[index])
+    all_reduce_grads_([(f"p{index}", p) for index, p in enumerate(parameters)], dist.group.WORLD)
+    total = sum(range(1, dist.get_world_size() + 1))
+    assert [p.grad.unique().tolist() for p in parameters] == [[2.0**index * total] for index in range(5)]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -297,21 +225,47 @@ def test_uneven_and_empty_shards(pool_of_four: WorkerPool) -> None:
         assert found["error"] <= 1e-15
 
 
-def test_a_module_that_fsdp_left_unsharded(pool_of_four: WorkerPool) -> None:
-    assert max(pool_of_four(left_unsharded)) <= 1e-14
+@on_ranks(4)
+def test_a_module_that_fsdp_left_unsharded(rank: int) -> None:
+    """FSDP2 shows whole parameters, while the gradients are those of shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(0)
+    model, reference = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(3, 5, dtype=torch.float64)
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh["shards"])
+    held = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    model(part(rank, 0, (4, 3))).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    all_reduce_grads_(model, mesh["copies"])
+    reference(torch.cat([part(r, 0, (4, 3)) for r in range(4)])).square().sum().div(2).backward()
+    assert worst([p.grad.full_tensor() for p in held], [p.grad for p in reference.parameters()]) <= 1e-14
 
 
-def test_nan_and_inf_come_through(pool: WorkerPool) -> None:
-    world_size = pool.world_size
-    for one, nan, infinite in pool(strange_values):
-        assert one == world_size
-        assert nan != nan
-        assert infinite == float("inf")
+@on_ranks()
+def test_nan_and_inf_come_through(rank: int) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, torch.nan if rank == 0 else 1.0, torch.inf if rank == 1 else 1.0])
+    all_reduce_grads_(parameter, dist.group.WORLD)
+    assert parameter.grad[0] == dist.get_world_size()
+    assert parameter.grad[1].isnan()
+    assert parameter.grad[2] == torch.inf
 
 
-def test_nothing_to_add(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_nothing_to_add(rank: int) -> None:
     """No group and a group of one cost nothing; no parameter costs the header, in which the others would object."""
-    assert pool_of_two(nothing_to_add) == [[0, 0, 1]] * 2
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "own"))["own"]
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    for parameters, group, number in ((model, None, 0), (model, own, 0), ([], dist.group.WORLD, 1)):
+        with CollectiveCounter() as counter:
+            all_reduce_grads_(parameters, group)
+        assert counter.total == number
+    assert all(p.grad.equal(grad) for p, grad in zip(model.parameters(), before))
 
 
 BAD = {
@@ -327,29 +281,41 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_raises_on_every_rank(pool_of_two: WorkerPool, case: str) -> None:
-    outcomes = pool_of_two(spoil, case)
-    assert outcomes[0] == outcomes[1]
-    kind, text, total = outcomes[0]
+@on_ranks(2)
+def test_what_does_not_fit_raises_on_every_rank(rank: int, case: str) -> None:
+    """The last rank passes it; gradients are untouched, and a right call afterwards works."""
+    parameters = BAD_PARAMETERS[case]() if rank else _good()
+    kind, text = error_of(lambda: all_reduce_grads_(parameters, dist.group.WORLD))
     assert kind == BAD[case][0]
     assert text.startswith("all_reduce_grads_")
-    assert BAD[case][1] in text
-    assert total == 24.0
+    assert BAD[case][1] in text, text
+    if isinstance(parameters, list) and parameters:
+        assert parameters[0].grad.sum() in (12.0, 6.0)  # untouched
+    again = _good()
+    all_reduce_grads_(again, dist.group.WORLD)
+    assert again[0].grad.sum() == 24.0
 
 
 @pytest.mark.parametrize(
-    ("place", "kind", "text"),
+    ("placement", "text"),
     [
-        ("shard", "ValueError", "S(0) 0 of 2 on rank 0, float32 (2, 3) on cpu, S(0) 1 of 2 on rank 1."),
-        ("partial", "ValueError", "P(sum) 0 of 2 on rank 0"),
-        ("replicate", "nothing", "2.0"),
+        (Shard(0), "S(0) 0 of 2 on rank 0, float32 (2, 3) on cpu, S(0) 1 of 2 on rank 1."),
+        (Partial(), "P(sum) 0 of 2 on rank 0"),
+        (Replicate(), ""),
     ],
+    ids=str,
 )
-def test_shards_are_not_added_to_each_other(pool_of_two: WorkerPool, place: str, kind: str, text: str) -> None:
+@on_ranks(2)
+def test_shards_are_not_added_to_each_other(rank: int, placement: Any, text: str) -> None:
     """A replicated gradient may be a summand, as of hand-written sequence parallelism."""
-    for found, message in pool_of_two(own_mesh, place):
-        assert found == kind
-        assert text in message
+    mesh, whole = init_device_mesh("cpu", (2,)), Replicate()
+    layout = placement if placement == Shard(0) else whole
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [layout]))
+    parameter.grad = DTensor.from_local(parameter.to_local().detach() + 1, mesh, [placement])
+    found = error_of(lambda: all_reduce_grads_([parameter], dist.group.WORLD))
+    assert found[0] == ("none" if placement == whole else "ValueError")
+    assert text in found[1]
+    assert parameter.grad.to_local()[0, 0] == (2 if placement == whole else 1)
 
 
 def test_one_process() -> None:

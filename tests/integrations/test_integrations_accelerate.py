@@ -211,6 +211,7 @@ def test_pooled_losses_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 def test_control_the_mean_of_two_pools_is_not_the_loss_of_both(workers: WorkerPool) -> None:
     apart = POOLED.replace("windows(loader, 2)", "windows(loader, 1)")
     assert apart != POOLED
@@ -233,6 +234,7 @@ def test_a_restart_keeps_the_best_checkpoint(workers: WorkerPool, tmp_path: Path
     assert workers(best_after_restart, DEFINITIONS, SCRIPT, str(tmp_path)) == [[False, False, True]] * 2
 
 
+@pytest.mark.full
 def test_control_the_repeated_rows_count(workers: WorkerPool, tmp_path: Path) -> None:
     repeated = DEFINITIONS.replace("gather_for_metrics", "gather")
     assert repeated != DEFINITIONS

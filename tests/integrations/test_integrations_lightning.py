@@ -293,6 +293,7 @@ def test_control_without_the_callback_the_warmup_never_ends(workers: WorkerPool,
         assert loss > 0.1
 
 
+@pytest.mark.full
 def test_control_losses_of_single_ranks_are_another_training(workers: WorkerPool, tmp_path: Path) -> None:
     alone = DEFINITION.replace("num_classes=1", "num_classes=1, gather_distributed=False")
     assert alone != DEFINITION
@@ -317,6 +318,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(workers: WorkerPool, tmp_pat
         assert 0.2 < temperature < 1.0  # it stands within its decay
 
 
+@pytest.mark.full
 def test_control_resumed_without_the_queue(workers: WorkerPool, tmp_path: Path) -> None:
     for differing, _ in workers(resumed, WARM_RANKER, str(tmp_path), 12, False):
         assert "/encoder.0.weight" in differing
@@ -339,6 +341,7 @@ def test_pooled_windows_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 def test_lightning_keeps_balanced_batches(workers: WorkerPool) -> None:
     for found in workers(balanced, DEFINITION, {"use_distributed_sampler": False}):
         assert found == ({3}, 2, 4, 1)  # three positives in each batch, another order in each of two epochs

@@ -426,6 +426,7 @@ def test_control_counts_of_single_ranks(workers: WorkerPool, tmp_path: Path) -> 
         assert parameters > 0.05
 
 
+@pytest.mark.full
 def test_control_a_mean_is_off_by_ranks_times_micro_batches(workers: WorkerPool, tmp_path: Path) -> None:
     for parameters, loss, norm in workers(causal, MEAN, str(tmp_path), "llama", {}):
         assert parameters > 0.05
@@ -433,7 +434,8 @@ def test_control_a_mean_is_off_by_ranks_times_micro_batches(workers: WorkerPool,
         assert norm > 2
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 2], ids=["one", "two"])
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 2], ids=["one", "two"])
 def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path, steps: int) -> None:
     for errors in workers(pooled, POOLED, str(tmp_path), {"gradient_accumulation_steps": steps}):
         assert max(errors) <= LIMIT
@@ -464,6 +466,7 @@ def test_control_a_pooled_loss_as_function(workers: WorkerPool, tmp_path: Path, 
         assert norm > 0.9
 
 
+@pytest.mark.full
 def test_the_trainer_keeps_balanced_batches(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers(balanced, DEFINITIONS, str(tmp_path)) == [({1}, 2)] * 2
 

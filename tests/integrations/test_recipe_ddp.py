@@ -121,6 +121,7 @@ def test_it_trains_and_validates_as_one_process(pool_of_two: WorkerPool, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "best.pt"}
 
 
+@pytest.mark.full
 def test_control_another_batch(pool_of_two: WorkerPool, tmp_path: Path) -> None:
     shuffled = DEFINITIONS.replace("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 1)")
     assert shuffled != DEFINITIONS
@@ -132,6 +133,7 @@ def test_it_resumes_bit_for_bit(pool_of_two: WorkerPool, tmp_path: Path) -> None
     assert pool_of_two(resumed, DEFINITIONS, str(tmp_path), True) == [(True, True)] * 2
 
 
+@pytest.mark.full
 def test_control_a_resume_without_the_loss(pool_of_two: WorkerPool, tmp_path: Path) -> None:
     assert [same for same, _ in pool_of_two(resumed, DEFINITIONS, str(tmp_path), False)] == [False] * 2
 

@@ -180,6 +180,7 @@ def test_fsdp2_with_tensor_parallelism(pool_of_four: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+@pytest.mark.full
 def test_control_a_gather_over_all_ranks(pool_of_four: WorkerPool) -> None:
     """Every row is there twice and weighs half, which the scale of four ranks makes up for; but it has a rival more."""
     everyone = WRAP.replace(*QUEUE).replace(', group=mesh["data"]', "")
@@ -218,6 +219,7 @@ def test_fsdp1(pool_of_two: WorkerPool) -> None:
         assert max(errors) <= 1e-6  # float32, the only dtype that its clip_grad_norm_ takes
 
 
+@pytest.mark.full
 def test_control_the_norm_of_pieces(pool_of_two: WorkerPool) -> None:
     pieces = FSDP1.replace("model.clip_grad_norm_(1.0)", "fullrank.clip_grad_norm_(model, 1.0)")
     assert pieces != FSDP1

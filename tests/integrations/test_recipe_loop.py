@@ -128,6 +128,7 @@ def test_mixed_precision(pool_of_two: WorkerPool) -> None:
         assert skipped  # on both ranks, though only one has the infinite row
 
 
+@pytest.mark.full
 def test_control_a_gradient_that_is_clipped_with_its_scale(pool_of_two: WorkerPool) -> None:
     """In one process the same mistake is made, so the size of the steps is what differs: 65,536 times too small."""
     clipped = SCALER.replace("    scaler.unscale_(optimizer)\n", "")

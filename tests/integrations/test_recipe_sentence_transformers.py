@@ -140,6 +140,7 @@ def test_it_trains_as_one_process(workers: WorkerPool, tmp_path: Any) -> None:
     assert any(path.name.startswith("checkpoint-") for path in tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_control_texts_of_one_rank(workers: WorkerPool, tmp_path: Any) -> None:
     alone = SCRIPT.replace("RetrievalAPLoss(model)", "RetrievalAPLoss(model, gather_distributed=False)")
     recorded = alone.replace("loss=RetrievalAPLoss(model, ", "loss=Recorded(model, ")

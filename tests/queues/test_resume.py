@@ -360,6 +360,7 @@ def test_every_part_of_the_checkpoint_counts(
         assert first[0] != through[0]
 
 
+@pytest.mark.full
 def test_three_ranks_go_on_too(tmp_path: Path) -> None:
     pool = get_pool(3)
     through = pool(run_example, str(tmp_path / "through"), 16)
@@ -367,6 +368,7 @@ def test_three_ranks_go_on_too(tmp_path: Path) -> None:
     assert pool(run_example, str(tmp_path / "stopped"), 16) == through
 
 
+@pytest.mark.full
 def test_three_ranks_need_settled_buckets() -> None:
     assert get_pool(3)(first_gradient_is_the_second, True) == [True] * 3
     # The control: DDP adds up in another order from its second step on.
@@ -420,7 +422,7 @@ def test_two_ranks_go_on_bit_identically(saved: tuple[str, list[list[float]]]) -
     assert get_pool(2)(resume_all, folder) == [expected, expected]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_another_number_of_ranks_gives_the_same_losses(saved: tuple[str, list[list[float]]], world_size: int) -> None:
     """The same bits, but for the warm-up loss: a sum of the sums of the ranks, rounded once more or less."""
     folder, expected = saved
@@ -617,7 +619,7 @@ def test_the_two_lines() -> None:
         pytest.param(DCP, DCP, "DDP", id="dcp, DDP"),
         pytest.param(DCP, DCP, "FSDP2", id="dcp, FSDP2"),
         pytest.param(ASYNC, DCP, "DDP", id="async, DDP"),
-        pytest.param(ASYNC, DCP, "FSDP2", id="async, FSDP2"),
+        pytest.param(ASYNC, DCP, "FSDP2", id="async, FSDP2", marks=pytest.mark.full),
         pytest.param(FSDP_FILE, FSDP_FILE, "FSDP2", id="one file, FSDP2"),
     ],
 )
