@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
+from on_ranks import on_ranks
 from outcomes import Outcome, assert_refused, outcome_of
 from subjects import LIMITS, NUM_FEATURES, Model, by_hand, error, gradient, reduced, wrap
 from torch import Tensor, nn
@@ -126,31 +127,21 @@ def test_gradient_and_value_are_those_of_one_process(pool: WorkerPool, wrapper: 
             assert max(max(each) for each in errors) <= limit, (dtype, errors)
 
 
-def with_own_table(rank: int) -> list[Errors]:
-    """Leave out the sum over the ranks."""
+@on_ranks(2)
+def test_control_the_table_of_one_rank_is_not_enough(rank: int) -> None:
     with mock.patch.object(Exchange, "sum", lambda self, tensor, what: tensor):
-        return against_one_process(rank, "ddp", [PLAIN])
+        first, *_ = against_one_process(rank, "ddp", [PLAIN])
+    assert first.gradient > 1e-3  # in the second window one rank has all rows
 
 
-def test_control_the_table_of_one_rank_is_not_enough(pool_of_two: WorkerPool) -> None:
-    for errors in pool_of_two(with_own_table):
-        assert errors[0].gradient > 1e-3  # in the second window one rank has all rows
-
-
-def collectives(rank: int) -> tuple[int, int]:
-    """Return the number of collectives of a window without a wrapper, and the bytes of the largest."""
-    model = make_model(PLAIN)
-    own = part_of(rows_of(PLAIN), split(37, dist.get_world_size(), 0), rank)
-    with CollectiveCounter() as counter:
-        streamed(model, cut(own, 3), make_loss(PLAIN._replace(gradient_reduction="sum")), group=dist.group.WORLD)
-    return counter.total, max(counter.sizes)
-
-
-def test_number_of_collectives(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_number_of_collectives(rank: int) -> None:
     """The headers of the window, of the first pass, of the loss, of step 2 and of the replay; the table."""
-    for number, most in pool_of_two(collectives):
-        assert number == 6
-        assert most < 64_000
+    own = cut(part_of(rows_of(PLAIN), split(37, 2, 0), rank), 3)
+    with CollectiveCounter() as counter:
+        streamed(make_model(PLAIN), own, make_loss(PLAIN._replace(gradient_reduction="sum")), group=dist.group.WORLD)
+    assert counter.total == 6
+    assert max(counter.sizes) < 64_000
 
 
 # One process
@@ -477,21 +468,18 @@ def test_a_table_that_is_too_large_is_not_made() -> None:
     assert seen.largest < 2**24  # elements, of 8 bytes
 
 
-class OverRanks(NamedTuple):
-    """What two ranks find in tables that fit alone."""
-
-    error: tuple[str, str]  # of ranges that do not fit together
-    size: int
-    value: float  # with weights of other magnitudes on each rank
-    expected: float
-
-
-def over_ranks(rank: int) -> OverRanks:
+@on_ranks(2)
+def test_tables_that_do_not_fit_together(rank: int) -> None:
+    """Each fits alone."""
     generator = torch.Generator().manual_seed(rank)
     wide = fullrank.SmoothAPLoss(300, 0, 0.05).open_stream(False)
     wide.add(torch.randn(8, 300, generator=generator, dtype=torch.float64) + 50 * rank, torch.arange(8))
-    size = wide.num_bytes
-    error = error_of(wide.finish)
+    assert wide.num_bytes > 0
+    assert "expected a table of at most 256 MiB, got one of" in error_of(wide.finish)[1]
+
+
+@on_ranks(2)
+def test_weights_of_other_magnitudes_on_each_rank(rank: int) -> None:
     loss, rows = fullrank.SmoothAPLoss(1, 0, 0.3), rows_of(PLAIN)
     scores, targets = rows.features[:, :1], rows.targets
     weight = torch.full((len(targets),), 1e300, dtype=torch.float64)
@@ -499,16 +487,7 @@ def over_ranks(rank: int) -> OverRanks:
     table, own = loss.open_stream(True), slice(20) if rank == 0 else slice(20, None)
     table.add(scores[own], targets[own], weight[own])
     expected = fullrank.losses.smooth_ap(scores, targets, 0.3, sample_weight=weight)
-    return OverRanks(error, size, float(table.finish().value), float(expected))
-
-
-def test_tables_of_several_ranks(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(over_ranks)
-    assert first.error == second.error
-    assert "expected a table of at most 256 MiB, got one of" in first.error[1]
-    for found in (first, second):
-        assert found.size > 0
-        assert found.value == pytest.approx(found.expected, rel=1e-12)
+    assert float(table.finish().value) == pytest.approx(float(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("beyond", [-1e3, 1e3])

@@ -483,7 +483,7 @@ def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list
     is_bad = is_everyone or rank == dist.get_world_size() - 1
     return [
         _spoil(rank, verb, FAULTS[verb][name], wrap(Model(buffers=buffers), kind), is_bad, num_before)
-        for buffers in ([False, True] if kind.startswith("ddp") else [False])
+        for buffers in ([False, True] if kind == "ddp" and name not in OPENINGS else [False])
         for num_before in (0, 1)
         if not (buffers and verb == "accumulate each" and not is_everyone)  # every forward broadcasts then
     ]
@@ -524,19 +524,6 @@ def _left(model: nn.Module, expected: Tensor) -> str:
     return "exact" if error(gradient(model), expected) <= 1e-12 else "others"
 
 
-def check(verb: str, name: str, kind: str, left: str, *, is_everyone: bool = False, world_size: int = 2) -> None:
-    """Assert the same error on every rank, and what it leaves."""
-    fault = FAULTS[verb][name]
-    for of_ranks in zip(*get_pool(world_size)(spoil, verb, name, kind, is_everyone), strict=True):
-        for seen in of_ranks:
-            assert seen[:2] == of_ranks[0][:2]
-            assert seen.kind in ([fault.kind] if is_everyone else []) + [f"Rank{fault.kind}"], seen
-            assert fault.text.replace("rank 1", f"rank {world_size - 1}") in seen.text, seen
-            assert seen.left == left, seen
-            assert seen.restored
-            assert seen.next_error <= 1e-12, seen
-
-
 KINDS = ("ddp", "fsdp2", "plain")
 
 
@@ -560,56 +547,53 @@ LOOPED = in_turns(LOOPS, ("vector in 0", "vector in 2", "no graph in 2", "no cal
 LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items in 0", kind) not in LOOPED]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), OPENED)
-def test_accumulate_with_bad_arguments(name: str, kind: str) -> None:
-    check("accumulate", name, kind, "kept")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), LOOPED)
-def test_accumulate_with_a_mistake_in_the_loop(name: str, kind: str) -> None:
-    check("accumulate", name, kind, "dropped")
-
-
-@pytest.mark.parametrize("kind", ["ddp", "plain"])
-@pytest.mark.parametrize("name", LOCAL_LOOPS)
-def test_accumulate_with_a_backward_left_out(name: str, kind: str) -> None:
-    check("accumulate", name, kind, "dropped")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOCAL_LOOPS)
-def test_accumulate_with_a_backward_left_out_where_it_communicates(name: str) -> None:
-    check("accumulate", name, "fsdp2", "dropped", is_everyone=True)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_accumulate_with_the_only_micro_batch_left_out(world_size: int) -> None:
-    check("accumulate", "skips its only micro-batch", "ddp", "kept", world_size=world_size)
-
-
 # Under FSDP2 not "forward": the others would wait in the collectives of the forward that one of them does not make.
 UNDER_FSDP = ("none", "no_grad", "before", "after", "inside", "vector", "leaf", "scores of two kinds")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, "ddp") for name in POOLED] + [(name, "fsdp2") for name in UNDER_FSDP] + [("after", "plain")],
-)
-def test_pooled_backward_with_a_mistake_before_the_replay(name: str, kind: str) -> None:
-    check("pooled_backward", name, kind, "kept")
+def rows() -> list[Any]:
+    """Return verb, fault, wrapper, world size, what is left of the gradients, and whether every rank makes it."""
+    found = [("accumulate", name, kind, 2, "kept", False) for name, kind in OPENED]
+    found += [("accumulate", name, kind, 2, "dropped", False) for name, kind in LOOPED]
+    found += [("accumulate", name, kind, 2, "dropped", False) for name in LOCAL_LOOPS for kind in ("ddp", "plain")]
+    found += [("accumulate", name, "fsdp2", 2, "dropped", True) for name in LOCAL_LOOPS]
+    found += [("accumulate", *SKIPPED, "ddp", world_size, "kept", False) for world_size in (2, 3)]
+    found += [("pooled_backward", name, "ddp", 2, "kept", False) for name in POOLED]
+    found += [("pooled_backward", name, "fsdp2", 2, "kept", False) for name in UNDER_FSDP]
+    found += [("pooled_backward", "after", "plain", 2, "kept", False)]
+    found += [("pooled_backward", name, "ddp", 2, "dropped", False) for name in REPLAYED]
+    # What FSDP2 and HSDP hold unreduced is discarded too.
+    found += [("pooled_backward", "replay", kind, 2, "dropped", False) for kind in ("fsdp2", "plain")]
+    found += [("pooled_backward", "replay", "hsdp", 4, "dropped", False)]
+    # The step continues, and its gradient is exact.
+    found += [("DeferredMean", name, kind, 2, "exact", False) for name in DEFERRED for kind in ("ddp", "fsdp2")]
+    found += [("DeferredMean", name, "plain", 2, "exact", False) for name in FINISHED]
+    found += [
+        (verb, name, "ddp", 2, "exact" if verb == "DeferredMean" else "dropped", is_everyone)
+        for verb in FAULTS
+        for name in UNSEEN
+        for is_everyone in (False, True)
+        # A replay has scores; with sync="each" the first micro-batch raises on that rank alone.
+        if (verb, name) != ("pooled_backward", "no model in the last")
+        and (verb, name, is_everyone) != ("accumulate each", "module in every one", False)
+    ]
+    fast = {*LOCAL_LOOPS, *SKIPPED, *FINISHED}
+    marks = {2: pytest.mark.slow, 3: pytest.mark.full, 4: pytest.mark.slow}
+    return [pytest.param(*row, marks=[] if row[1] in fast and row[3] == 2 else marks[row[3]]) for row in found]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind", "world_size"),
-    [(name, "ddp", 2) for name in REPLAYED] + [("replay", "fsdp2", 2), ("replay", "plain", 2), ("replay", "hsdp", 4)],
-)
-def test_pooled_backward_with_a_mistake_in_the_replay(name: str, kind: str, world_size: int) -> None:
-    """What FSDP2 and HSDP hold unreduced is discarded too."""
-    check("pooled_backward", name, kind, "dropped", world_size=world_size)
+@pytest.mark.parametrize(("verb", "name", "kind", "world_size", "left", "is_everyone"), rows())
+def test_a_mistake(verb: str, name: str, kind: str, world_size: int, left: str, is_everyone: bool) -> None:
+    """The same error on all ranks, what it leaves of the gradients, the switches of the wrapper, an exact next step."""
+    fault = FAULTS[verb][name]
+    for of_ranks in zip(*get_pool(world_size)(spoil, verb, name, kind, is_everyone), strict=True):
+        for seen in of_ranks:
+            assert seen[:2] == of_ranks[0][:2]
+            assert seen.kind in ([fault.kind] if is_everyone else []) + [f"Rank{fault.kind}"], seen
+            assert fault.text.replace("rank 1", f"rank {world_size - 1}") in seen.text, seen
+            assert seen.left == left, seen
+            assert seen.restored
+            assert seen.next_error <= 1e-12, seen
 
 
 @pytest.mark.slow
@@ -620,34 +604,3 @@ def test_pooled_backward_with_a_mistake_of_all_ranks(name: str) -> None:
         assert one.text.startswith(("this is mine", "forward: expected scores with a graph"))
         assert one.left == ("kept" if name == "forward" else "dropped")
         assert one.next_error <= 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", DEFERRED)
-def test_deferred_mean_with_a_bad_call(name: str, kind: str) -> None:
-    """The step continues, and its gradient is exact."""
-    check("DeferredMean", name, kind, "exact")
-
-
-@pytest.mark.parametrize("name", FINISHED)
-def test_deferred_mean_with_a_bad_finish(name: str) -> None:
-    check("DeferredMean", name, "plain", "exact")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_everyone", [False, True], ids=["one rank", "every rank"])
-@pytest.mark.parametrize("name", UNSEEN)
-@pytest.mark.parametrize("verb", FAULTS)
-def test_a_loss_that_ddp_does_not_see(verb: str, name: str, is_everyone: bool) -> None:
-    if verb == "pooled_backward" and name == "no model in the last":
-        pytest.skip("a replay has scores")
-    if verb == "accumulate each" and name == "module in every one" and not is_everyone:
-        pytest.skip("with sync='each' the first micro-batch raises on that rank alone")
-    left = {
-        "DeferredMean": "exact",
-        "pooled_backward": "dropped",
-        "accumulate": "dropped",
-        "accumulate each": "dropped",
-    }
-    check(verb, name, "ddp", left[verb], is_everyone=is_everyone)

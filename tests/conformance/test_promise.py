@@ -7,8 +7,10 @@ from typing import Any
 import gradient_cases
 import pytest
 import torch
+import torch.distributed as dist
 from batches import part_of, split
 from gradient_cases import Case
+from on_ranks import on_ranks
 from subjects import LIMITS
 from workers import WorkerPool, get_pool
 
@@ -103,29 +105,21 @@ def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case)
     assert_exact(pool, case)
 
 
-def weighted_means(rank: int, world_size: int) -> tuple[float, float, float]:
-    """Return the weighted mean over all ranks, over this rank's rows, and torch's over all rows, of random classes."""
-    step = gradient_cases.make_step(Case("softmax_focal"), 0)
-    alpha = [0.2, 1.0, 3.0]
-    counts = split(step.features.shape[0], world_size, 0)
-    own = part_of(step, counts, rank)
-    spread = fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted")
-    alone = fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted", gather_distributed=False)
+@on_ranks()
+def test_weighted_mean_over_ranks_is_that_of_torch_over_all_rows(rank: int) -> None:
+    """The control: the mean of what each rank gets by dividing by its own weights."""
+    step, alpha, size = gradient_cases.make_step(Case("softmax_focal"), 0), [0.2, 1.0, 3.0], dist.get_world_size()
+    own = part_of(step, split(step.features.shape[0], size, 0), rank)
+    spread, alone = (
+        fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted", gather_distributed=gather)
+        for gather in (None, False)
+    )
     weights = torch.tensor(alpha, dtype=torch.float64)
     whole = torch.nn.CrossEntropyLoss(weight=weights)(step.features[:, :3], step.targets)
-    return (
-        spread(own.features[:, :3], own.targets).item(),
-        alone(own.features[:, :3], own.targets).item(),
-        whole.item(),
-    )
-
-
-def test_weighted_mean_over_ranks_is_that_of_torch_over_all_rows(pool: WorkerPool) -> None:
-    results = pool(weighted_means, pool.world_size)
-    for ours, _, theirs in results:
-        assert ours == pytest.approx(theirs, rel=1e-12)
-    mean_of_means = sum(alone for _, alone, _ in results) / len(results)
-    assert abs(mean_of_means - results[0][2]) > 1e-3  # a control: what each rank dividing by its own weights gives
+    assert spread(own.features[:, :3], own.targets).item() == pytest.approx(whole.item(), rel=1e-12)
+    mean_of_means = alone(own.features[:, :3], own.targets) / size
+    dist.all_reduce(mean_of_means)
+    assert abs(mean_of_means - whole) > 1e-3
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from torch.utils.checkpoint import checkpoint
 from workers import WorkerPool, error_of
 
 import fullrank
@@ -15,16 +17,6 @@ from fullrank.distributed import group
 from fullrank.distributed.header import Checksum, DeviceCheck, Offer, agree_on
 
 # --- agreement ---------------------------------------------------------------------------------------------------
-
-
-def agree_on_totals(rank: int) -> tuple[list[int], list[list[float]]]:
-    """Return the row counts and totals that the ranks exchange, for every kind of total that a caller may pass."""
-    totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
-    totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
-    checksum = Checksum(torch.tensor(-(2**62), dtype=torch.int64), "queue", "")
-    offer = Offer(None, rows=2**40 + rank, totals=totals, checksum=checksum)
-    agreement = agree_on("a call", dist.group.WORLD, lambda: offer)
-    return list(agreement.rows), agreement.totals.tolist()
 
 
 class _Speechless:
@@ -89,47 +81,24 @@ def another_order(rank: int, kind: str, names: list[str | None], odd: int) -> li
     return steps
 
 
-def call_after_disagreement(rank: int) -> list[float]:
-    """Gather the ranks' numbers after they have disagreed."""
-    different_calls(rank, ["gather", "softmax_focal"])
-    return fullrank.all_gather_no_grad(torch.tensor([float(rank)])).tolist()
+CHECKPOINTED: dict[str, Any] = {
+    "smooth_ap": lambda x, y: fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5)(x, y),
+    "focal": lambda x, y: fullrank.SigmoidFocalLoss()(x, y[:, None].to(x)),
+    "gather": lambda x, y: fullrank.all_gather_with_grad(x).square().sum(),
+    "global_mean": lambda x, y: fullrank.global_mean(x.square().sum(), 4),
+}
 
 
-def known_groups(rank: int) -> list[bool]:
-    """Return whether a group is not known, then known, and no longer known once it is gone."""
-    new = dist.new_group([0, 1])
-    before = len(group._BACKENDS)
-    fullrank.all_gather_no_grad(torch.ones(1), new)
-    known = [new in group._BACKENDS, len(group._BACKENDS) == before + 1]
-    dist.barrier(new)
-    dist.destroy_process_group(new)
-    del new
-    gc.collect()
-    return [*known, len(group._BACKENDS) > before]
-
-
-def inside_checkpoint(rank: int, reentrant: bool, name: str) -> tuple[str, str]:
-    """Return the error of a communicating call that activation checkpointing runs again in backward."""
-    from torch.utils.checkpoint import checkpoint
-
-    calls = {
-        "smooth_ap": fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5),
-        "focal": lambda x, y: fullrank.SigmoidFocalLoss()(x, y[:, None].to(x)),
-        "gather": lambda x, y: fullrank.all_gather_with_grad(x).square().sum(),
-        "global_mean": lambda x, y: fullrank.global_mean(x.square().sum(), 4),
-    }
-    logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
-    value = checkpoint(calls[name], logits, targets, use_reentrant=reentrant)
-    return error_of(value.backward)
-
-
-@pytest.mark.parametrize("call", ["smooth_ap", "focal", "gather", "global_mean"])
-def test_a_call_inside_checkpoint_is_refused(pool_of_two: WorkerPool, call: str) -> None:
+@pytest.mark.parametrize("call", CHECKPOINTED)
+@on_ranks(2)
+def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:
     """The non-re-entrant form runs the forward twice, once in backward; so does the re-entrant one."""
     for reentrant in (False, True):
-        for name, text in pool_of_two(inside_checkpoint, reentrant, call):
-            assert name == "RuntimeError"
-            assert "call the loss outside checkpoint" in text
+        logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
+        value = checkpoint(CHECKPOINTED[call], logits, targets, use_reentrant=reentrant)
+        kind, text = error_of(value.backward)
+        assert kind == "RuntimeError"
+        assert "call the loss outside checkpoint" in text
 
 
 def test_gather_distributed_is_checked_where_it_is_set() -> None:
@@ -139,12 +108,16 @@ def test_gather_distributed_is_checked_where_it_is_set() -> None:
         loss.gather_distributed = "yes"  # type: ignore[assignment]
 
 
-def test_the_header_carries_any_total_and_every_word(pool: WorkerPool) -> None:
+@on_ranks()
+def test_the_header_carries_any_total_and_every_word(rank: int) -> None:
     """Numbers and tensors of any kind arrive as float64, in rank order; rows and checksums as they are."""
-    world_size = pool.world_size
-    for rows, totals in pool(agree_on_totals):
-        assert rows == [2**40 + rank for rank in range(world_size)]
-        assert totals == [[rank + 0.1, 3.0, 0.5, -(2.0**60)] for rank in range(world_size)]
+    totals = [torch.tensor([rank + 0.1], dtype=torch.float64, requires_grad=True), 3]
+    totals += [torch.tensor(0.5, dtype=torch.bfloat16), -(2**60)]
+    checksum = Checksum(torch.tensor(-(2**62), dtype=torch.int64), "queue", "")
+    offer = Offer(None, rows=2**40 + rank, totals=totals, checksum=checksum)
+    agreement, ranks = agree_on("a call", dist.group.WORLD, lambda: offer), range(dist.get_world_size())
+    assert list(agreement.rows) == [2**40 + other for other in ranks]
+    assert agreement.totals.tolist() == [[other + 0.1, 3.0, 0.5, -(2.0**60)] for other in ranks]
 
 
 def test_a_header_that_cannot_be_made_is_an_error_on_every_rank(pool: WorkerPool) -> None:
@@ -203,9 +176,21 @@ def test_a_name_is_a_text() -> None:
             NAMED[kind](3)
 
 
-def test_the_calls_after_a_disagreement_work(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(call_after_disagreement) == [[0.0, 1.0], [0.0, 1.0]]
+@on_ranks(2)
+def test_the_calls_after_a_disagreement_work(rank: int) -> None:
+    different_calls(rank, ["gather", "softmax_focal"])
+    assert fullrank.all_gather_no_grad(torch.tensor([float(rank)])).tolist() == [0.0, 1.0]
 
 
-def test_backends_are_kept_for_as_long_as_their_group(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(known_groups) == [[True, True, False]] * 2
+@on_ranks(2)
+def test_backends_are_kept_for_as_long_as_their_group(rank: int) -> None:
+    new = dist.new_group([0, 1])
+    before = len(group._BACKENDS)
+    fullrank.all_gather_no_grad(torch.ones(1), new)
+    assert new in group._BACKENDS
+    assert len(group._BACKENDS) == before + 1
+    dist.barrier(new)
+    dist.destroy_process_group(new)
+    del new
+    gc.collect()
+    assert len(group._BACKENDS) <= before

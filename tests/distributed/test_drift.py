@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradient_cases import Case
+from on_ranks import on_ranks
 from torch import Tensor
 from workers import WorkerPool, error_of, get_pool
 
@@ -214,25 +215,6 @@ def schedule_on_each_rank(rank: int, blend: int, step: int, behind: int) -> list
     return outcomes
 
 
-def silent_damage(rank: int) -> tuple[str, tuple[str, str]]:
-    """Change a stored row of rank 1 behind the back of its checksum; return the errors of a step and of the check."""
-    loss = fullrank.SmoothAPLoss(num_classes=2, queue_size=40, temperature=0.5)
-    _take_step(loss, rank, 0)
-    if rank == 1:
-        loss.queue.rows().logits[0] += 1
-    step = error_of(lambda: _take_step(loss, rank, 1))[0]
-    return step, error_of(loss.queue.assert_synchronized)
-
-
-def synchronized_in_a_part(rank: int) -> list[tuple[str, str]]:
-    """Let rank 1 of three differ; return what the check says over all ranks, and over the two others."""
-    group = dist.new_group([0, 2])
-    queue = fullrank.MemoryQueue(4, 2)
-    queue.enqueue(torch.full((1, 2), float(rank == 1)), torch.tensor([0]))
-    whole = error_of(queue.assert_synchronized)
-    return [whole, error_of(lambda: queue.assert_synchronized(group)) if rank != 1 else ("none", "")]
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
 ARGUMENTS = [
@@ -305,20 +287,29 @@ def test_control_equal_schedules_are_fine(pool_of_two: WorkerPool) -> None:
         assert pool_of_two(schedule_on_each_rank, 4, step, 0) == [[("none", "")] * 2] * 2
 
 
-def test_damage_that_no_checksum_sees(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_damage_that_no_checksum_sees(rank: int) -> None:
     """The header compares what entered the queue; assert_synchronized compares what it holds."""
-    outcomes = pool_of_two(silent_damage)
-    assert {step for step, _ in outcomes} == {"none"}
-    assert len({check for _, check in outcomes}) == 1
-    error, text = outcomes[0][1]
-    assert error == "RuntimeError"
-    assert "MemoryQueue.assert_synchronized: expected the same on every rank" in text
-    assert "reset_queue()" in text
-    assert "on rank 1" in text
+    loss = fullrank.SmoothAPLoss(num_classes=2, queue_size=40, temperature=0.5)
+    _take_step(loss, rank, 0)
+    loss.queue.assert_synchronized()
+    if rank == 1:
+        loss.queue.rows().logits[0] += 1
+    _take_step(loss, rank, 1)
+    kind, text = error_of(loss.queue.assert_synchronized)
+    assert kind == "RuntimeError"
+    for part in ("MemoryQueue.assert_synchronized: expected the same on every rank", "on rank 1", "reset_queue()"):
+        assert part in text
 
 
-def test_assert_synchronized_over_a_group() -> None:
-    outcomes = get_pool(3)(synchronized_in_a_part)
-    assert {whole[0] for whole, _ in outcomes} == {"RuntimeError"}
-    assert all(" on ranks 0, 2, " in whole[1] and " on rank 1." in whole[1] for whole, _ in outcomes)
-    assert [part for _, part in outcomes] == [("none", "")] * 3
+@on_ranks(3)
+def test_assert_synchronized_over_a_group(rank: int) -> None:
+    """Rank 1 of three differs, and the two others are equal."""
+    group, queue = dist.new_group([0, 2]), fullrank.MemoryQueue(4, 2)
+    queue.enqueue(torch.full((1, 2), float(rank == 1)), torch.tensor([0]))
+    kind, text = error_of(queue.assert_synchronized)
+    assert kind == "RuntimeError"
+    assert " on ranks 0, 2, " in text
+    assert " on rank 1." in text
+    if rank != 1:
+        queue.assert_synchronized(group)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from scripts import run_script
 from torch import nn
 from workers import WorkerPool, error_of, get_pool
@@ -258,8 +259,9 @@ def test_facts_that_differ_after_a_long_beginning(pool: WorkerPool) -> None:
         assert len(text) < 7_000
 
 
-def stale_agreement(rank: int) -> list[str]:
-    """Rank 1 fails in an agreement with an error that it raised while handling one of an earlier agreement."""
+@on_ranks()
+def test_an_error_with_an_earlier_one_as_its_context_still_joins(rank: int) -> None:
+    """It is raised while one of an earlier agreement is handled. Else the rank would skip the header."""
 
     def fail() -> Offer[None]:
         raise ValueError("earlier")
@@ -278,16 +280,13 @@ def stale_agreement(rank: int) -> list[str]:
             raise held[0]
         return Offer(None)
 
-    return [*error_of(lambda: agree_on("second", dist.group.WORLD, bring)), repr(held[0].__context__)[:14]]
+    found = error_of(lambda: agree_on("second", dist.group.WORLD, bring))
+    assert found == ("TypeError", "second failed on rank 1: while that was handled")
+    assert isinstance(held[0].__context__, RankValueError)
 
 
-def test_an_error_with_an_earlier_one_as_its_context_still_joins(pool: WorkerPool) -> None:
-    """Otherwise the rank would skip the header, and the others would wait."""
-    text = "second failed on rank 1: while that was handled"
-    assert pool(stale_agreement) == [["TypeError", text, "RankValueError"]] * pool.world_size
-
-
-def nested_agreement(rank: int) -> tuple[str, str]:
+@on_ranks()
+def test_control_an_agreement_inside_is_not_joined_twice(rank: int) -> None:
     """Rank 0 fails in an agreement inside ``bring``, and wraps the error of it."""
 
     def inner() -> Offer[None]:
@@ -302,11 +301,8 @@ def nested_agreement(rank: int) -> tuple[str, str]:
             raise TypeError(f"wrapped: {error}") from error
         return Offer(None)
 
-    return error_of(lambda: agree_on("outer", dist.group.WORLD, bring))
-
-
-def test_control_an_agreement_inside_is_not_joined_twice(pool: WorkerPool) -> None:
-    assert set(pool(nested_agreement)) == {("TypeError", "wrapped: inner failed on rank 0: inside")}
+    expected = "TypeError", "wrapped: inner failed on rank 0: inside"
+    assert error_of(lambda: agree_on("outer", dist.group.WORLD, bring)) == expected
 
 
 def count_one_item_too_many(model: nn.Module, group: Any = None) -> None:
@@ -315,17 +311,13 @@ def count_one_item_too_many(model: nn.Module, group: Any = None) -> None:
         step.backward(model(batch).mean(), num_items=4)
 
 
-def wrong_item_count(rank: int) -> str:
-    """Return the class of the error over ranks."""
-    try:
+@on_ranks(2)
+def test_a_wrong_item_count_is_a_rank_error_over_ranks_alone(rank: int) -> None:
+    with pytest.raises(RankValueError):
         count_one_item_too_many(nn.Linear(2, 1), dist.group.WORLD)
-    except ValueError as error:
-        return type(error).__name__
-    return "none"
 
 
-def test_a_wrong_item_count_is_a_rank_error_over_ranks_alone(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(wrong_item_count) == ["RankValueError"] * 2
+def test_a_wrong_item_count_in_one_process_is_a_plain_error() -> None:
     with pytest.raises(ValueError, match="num_items: expected a sum over the window equal to its count, 3") as caught:
         count_one_item_too_many(nn.Linear(2, 1))
     assert type(caught.value) is ValueError

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from batches import part_of, portion
 from collective_counter import CollectiveCounter
+from on_ranks import on_ranks
 from score_sets import SETS
 from score_sets import generator as score_generator
 from subjects import LIMITS
@@ -539,39 +540,29 @@ def test_bytes_do_not_grow_with_the_rows(pool_of_two: WorkerPool) -> None:
 # Under a wrapper
 
 
-def _without_options(loss: Any) -> Any:
-    """Return ``loss`` as a function that is given no mask and no weights."""
-    return lambda logits, targets, iid_mask=None, sample_weight=None: loss(logits, targets)
-
-
-def warm_up(rank: int) -> list[float]:
-    """Return the errors of value and gradient in a warm-up, a blend and with the main loss, whose queue is reset."""
-    world_size, case, errors = dist.get_world_size(), Case(queue_size=130), []
-
-    def wrap(**options: Any) -> fullrank.LossWarmupWrapper:
-        main, first = make_loss(case, **options), fullrank.SigmoidFocalLoss()
-        schedule = {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
-        return fullrank.LossWarmupWrapper(first, main, warmup_steps=2, blend_steps=2, **schedule)
-
-    losses = wrap(pool="sharded"), wrap()
+@on_ranks(2)
+def test_a_warm_up_before_a_sharded_loss(rank: int) -> None:
+    """Value and gradient in a warm-up, a blend and with the main loss, whose queue is reset."""
+    case, schedule = Case(queue_size=130), {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
+    losses = [
+        fullrank.LossWarmupWrapper(
+            fullrank.SigmoidFocalLoss(), make_loss(case, **options), warmup_steps=2, blend_steps=2, **schedule
+        )
+        for options in ({"pool": "sharded"}, {})
+    ]
     losses[1].gather_distributed = False
     for index in range(6):
         step = make_step(case, index)
         step = step._replace(targets=(torch.arange(len(step.logits)) % 3 // 2)[:, None])
-        counts = counts_of("empty", len(step.logits), world_size, index)
-        found = []
+        counts, found = counts_of("empty", len(step.logits), 2, index), []
         for loss, rows in zip(losses, (part_of(step, counts, rank), step)):
             loss.on_train_batch_start(index)
-            found.append(loss_and_gradient(_without_options(loss), rows))
+            plain = lambda logits, targets, *_, loss=loss, **__: loss(logits, targets)  # noqa: E731
+            found.append(loss_and_gradient(plain, rows))
         (value, gradient), (expected, whole) = found
         reference = part_of(Step(whole, *step[1:]), counts, rank).logits
-        errors += [float(value - expected), float((gradient / world_size - reference).norm() / whole.norm())]
-    return errors
-
-
-def test_a_warm_up_before_a_sharded_loss(pool_of_two: WorkerPool) -> None:
-    for errors in pool_of_two(warm_up):
-        assert max(map(abs, errors)) <= 1e-12
+        assert abs(float(value - expected)) <= 1e-12
+        assert (gradient / 2 - reference).norm() <= 1e-12 * whole.norm()
 
 
 # The choice
@@ -586,29 +577,21 @@ def test_max_pool_size_is_refused() -> None:
         fullrank.SmoothAPLoss(1).pool = "sharded"  # type: ignore[misc]
 
 
-def differing_pools(rank: int) -> tuple[str, str]:
-    """Shard the pool on one rank alone."""
+@on_ranks(2)
+def test_ranks_with_other_pools_raise(rank: int) -> None:
     loss = fullrank.SmoothAPLoss(1, pool="sharded" if rank else "gathered")
-    return error_of(lambda: loss(torch.zeros(3, 1), torch.tensor([0, 1, 0])))
+    kind, text = error_of(lambda: loss(torch.zeros(3, 1), torch.tensor([0, 1, 0])))
+    assert kind == "RuntimeError"
+    assert "arguments: " in text
 
 
-def test_ranks_with_other_pools_raise(pool_of_two: WorkerPool) -> None:
-    for error, text in pool_of_two(differing_pools):
-        assert error == "RuntimeError"
-        assert "arguments: " in text
-
-
-def queries_and_one_process(rank: int) -> list[bool]:
-    """Return whether calls that need no sharded pool are those of a gathered one."""
+@on_ranks(2)
+def test_queries_are_gathered_and_one_process_needs_nothing(rank: int) -> None:
     losses = [fullrank.SmoothAPLoss(1, pool=pool) for pool in ("gathered", "sharded")]
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(20, 1, generator=generator), torch.randint(0, 2, (20,), generator=generator)
     indexes = torch.randint(0, 3, (20,), generator=generator)
-    values = [loss(*rows, indexes=indexes) for loss in losses]
+    assert torch.equal(*(loss(*rows, indexes=indexes) for loss in losses))
     for loss in losses:
         loss.gather_distributed = False
-    return [bool(values[0] == values[1]), bool(losses[0](*rows) == losses[1](*rows))]
-
-
-def test_queries_are_gathered_and_one_process_needs_nothing(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(queries_and_one_process) == [[True, True]] * 2
+    assert torch.equal(*(loss(*rows) for loss in losses))

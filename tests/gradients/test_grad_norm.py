@@ -15,6 +15,7 @@ import torch.distributed as dist
 from blindfold import Blindfold
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -272,42 +273,6 @@ def clipped(rank: int, name: str, norm_type: float) -> list[tuple[str, float]]:
     return distances
 
 
-def planned_by(rank: int, name: str, rule: str) -> tuple[float, float, float]:
-    """Return the norm by a wrong rule of what is sharded, by the right one, and that of the full gradient."""
-    case, right = build(name, rank), norm_plan.is_sharded
-    rules = {"is_shard": lambda placement: placement.is_shard(), "all dimensions": lambda placement: True}
-    norm_plan.is_sharded = rules[rule]
-    try:
-        wrong = fullrank.total_grad_norm(case.parameters, **case.options).item()
-    finally:
-        norm_plan.is_sharded = right
-    return wrong, fullrank.total_grad_norm(case.parameters, **case.options).item(), flat(case).norm().item()
-
-
-def maximum_of_nan(rank: int) -> tuple[float, float]:
-    """Return MAX, as gloo reduces it, of numbers of which rank 1 has NaN, and our norm for p = inf of the same."""
-    own = torch.tensor([math.nan if rank == 1 else float(rank)])
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = own.clone()
-    ours = fullrank.total_grad_norm([parameter], math.inf, shard_groups=lambda _: dist.group.WORLD)
-    dist.all_reduce(own, dist.ReduceOp.MAX)
-    return own.item(), ours.item()
-
-
-def collectives(
-    rank: int, name: str, error_if_nonfinite: bool, without_gradients: bool
-) -> tuple[dict[str, int], list[int]]:
-    """Return the collectives of one call by operator, and the bytes of each."""
-    case = build(name, rank)
-    for _, parameter in case.parameters:
-        if without_gradients:
-            parameter.grad = None
-    with CollectiveCounter() as counter:
-        norm = fullrank.total_grad_norm(case.parameters, error_if_nonfinite=error_if_nonfinite, **case.options)
-    assert not without_gradients or norm == 0
-    return dict(counter.counts), counter.sizes
-
-
 def magnitudes(rank: int, dtype: str, magnitude: float, norm_type: float) -> tuple[float, float, str, float, bool]:
     """Return our norm of sharded and whole gradients, the float64 one, its dtype, the norm after clipping, plain?"""
     mesh = mesh_of("dp", "tp")
@@ -415,31 +380,6 @@ def disagreement(rank: int, kind: str) -> tuple[str, str, bool]:
     return name, text, bytes_of(case) == before
 
 
-def stages_of_two_dtypes(rank: int) -> tuple[str, float, float]:
-    """Return dtype, norm and reference of a pipeline whose first stage is float32 and whose second is float64."""
-    mesh = mesh_of("pp", "tp")
-    full = [draw(seed, 30).to(dtype) for seed, dtype in enumerate((torch.float32, torch.float64))]
-    norm = fullrank.clip_grad_norm_(plain_parameter(full[mesh["pp"].get_local_rank()]), MOST, across=mesh["pp"])
-    return str(norm.dtype), norm.item(), torch.cat(full).norm().item()
-
-
-def reduced_blindly(rank: int) -> tuple[float, float]:
-    """Return the norm of the reduction alone, made with a check that no value is read, and the reference."""
-    case = by_hand(rank)
-    with torch.no_grad():
-        measured = grad_norm._measure("test", case.parameters, 2.0, None, True, None, None)
-        with Blindfold():
-            reduced = grad_norm._join_over_groups(measured)
-    return reduced.norm.item(), flat(case).norm().item()
-
-
-def replicas(rank: int) -> float:
-    """Return the norm of gradients that should be copies and are off by a rounding on three of the ranks."""
-    mesh = mesh_of("dp", "tp")
-    parameters = [place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), plain_parameter(draw(2, 5) * (1 + rank * 2.0**-52))]
-    return fullrank.total_grad_norm(parameters).item()
-
-
 POWERS = [1.0, 2.0, 3.0, 0.5, math.inf]
 INF_NAN = [math.nan, math.inf, -math.inf]
 FAST = ("by_hand", "fsdp", "hsdp", "ep", "pp")
@@ -477,16 +417,27 @@ def test_clipped_gradients_are_those_of_one_process(pool_of_four: WorkerPool, ca
         ("hsdp", "all dimensions"),
     ],
 )
-def test_other_rules_of_what_is_sharded_are_wrong(pool_of_four: WorkerPool, case: str, rule: str) -> None:
-    for wrong, right, expected in pool_of_four(planned_by, case, rule):
-        assert right == pytest.approx(expected, rel=1e-14)
-        assert abs(wrong / expected - 1) > 1e-2
+@on_ranks(4)
+def test_other_rules_of_what_is_sharded_are_wrong(rank: int, case: str, rule: str) -> None:
+    made, right = build(case, rank), norm_plan.is_sharded
+    rules = {"is_shard": lambda placement: placement.is_shard(), "all dimensions": lambda placement: True}
+    norm_plan.is_sharded = rules[rule]
+    try:
+        wrong = fullrank.total_grad_norm(made.parameters, **made.options).item()
+    finally:
+        norm_plan.is_sharded = right
+    expected = flat(made).norm().item()
+    assert fullrank.total_grad_norm(made.parameters, **made.options).item() == pytest.approx(expected, rel=1e-14)
+    assert abs(wrong / expected - 1) > 1e-2
 
 
-def test_a_plain_maximum_loses_nan(pool_of_four: WorkerPool) -> None:
-    plain, ours = zip(*pool_of_four(maximum_of_nan))
-    assert all(map(math.isfinite, plain))
-    assert all(map(math.isnan, ours))
+@on_ranks(4)
+def test_a_plain_maximum_loses_nan(rank: int) -> None:
+    own = torch.tensor([math.nan if rank == 1 else float(rank)])
+    parameter = plain_parameter(own)
+    assert fullrank.total_grad_norm([parameter], math.inf, shard_groups=lambda _: dist.group.WORLD).isnan()
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    assert own.isfinite()
 
 
 # Distinct groups, without and with error_if_nonfinite, where replicas meet too to raise together.
@@ -505,12 +456,18 @@ NUM_COLLECTIVES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", NUM_COLLECTIVES)
-def test_one_collective_per_group(pool_of_four: WorkerPool, case: str) -> None:
+@on_ranks(4)
+def test_one_collective_per_group(rank: int, case: str) -> None:
     """Also where no rank has a gradient, as with ``error_if_nonfinite`` here."""
     for error_if_nonfinite, expected in zip((False, True), NUM_COLLECTIVES[case]):
-        for counts, sizes in pool_of_four(collectives, case, error_if_nonfinite, error_if_nonfinite):
-            assert counts == {"_allgather_base_.default": expected}
-            assert set(sizes) == {128}
+        made = build(case, rank)
+        for _, parameter in made.parameters if error_if_nonfinite else []:
+            parameter.grad = None
+        with CollectiveCounter() as counter:
+            norm = fullrank.total_grad_norm(made.parameters, error_if_nonfinite=error_if_nonfinite, **made.options)
+        assert norm == 0 or not error_if_nonfinite
+        assert counter.counts == {"_allgather_base_.default": expected}
+        assert set(counter.sizes) == {128}
 
 
 @pytest.mark.parametrize(
@@ -610,16 +567,34 @@ def test_ranks_that_disagree_are_named(pool_of_four: WorkerPool, kind: str) -> N
     assert unchanged
 
 
-def test_a_number_that_stages_of_two_dtypes_can_hold(pool_of_four: WorkerPool) -> None:
-    results = pool_of_four(stages_of_two_dtypes)
-    assert [dtype for dtype, _, _ in results] == ["torch.float32"] * 2 + ["torch.float64"] * 2
-    assert len({norm for _, norm, _ in results}) == 1
-    assert results[0][1] == pytest.approx(results[0][2], rel=1e-7)
+@on_ranks(4)
+def test_a_number_that_stages_of_two_dtypes_can_hold(rank: int) -> None:
+    """The first is float32, and the second float64."""
+    mesh = mesh_of("pp", "tp")
+    full = [draw(seed, 30).to(dtype) for seed, dtype in enumerate((torch.float32, torch.float64))]
+    norm = fullrank.clip_grad_norm_(plain_parameter(full[mesh["pp"].get_local_rank()]), MOST, across=mesh["pp"])
+    assert norm.dtype == (torch.float32 if rank < 2 else torch.float64)
+    assert norm.item() == pytest.approx(torch.cat(full).norm().item(), rel=1e-7)
+    everyone = [torch.zeros(()).double() for _ in range(4)]
+    dist.all_gather(everyone, norm.double())
+    assert len({one.item() for one in everyone}) == 1
 
 
-def test_the_reduction_reads_no_value(pool_of_four: WorkerPool) -> None:
-    for norm, expected in pool_of_four(reduced_blindly):
-        assert norm == pytest.approx(expected, rel=1e-14)
+@on_ranks(4)
+def test_the_reduction_reads_no_value(rank: int) -> None:
+    case = by_hand(rank)
+    with torch.no_grad():
+        measured = grad_norm._measure("test", case.parameters, 2.0, None, True, None, None)
+        with Blindfold():
+            reduced = grad_norm._join_over_groups(measured)
+    assert reduced.norm.item() == pytest.approx(flat(case).norm().item(), rel=1e-14)
+
+
+def replicas(rank: int) -> float:
+    """Return the norm of gradients that should be copies and are off by a rounding on three of the ranks."""
+    mesh = mesh_of("dp", "tp")
+    parameters = [place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), plain_parameter(draw(2, 5) * (1 + rank * 2.0**-52))]
+    return fullrank.total_grad_norm(parameters).item()
 
 
 def test_copies_that_differ_by_a_rounding_give_one_number(pool_of_four: WorkerPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,104 +12,48 @@ import torch.distributed as dist
 from batches import Batch, all_batches, make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
-from workers import WorkerPool, class_of, get_pool
+from workers import WorkerPool, class_of, error_of
 
 import fullrank
 from fullrank.gradients.wrappers import find_sync
 
 
-def no_sync(rank: int, kind: str, dtype: str) -> dict[str, Any]:
-    """Return the error of a window under ``maybe_no_sync``, its collectives in order, and whether it restores."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
+def no_sync(rank: int, kind: str, dtype: str, reductions: int) -> None:
+    """Assert the gradient of a window under ``maybe_no_sync``, its collectives in order, and that it restores."""
+    model = wrap(Model(dtype), kind)
     batches, before = make_window("full", rank), switches(model)
-    counts = []
     for _ in range(2):
         model.zero_grad()
+        counts = []
         for index, batch in enumerate(batches):
             with CollectiveCounter() as counter, fullrank.maybe_no_sync(model, index, len(batches)):
                 sum_loss(model, batch).backward()
-            counts += [counter.counts["allreduce_.default"] + counter.counts["_reduce_scatter_base_.default"]]
-    expected = one_process(reference, all_batches("full"), total=float(dist.get_world_size()))
-    outcome = {"error": error(gradient(model), expected.gradient), "counts": counts[3:]}
-    try:
-        with fullrank.maybe_no_sync(model, 0, 2):
-            raise KeyError("inside")
-    except KeyError:
-        outcome["restored"] = switches(model) == before
-    with fullrank.maybe_no_sync(model, 0, 2):
-        outcome["off"] = switches(model) != before
-    return outcome
+            counts.append(counter.counts["allreduce_.default"] + counter.counts["_reduce_scatter_base_.default"])
+    assert counts == [0, 0, reductions]
+    expected = one_process(Model(dtype), all_batches("full"), total=float(dist.get_world_size()))
+    assert error(gradient(model), expected.gradient) <= LIMITS[dtype]
+    with suppress(KeyError), fullrank.maybe_no_sync(model, 0, 2):
+        assert switches(model) != before
+        raise KeyError("inside")
+    assert switches(model) == before
 
 
-def summed(rank: int, kind: str, dtype: str) -> tuple[float, float, float]:
-    """Return what ``sum_gradients_`` returns, and the error of a sum over the ranks before and after it."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
-    batch = make_batch(rank, 0)
-    expected = one_process(reference, [make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
-    multiplier = find_sync(model).multiplier
-    errors = []
+def summed(rank: int, kind: str, dtype: str, expected_multiplier: float) -> None:
+    """Assert what ``sum_gradients_`` returns, and a sum over the ranks before and after it."""
+    model, batch = wrap(Model(dtype), kind), make_batch(rank, 0)
+    everyone = [make_batch(other, 0) for other in range(dist.get_world_size())]
+    expected, multiplier = one_process(Model(dtype), everyone, total=1.0), find_sync(model).multiplier
     for _ in range(2):
         model.zero_grad()
         (sum_loss(model, batch) * multiplier).backward()
-        errors.append(error(reduced(model), expected.gradient))
+        assert error(reduced(model), expected.gradient) <= LIMITS[dtype]
         multiplier = fullrank.sum_gradients_(model)
-    return multiplier, *errors
-
-
-def described(rank: int) -> dict[str, Any]:
-    """Return what ``find_sync`` says of every kind of model, and what it refuses."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    found: dict[str, Any] = {}
-    kinds = ["plain", "ddp", "fsdp2", "hsdp", "replicate"]
-    for kind in kinds if dist.get_world_size() == 4 else kinds[:3]:
-        model = wrap(Model(torch.float32), kind)
-        sync = find_sync(nn.Sequential(model))
-        size = None if sync.group is None else dist.get_world_size(sync.group)
-        found[kind] = sync.kind, sync.multiplier, size, sync.is_lockstep
-    bare = Model(torch.float32)
-    fully_shard(bare.up, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    found["unmanaged"] = find_sync(bare).unmanaged, _text(lambda: run_window(bare, [make_batch(rank, 0)]))
-    found["named"] = _text(lambda: run_window(bare, [make_batch(rank, 0)], group=dist.group.WORLD))
-    frozen = bare.requires_grad_(False)
-    frozen.up.requires_grad_(True)
-    found["frozen"] = find_sync(frozen).unmanaged
-    ignoring = Model(torch.float32)
-    ignoring._ddp_params_and_buffers_to_ignore = ["up.weight"]
-    found["ignored"] = find_sync(DistributedDataParallel(ignoring)).unmanaged
-    found["both"] = _text(
-        lambda: fullrank.sum_gradients_(nn.Sequential(model, DistributedDataParallel(nn.Linear(1, 1))))
-    )
-    found["statistics"] = find_sync(nn.SyncBatchNorm(3)).is_lockstep
-    one = Model(torch.float32)
-    found["fsdp1"] = _text(lambda: find_sync(FullyShardedDataParallel(one, device_id=torch.device("cpu"))))
-    found["module"] = _text(lambda: find_sync(one.up.weight))
-    return found
-
-
-def several_groups(rank: int) -> dict[str, str | list[int]]:
-    """Return what is said of groups that do not fit, on four ranks."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    two, small = Model(torch.float32), Model(torch.float32)
-    fully_shard(two.up, mesh=mesh["rows"])
-    fully_shard(two, mesh=mesh["columns"])
-    found: dict[str, str | list[int]] = {"two": _text(lambda: find_sync(two).group)}
-    fully_shard(small, mesh=mesh)
-    found["part"] = _text(lambda: run_window(small, make_window("full", rank), group=mesh["rows"]))
-    found["ranks"] = dist.get_process_group_ranks(find_sync(small).group)
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    uneven = nn.ModuleList([DistributedDataParallel(nn.Linear(1, 1)), DistributedDataParallel(nn.Linear(1, 1), None)])
-    uneven.append(DistributedDataParallel(nn.Linear(1, 1), process_group=pair))
-    found["ddp"] = _text(lambda: fullrank.sum_gradients_(uneven))
-    return found
+    assert multiplier == expected_multiplier
 
 
 def _text(call: Callable[[], Any]) -> str:
@@ -119,39 +64,12 @@ def _text(call: Callable[[], Any]) -> str:
     return "nothing raised"
 
 
-def static_graph(rank: int, dtype: str) -> dict[str, Any]:
-    """Return what DDP with ``static_graph`` does: refused at first, exact afterwards, and torch's own failure."""
-    kept = getattr(torch, dtype)
-    reference = Model(kept)
-    model = DistributedDataParallel(Model(kept), static_graph=True)
-    batches = make_window("full", rank)
-    expected = one_process(reference, all_batches("full")).gradient
-    outcome: dict[str, Any] = {"refused": _text(lambda: run_window(model, batches))}
+def stray_forward(rank: int, dtype: str, discard: bool) -> None:
+    """Assert the reductions in the first of three micro-batches after a forward without a backward, and the gradient.
 
-    def enter() -> None:
-        with fullrank.maybe_no_sync(model, 0, 2):
-            pass
-
-    outcome["no_sync"] = _text(enter)
-    for name, sync in (("each", "each"), ("last", "last"), ("again", "last")):
-        model.zero_grad()
-        run_window(model, batches, sync=sync)
-        outcome[name] = error(gradient(model), expected)
-    raw = DistributedDataParallel(Model(kept), static_graph=True)
-    try:
-        for index, batch in enumerate(batches):
-            raw.require_backward_grad_sync = index == 2
-            sum_loss(raw, batch).backward()
-    except RuntimeError as raised:
-        outcome["torch"] = str(raised)
-    return outcome
-
-
-def stray_forward(rank: int, dtype: str, discard: bool) -> tuple[int, float]:
-    """Return the reductions in the first of three micro-batches after a forward without a backward, and the error."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), "ddp")
-    batches = make_window("full", rank)
+    Without the discard they are torch's own: one reduction too many, and still the same sum.
+    """
+    model, batches = wrap(Model(dtype), "ddp"), make_window("full", rank)
     sum_loss(model, batches[0])
     if discard:
         fullrank.discard_gradients_(model)
@@ -160,8 +78,9 @@ def stray_forward(rank: int, dtype: str, discard: bool) -> tuple[int, float]:
         with CollectiveCounter() as counter, fullrank.maybe_no_sync(model, index, 3):
             (sum_loss(model, batch) * dist.get_world_size()).backward()
         counts.append(counter.counts["allreduce_.default"])
-    expected = one_process(reference, all_batches("full"), total=1.0)
-    return counts[0], error(gradient(model), expected.gradient)
+    assert counts[0] == (0 if discard else 1)
+    expected = one_process(Model(dtype), all_batches("full"), total=1.0)
+    assert error(gradient(model), expected.gradient) <= LIMITS[dtype]
 
 
 def stale_parameters(rank: int, discard: bool) -> float:
@@ -178,30 +97,6 @@ def stale_parameters(rank: int, discard: bool) -> float:
     expected = one_process(reference, [make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
     found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in held])
     return error(found, expected.gradient)
-
-
-def broken_backward(rank: int) -> str:
-    """Return what DDP says after a backward that raised inside its reduction, discarded or not."""
-    model = wrap(Model(torch.float32), "ddp")
-    tokens = make_batch(rank, 0)["tokens"]
-
-    def fail(grad: Tensor) -> None:
-        raise KeyError("inside")
-
-    def attach(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    handle = model.module.up.register_forward_hook(attach)
-    try:
-        model(tokens).sum().backward()
-    except KeyError:
-        handle.remove()
-    fullrank.discard_gradients_(model)
-    try:
-        model(tokens)
-    except RuntimeError as raised:
-        return str(raised)
-    return "nothing raised"
 
 
 def mixed_precision(rank: int, discard: bool) -> tuple[float, bool]:
@@ -234,42 +129,22 @@ def mixed_precision(rank: int, discard: bool) -> tuple[float, bool]:
     return error(window(), clean), is_apart
 
 
-def compiled(rank: int, where: str) -> tuple[str, float, int]:
-    """Return what is found in a compiled model, the error of its second window and the reductions in it."""
-    reference, inner = Model(torch.float64), Model(torch.float64)
-    if where == "outside":
-        model = torch.compile(DistributedDataParallel(inner), backend="eager")
-    else:
-        model = DistributedDataParallel(torch.compile(inner, backend="eager"))
-    for _ in range(3):
-        model.zero_grad()
-        with CollectiveCounter() as counter:
-            run_window(model, make_window("full", rank))
-    wrong = error(gradient(model), one_process(reference, all_batches("full")).gradient)
-    return find_sync(model).kind, wrong, counter.counts["allreduce_.default"]
-
-
 # tests/conformance has float32 for every verb.
 each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 
 
 @each_dtype
 @pytest.mark.parametrize(("kind", "reductions"), [("ddp", 1), ("fsdp2", 2)])
-def test_maybe_no_sync_reduces_in_the_last_micro_step(pool: WorkerPool, kind: str, reductions: int, dtype: str) -> None:
-    for outcome in pool(no_sync, kind, dtype):
-        assert outcome["error"] <= LIMITS[dtype]
-        assert outcome["counts"] == [0, 0, reductions]
-        assert outcome["restored"]
-        assert outcome["off"]
+@on_ranks()
+def test_maybe_no_sync_reduces_in_the_last_micro_step(rank: int, kind: str, reductions: int, dtype: str) -> None:
+    no_sync(rank, kind, dtype, reductions)
 
 
 @pytest.mark.full
 @each_dtype
-def test_maybe_no_sync_under_hsdp(pool_of_four: WorkerPool, dtype: str) -> None:
-    for outcome in pool_of_four(no_sync, "hsdp", dtype):
-        assert outcome["error"] <= LIMITS[dtype]
-        assert outcome["counts"] == [0, 0, 4]  # two groups, over shards and over replicas
-        assert outcome["restored"]
+@on_ranks(4)
+def test_maybe_no_sync_under_hsdp(rank: int, dtype: str) -> None:
+    no_sync(rank, "hsdp", dtype, 4)  # two groups, over shards and over replicas
 
 
 @pytest.mark.parametrize(
@@ -287,82 +162,124 @@ def test_maybe_no_sync_checks_its_numbers(step: int, steps: int, kind: type, tex
 
 
 @each_dtype
-def test_sum_gradients(pool: WorkerPool, dtype: str) -> None:
-    multipliers = {"plain": 1.0, "ddp": float(pool.world_size), "fsdp2": 1.0}
-    for kind, expected in multipliers.items():
-        for multiplier, before, after in pool(summed, kind, dtype):
-            assert multiplier == expected
-            assert before <= LIMITS[dtype]
-            assert after <= LIMITS[dtype]
+@on_ranks()
+def test_sum_gradients(rank: int, dtype: str) -> None:
+    for kind, expected in {"plain": 1.0, "ddp": float(dist.get_world_size()), "fsdp2": 1.0}.items():
+        summed(rank, kind, dtype, expected)
 
 
 @each_dtype
 @pytest.mark.parametrize("kind", ["hsdp", "replicate"])
-def test_sum_gradients_over_replicas(pool_of_four: WorkerPool, kind: str, dtype: str) -> None:
-    for multiplier, before, after in pool_of_four(summed, kind, dtype):
-        assert multiplier == 1.0
-        assert before <= LIMITS[dtype]
-        assert after <= LIMITS[dtype]
+@on_ranks(4)
+def test_sum_gradients_over_replicas(rank: int, kind: str, dtype: str) -> None:
+    summed(rank, kind, dtype, 1.0)
 
 
-def test_what_is_found_in_a_model(pool_of_four: WorkerPool) -> None:
-    for found in pool_of_four(described):
-        assert found["plain"] == ("a plain module", 1.0, None, False)
-        assert found["ddp"] == ("DDP over 4 ranks", 4.0, 4, False)
-        assert found["fsdp2"] == ("FSDP2 over 4 ranks", 4.0, 4, True)
-        assert found["hsdp"] == ("HSDP over 4 ranks", 4.0, 4, True)
-        assert found["replicate"] == ("replicas over 4 ranks", 4.0, 4, False)
-        names, text = found["unmanaged"]
-        assert names == ["embed.weight", "down.weight", "down.bias"]
-        assert "inside a wrapper, got embed.weight, down.weight, down.bias in none of them. Wrap them too, or" in text
-        assert (
-            "in none of them, and wrappers that divide by 4, for which the loss is multiplied by it." in found["named"]
-        )
-        assert found["frozen"] == []
-        assert found["ignored"] == ["module.up.weight"]
-        assert found["both"].startswith("ValueError: model: expected DDP or FSDP2 modules, got both.")
-        assert found["statistics"]
-        assert found["fsdp1"].startswith("ValueError: model: expected FSDP2, HSDP, DDP or plain modules, got Fully")
-        assert found["module"].startswith("TypeError: model: expected an nn.Module")
+@on_ranks(4)
+def test_what_is_found_in_a_model(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    for kind, expected in {
+        "plain": ("a plain module", 1.0, None, False),
+        "ddp": ("DDP over 4 ranks", 4.0, 4, False),
+        "fsdp2": ("FSDP2 over 4 ranks", 4.0, 4, True),
+        "hsdp": ("HSDP over 4 ranks", 4.0, 4, True),
+        "replicate": ("replicas over 4 ranks", 4.0, 4, False),
+    }.items():
+        model = wrap(Model(torch.float32), kind)
+        sync = find_sync(nn.Sequential(model))
+        size = None if sync.group is None else dist.get_world_size(sync.group)
+        assert (sync.kind, sync.multiplier, size, sync.is_lockstep) == expected
+    bare, batch = Model(torch.float32), [make_batch(rank, 0)]
+    fully_shard(bare.up, mesh=init_device_mesh("cpu", (4,)))
+    assert find_sync(bare).unmanaged == ["embed.weight", "down.weight", "down.bias"]
+    text = "inside a wrapper, got embed.weight, down.weight, down.bias in none of them. Wrap them too, or"
+    assert text in _text(lambda: run_window(bare, batch))
+    text = "in none of them, and wrappers that divide by 4, for which the loss is multiplied by it."
+    assert text in _text(lambda: run_window(bare, batch, group=dist.group.WORLD))
+    bare.requires_grad_(False).up.requires_grad_(True)
+    assert find_sync(bare).unmanaged == []
+    ignoring = Model(torch.float32)
+    ignoring._ddp_params_and_buffers_to_ignore = ["up.weight"]
+    assert find_sync(DistributedDataParallel(ignoring)).unmanaged == ["module.up.weight"]
+    both = nn.Sequential(model, DistributedDataParallel(nn.Linear(1, 1)))
+    text = "ValueError: model: expected DDP or FSDP2 modules, got both."
+    assert _text(lambda: fullrank.sum_gradients_(both)).startswith(text)
+    assert find_sync(nn.SyncBatchNorm(3)).is_lockstep
+    one = Model(torch.float32)
+    text = "ValueError: model: expected FSDP2, HSDP, DDP or plain modules, got Fully"
+    assert _text(lambda: find_sync(FullyShardedDataParallel(one, device_id=torch.device("cpu")))).startswith(text)
+    assert _text(lambda: find_sync(one.up.weight)).startswith("TypeError: model: expected an nn.Module")
 
 
-def test_groups_that_do_not_fit(pool_of_four: WorkerPool) -> None:
-    for rank, found in enumerate(pool_of_four(several_groups)):
-        rows, columns = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-        first, second = sorted([rows, columns])
-        assert f"expected one group of ranks to reduce gradients over, got {first} and {second}." in found["two"]
-        assert (
-            f"group: expected all of [0, 1, 2, 3], which the model reduces its gradients over, got ranks {rows}."
-            in (found["part"])
-        )
-        assert found["ranks"] == [0, 1, 2, 3]
-        assert "got divisors [2.0, 4.0]. DDP divides by the size of its group" in found["ddp"]
+@on_ranks(4)
+def test_groups_that_do_not_fit(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    rows, columns = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    two, small = Model(torch.float32), Model(torch.float32)
+    fully_shard(two.up, mesh=mesh["rows"])
+    fully_shard(two, mesh=mesh["columns"])
+    first, second = sorted([rows, columns])
+    text = f"expected one group of ranks to reduce gradients over, got {first} and {second}."
+    assert text in _text(lambda: find_sync(two).group)
+    fully_shard(small, mesh=mesh)
+    text = f"group: expected all of [0, 1, 2, 3], which the model reduces its gradients over, got ranks {rows}."
+    assert text in _text(lambda: run_window(small, make_window("full", rank), group=mesh["rows"]))
+    assert dist.get_process_group_ranks(find_sync(small).group) == [0, 1, 2, 3]
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    uneven = [DistributedDataParallel(nn.Linear(1, 1), process_group=group) for group in (None, pair)]
+    text = "got divisors [2.0, 4.0]. DDP divides by the size of its group"
+    assert text in _text(lambda: fullrank.sum_gradients_(nn.ModuleList(uneven)))
 
 
 @each_dtype
-def test_static_graph(pool_of_two: WorkerPool, dtype: str) -> None:
+@on_ranks(2)
+def test_static_graph(rank: int, dtype: str) -> None:
     """torch fails when the first backward of all does not reduce; later ones need not."""
-    for outcome in pool_of_two(static_graph, dtype):
-        text = "DDP with static_graph to reduce in its first backward, in which it records the graph, got"
-        assert f"accumulate failed on ranks 0, 1: model: expected {text} 3 micro-batches" in outcome["refused"]
-        assert text in outcome["no_sync"]
-        assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in outcome["torch"]
-        assert max(outcome[name] for name in ("each", "last", "again")) <= LIMITS[dtype]
+    model, batches = DistributedDataParallel(Model(dtype), static_graph=True), make_window("full", rank)
+    expected = one_process(Model(dtype), all_batches("full")).gradient
+    text = "DDP with static_graph to reduce in its first backward, in which it records the graph, got"
+    found = _text(lambda: run_window(model, batches))
+    assert f"accumulate failed on ranks 0, 1: model: expected {text} 3 micro-batches" in found
+    assert text in _text(lambda: fullrank.maybe_no_sync(model, 0, 2).__enter__())
+    for sync in ("each", "last", "last"):
+        model.zero_grad()
+        run_window(model, batches, sync=sync)
+        assert error(gradient(model), expected) <= LIMITS[dtype]
+    raw = DistributedDataParallel(Model(dtype), static_graph=True)
+
+    def plain_loop() -> None:
+        for index, batch in enumerate(batches):
+            raw.require_backward_grad_sync = index == 2
+            sum_loss(raw, batch).backward()
+
+    assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in error_of(plain_loop)[1]
 
 
 @each_dtype
-def test_discard_forgets_a_forward_that_no_backward_followed(pool_of_two: WorkerPool, dtype: str) -> None:
-    for reductions, wrong in pool_of_two(stray_forward, dtype, True):
-        assert reductions == 0
-        assert wrong <= LIMITS[dtype]
-    for reductions, wrong in pool_of_two(stray_forward, dtype, False):
-        assert reductions == 1  # torch's own behaviour: one reduction too many, and still the same sum
-        assert wrong <= LIMITS[dtype]
+@on_ranks(2)
+def test_discard_forgets_a_forward_that_no_backward_followed(rank: int, dtype: str) -> None:
+    for discard in (True, False):
+        stray_forward(rank, dtype, discard)
 
 
-def test_a_reduction_that_broke_off_stays_loud(pool_of_two: WorkerPool) -> None:
-    for text in pool_of_two(broken_backward):
-        assert "Expected to have finished reduction in the prior iteration" in text
+@on_ranks(2)
+def test_a_reduction_that_broke_off_stays_loud(rank: int) -> None:
+    """A backward raises inside the reduction of DDP; a discard does not hide it."""
+    model, tokens = wrap(Model(torch.float32), "ddp"), make_batch(rank, 0)["tokens"]
+
+    def fail(grad: Tensor) -> None:
+        raise KeyError("inside")
+
+    handle = model.module.up.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    with suppress(KeyError):
+        model(tokens).sum().backward()
+    handle.remove()
+    fullrank.discard_gradients_(model)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+        model(tokens)
 
 
 def test_discard_forgets_gathered_parameters(pool_of_two: WorkerPool) -> None:
@@ -390,11 +307,20 @@ def test_discard_drops_all_gradients_of_a_plain_module() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", "inside"])
-def test_compiled_models(where: str) -> None:
-    for kind, wrong, reductions in get_pool(2)(compiled, where):
-        assert kind == "DDP over 2 ranks"
-        assert wrong <= LIMITS["float64"]
-        assert reductions == 1
+@on_ranks(2)
+def test_compiled_models(rank: int, where: str) -> None:
+    compiled, reference = (lambda model: torch.compile(model, backend="eager")), Model()
+    if where == "outside":
+        model = compiled(DistributedDataParallel(Model()))
+    else:
+        model = DistributedDataParallel(compiled(Model()))
+    for _ in range(3):
+        model.zero_grad()
+        with CollectiveCounter() as counter:
+            run_window(model, make_window("full", rank))
+    assert error(gradient(model), one_process(reference, all_batches("full")).gradient) <= LIMITS["float64"]
+    assert find_sync(model).kind == "DDP over 2 ranks"
+    assert counter.counts["allreduce_.default"] == 1
 
 
 def test_sum_gradients_leaves_a_plain_module_alone() -> None:

@@ -10,9 +10,10 @@ import pages
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Batch, halves, make_batch, num_valid, sum_loss
+from batches import LENGTH, Batch, halves, make_batch, num_valid, sum_loss
 from experts import Experts
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from pages import run_block
 from subjects import Model, error, wrap
 from subjects import gradient as flat
@@ -89,89 +90,6 @@ def whole(batches: list[Batch], model: nn.Module | None = None) -> Tensor:
     return flat(model)
 
 
-def experts(rank: int, blocks: list[str]) -> tuple[float, float]:
-    """Return the errors of the dense part and of this rank's expert."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "experts"))
-    model = Experts(torch.float64, mesh["experts"].get_group())
-    (expert,) = model.experts.values()
-    fully_shard(expert, mesh=mesh["data"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    run_blocks(blocks, model=model, micro_batches=batches_of(rank))
-    reference = Experts(torch.float64)
-    whole([b for r in range(dist.get_world_size()) for b in batches_of(r)], reference)
-    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
-    return error(flat(model.outer), flat(reference.outer)), error(flat(expert), own.flatten())
-
-
-def context_parallel(rank: int, blocks: list[str], folded: str) -> float:
-    """Return the error with sequences cut over two ranks of a ring."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
-    data_rank, part = mesh["data"].get_local_rank(), mesh["ring"].get_local_rank()
-    model, ring = Model(torch.float64), mesh["ring"].get_group()
-    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "own"))["own"]
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded == "all" else mesh["data"])
-    groups = {"ring_group": ring, "ulysses_group": alone, "unified_group": ring}
-    run_blocks(
-        blocks, model=model, micro_batches=halves(batches_of(data_rank), part), mesh=mesh, folded=folded, **groups
-    )
-    return error(flat(model), whole([b for r in range(2) for b in batches_of(r)]))
-
-
-def pipeline(rank: int, blocks: list[str]) -> float:
-    """Return the error of this rank's stage of two, with two copies of the pipeline under FSDP2."""
-    from torch.distributed import pipelining
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
-    copy, index = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank()
-    full, reference = Model(torch.float64), Model(torch.float64)
-    part = nn.Sequential(full.embed, full.up) if index == 0 else nn.Sequential(nn.Tanh(), full.down)
-    fully_shard(part, mesh=mesh["data"])
-    batches = batches_of(copy)
-    found = run_blocks(
-        blocks,
-        ScheduleGPipe=pipelining.ScheduleGPipe,
-        data_group=mesh["data"].get_group(),
-        stage=pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["stages"].get_group()),
-        micro_batches=batches,
-    )
-    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
-    found["schedule"].step(*[tokens] if index == 0 else [], target=labels if index == 1 else None)
-    whole([b for r in range(2) for b in batches_of(r)], reference)
-    own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
-    return error(flat(part), flat(own))
-
-
-def pooled(rank: int, blocks: list[str]) -> float:
-    """Return the error of the parameters after training with a pooled loss over windows of 16 micro-batches."""
-    from fullrank import SmoothAPLoss
-
-    def rows(of: int) -> list[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(of)
-        drawn = [torch.randn(3 + index % 2, 5, generator=generator, dtype=torch.float64) for index in range(32)]
-        return [(features, (features[:, 0] > 0.5).long()) for features in drawn]
-
-    torch.manual_seed(0)
-    plain = nn.Linear(5, 1, dtype=torch.float64)
-    model, reference = wrap(nn.Linear(5, 1, dtype=torch.float64), "plain"), plain
-    model.load_state_dict(plain.state_dict())
-    model = nn.parallel.DistributedDataParallel(model)
-    run_blocks(blocks, model=model, row_loader=rows(rank), optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    loss_fn = SmoothAPLoss(1, temperature=0.1, gather_distributed=False)
-    for start in (0, 16):
-        window = [pair for r in range(dist.get_world_size()) for pair in rows(r)[start : start + 16]]
-        optimizer.zero_grad()
-        features, targets = (torch.cat(parts) for parts in zip(*window))
-        loss_fn(reference(features), targets).backward()
-        optimizer.step()
-    return error(parameters(model), parameters(reference))
-
-
 LIMIT = 1e-12  # float64
 blocks = partial(pages.blocks, "accumulation.md")
 NAMES = blocks("Recipes")
@@ -206,47 +124,81 @@ def test_means_with_their_number(pool_of_two: WorkerPool, kind: str) -> None:
     assert max(pool_of_two(gradient, kind, [*NAMES, MEANS])) <= LIMIT
 
 
-def packed(rank: int, blocks: list[str]) -> tuple[float, float]:
-    """Return the errors of the gradient of documents in rows, against documents apart and against rows as they are."""
-
-    def cut_of(batch: Batch) -> Batch:
-        return {
-            **batch,
-            "document_ids": (torch.arange(batch["labels"].shape[1]) >= 2).long().expand_as(batch["labels"]),
-        }
-
-    model = wrap(Model(torch.float64), "ddp")
-    run_blocks([*NAMES, *blocks], model=model, micro_batches=[cut_of(batch) for batch in batches_of(rank)])
-    everything = [batch for r in range(dist.get_world_size()) for batch in batches_of(r)]
-    apart = [
-        {key: value[:, part] for key, value in b.items()} for b in everything for part in (slice(2), slice(2, None))
-    ]
-    return error(flat(model), whole(apart)), error(flat(model), whole(everything))
+@on_ranks(2)
+def test_packed_sequences(rank: int) -> None:
+    """Documents in rows are documents apart, and not rows as they are: the control."""
+    model, starts = wrap(Model(), "ddp"), (torch.arange(LENGTH) >= 2).long()
+    own = [{**batch, "document_ids": starts.expand_as(batch["labels"])} for batch in batches_of(rank)]
+    run_blocks(NAMES + blocks("Packed sequences"), model=model, micro_batches=own)
+    everything = [batch for r in range(2) for batch in batches_of(r)]
+    parts = [slice(2), slice(2, None)]
+    apart = [{key: value[:, part] for key, value in b.items()} for b in everything for part in parts]
+    assert error(flat(model), whole(apart)) <= LIMIT
+    assert error(flat(model), whole(everything)) > 1e-3
 
 
-def test_packed_sequences(pool_of_two: WorkerPool) -> None:
-    for apart, across in pool_of_two(packed, blocks("Packed sequences")):
-        assert apart <= LIMIT
-        assert across > 1e-3  # the control
+@on_ranks(4)
+def test_experts(rank: int) -> None:
+    """The dense part, and this rank's expert."""
+    from torch.distributed.fsdp import fully_shard
 
-
-def test_experts(pool_of_four: WorkerPool) -> None:
-    for errors in pool_of_four(experts, NAMES + blocks("Experts")):
-        assert max(errors) <= LIMIT
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    model, reference = Experts(torch.float64, mesh["experts"].get_group()), Experts(torch.float64)
+    (expert,) = model.experts.values()
+    fully_shard(expert, mesh=mesh["data"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    run_blocks(NAMES + blocks("Experts"), model=model, micro_batches=batches_of(rank))
+    whole([b for r in range(4) for b in batches_of(r)], reference)
+    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
+    assert error(flat(model.outer), flat(reference.outer)) <= LIMIT
+    assert error(flat(expert), own.flatten()) <= LIMIT
 
 
 @pytest.mark.parametrize("folded", ["all", "none", "ulysses_only"])
-def test_context_parallelism(pool_of_four: WorkerPool, folded: str) -> None:
-    assert max(pool_of_four(context_parallel, NAMES + blocks("Context parallelism"), folded)) <= LIMIT
+@on_ranks(4)
+def test_context_parallelism(rank: int, folded: str) -> None:
+    """With sequences cut over two ranks of a ring; the control leaves the recipe's own sum out."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["ring"].get_local_rank()
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "own"))["own"]
+    ring, (recipe,) = mesh["ring"].get_group(), blocks("Context parallelism")
+    groups = {"ring_group": ring, "ulysses_group": alone, "unified_group": ring}
+    without = recipe.replace("all_reduce_grads_(model, group)", "")
+    for code, is_right in ((recipe, True), *([(without, False)] if folded == "none" else [])):
+        model = Model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded == "all" else mesh["data"])
+        own = halves(batches_of(data_rank), part)
+        run_blocks([*NAMES, code], model=model, micro_batches=own, mesh=mesh, folded=folded, **groups)
+        found = error(flat(model), whole([b for r in range(2) for b in batches_of(r)]))
+        assert found <= LIMIT if is_right else found > 0.05
 
 
-def test_the_wrong_mode_of_context_parallelism_is_seen(pool_of_four: WorkerPool) -> None:
-    recipe = [block.replace("all_reduce_grads_(model, group)", "") for block in blocks("Context parallelism")]
-    assert min(pool_of_four(context_parallel, NAMES + recipe, "none")) > 0.05
+@on_ranks(4)
+def test_pipeline_schedules(rank: int) -> None:
+    """Of two stages, with two copies of the pipeline under FSDP2."""
+    from torch.distributed import pipelining
+    from torch.distributed.fsdp import fully_shard
 
-
-def test_pipeline_schedules(pool_of_four: WorkerPool) -> None:
-    assert max(pool_of_four(pipeline, NAMES + blocks("Pipeline schedules"))) <= LIMIT
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
+    copy, index = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank()
+    full, reference = Model(), Model()
+    part = nn.Sequential(full.embed, full.up) if index == 0 else nn.Sequential(nn.Tanh(), full.down)
+    fully_shard(part, mesh=mesh["data"])
+    batches = batches_of(copy)
+    found = run_blocks(
+        NAMES + blocks("Pipeline schedules"),
+        ScheduleGPipe=pipelining.ScheduleGPipe,
+        data_group=mesh["data"].get_group(),
+        stage=pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["stages"].get_group()),
+        micro_batches=batches,
+    )
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
+    found["schedule"].step(*[tokens] if index == 0 else [], target=labels if index == 1 else None)
+    whole([b for r in range(2) for b in batches_of(r)], reference)
+    own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
+    assert error(flat(part), flat(own)) <= LIMIT
 
 
 def test_grad_scaler(pool_of_two: WorkerPool) -> None:
@@ -266,8 +218,26 @@ def test_the_server(pool_of_two: WorkerPool, kind: str) -> None:
     assert max(pool_of_two(training, kind, recipe, 3)) <= LIMIT
 
 
-def test_pooled_losses(pool_of_two: WorkerPool) -> None:
-    assert max(pool_of_two(pooled, NAMES + blocks("Pooled losses"))) <= LIMIT
+@on_ranks(2)
+def test_pooled_losses(rank: int) -> None:
+    """The parameters after training with a pooled loss over windows of 16 micro-batches."""
+
+    def rows(of: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(of)
+        drawn = [torch.randn(3 + index % 2, 7, generator=generator, dtype=torch.float64) for index in range(32)]
+        return [(features, (features[:, 0] > 0.5).long()) for features in drawn]
+
+    model, reference = wrap(Model(num_outputs=1), "ddp"), Model(num_outputs=1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    run_blocks(NAMES + blocks("Pooled losses"), model=model, row_loader=rows(rank), optimizer=optimizers[0])
+    loss_fn = fullrank.SmoothAPLoss(1, temperature=0.1, gather_distributed=False)
+    for start in (0, 16):
+        window = [pair for r in range(2) for pair in rows(r)[start : start + 16]]
+        optimizers[1].zero_grad()
+        features, targets = (torch.cat(parts) for parts in zip(*window))
+        loss_fn(reference(features), targets).backward()
+        optimizers[1].step()
+    assert error(parameters(model), parameters(reference)) <= LIMIT
 
 
 def test_a_pool_larger_than_memory() -> None:
