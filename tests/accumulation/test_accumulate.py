@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -109,22 +110,6 @@ def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[
         errors.append(error(reduced(model), expected))
         discard_gradients_(model)
     return errors
-
-
-def collectives(rank: int, kind: str, sync: str) -> list[dict[str, int]]:
-    """Return the numbers of collectives in a window, and in the micro-batches of another but the last."""
-    model = wrap(Model(torch.float32), kind)
-    for _ in range(3):  # DDP arranges its buckets in the second
-        with CollectiveCounter() as counter:
-            run_window(model, make_window("full", rank), sync=sync)
-    found = [dict(counter.counts)]
-    with CollectiveCounter() as counter:
-        loop = accumulate(model, make_window("full", rank), count_valid_tokens, sync=sync)
-        for index, (step, batch) in enumerate(loop):
-            step.backward(sum_loss(model, batch))
-            if index == 1:
-                found.append(dict(counter.counts))
-    return found
 
 
 def tensor_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
@@ -254,27 +239,41 @@ def test_switches_are_restored(rank: int, kind: str, way: str) -> None:
 REDUCTIONS = {"ddp": "allreduce_.default", "fsdp2": "_reduce_scatter_base_.default"}
 
 
+def collectives(rank: int, kind: str, sync: str) -> tuple[Counter[str], Counter[str]]:
+    """Return the numbers of collectives in a window, and in the micro-batches of another but the last."""
+    model, before_last = wrap(Model(torch.float32), kind), Counter[str]()
+    for _ in range(3):  # DDP arranges its buckets in the second
+        with CollectiveCounter() as counter:
+            run_window(model, make_window("full", rank), sync=sync)
+    with CollectiveCounter() as other:
+        loop = accumulate(model, make_window("full", rank), count_valid_tokens, sync=sync)
+        for index, (step, batch) in enumerate(loop):
+            step.backward(sum_loss(model, batch))
+            before_last = Counter(other.counts) if index == 1 else before_last
+    return counter.counts, before_last
+
+
 @pytest.mark.parametrize(("kind", "num_groups"), [("ddp", 1), ("fsdp2", 2)])
-def test_gradients_are_reduced_once_per_window(pool: WorkerPool, kind: str, num_groups: int) -> None:
+@on_ranks()
+def test_gradients_are_reduced_once_per_window(rank: int, kind: str, num_groups: int) -> None:
     """DDP reduces one bucket here, FSDP2 two groups of parameters. Headers: two per window, none in between."""
     name, headers = REDUCTIONS[kind], "_allgather_base_.default"
-    for total, before_last in pool(collectives, kind, "last"):
-        assert total[name] == num_groups
-        assert name not in before_last
-        if kind == "ddp":
-            assert total == {name: 1, headers: 2}
-            assert before_last == {headers: 1}
-    for total, before_last in pool(collectives, kind, "each"):
-        assert total[name] == 3 * num_groups
-        assert before_last[name] == 2 * num_groups
+    total, before_last = collectives(rank, kind, "last")
+    assert (total[name], before_last[name]) == (num_groups, 0)
+    if kind == "ddp":
+        assert total == {name: 1, headers: 2}
+        assert before_last == {headers: 1}
+    total, before_last = collectives(rank, kind, "each")
+    assert (total[name], before_last[name]) == (3 * num_groups, 2 * num_groups)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "scatters", "reductions"), [("last", 2, 2), ("shard", 6, 2)])
-def test_hsdp_reduces_where_it_is_set_to(pool_of_four: WorkerPool, sync: str, scatters: int, reductions: int) -> None:
-    for total, _ in pool_of_four(collectives, "hsdp", sync):
-        assert total["_reduce_scatter_base_.default"] == scatters
-        assert total["allreduce_.default"] == reductions
+@on_ranks(4)
+def test_hsdp_reduces_where_it_is_set_to(rank: int, sync: str, scatters: int, reductions: int) -> None:
+    total, _ = collectives(rank, "hsdp", sync)
+    assert total["_reduce_scatter_base_.default"] == scatters
+    assert total["allreduce_.default"] == reductions
 
 
 @on_ranks(4)

@@ -9,34 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import all_batches, make_window, num_valid, one_process, sum_loss
+from on_ranks import on_ranks
 from subjects import Model, error, gradient, has_gradients
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
 
 from fullrank import DeferredMean, accumulate, count_valid_tokens
-
-
-def bypassed_without_check(rank: int) -> float:
-    """Return the error of a plain backward of DDP after a forward of its module."""
-    model = DistributedDataParallel(Model(torch.float64))
-    world_size = dist.get_world_size()
-    batch = make_window("full", rank)[0]
-    total = sum(num_valid(make_window("full", other)[0]) for other in range(world_size))
-    (sum_loss(model.module, batch) * world_size / total).backward()
-    first = [make_window("full", other)[0] for other in range(world_size)]
-    return error(gradient(model), one_process(Model(torch.float64), first).gradient)
-
-
-def repeated(rank: int) -> tuple[list[tuple[str, str]], float]:
-    """Return what DeferredMean raises for a bad count and for the same loss again; the error after a new forward."""
-    model, batch = DistributedDataParallel(Model(torch.float64)), make_window("full", rank)[0]
-    deferred, loss = DeferredMean(model), sum_loss(model, batch)
-    found = [error_of(lambda: deferred.backward(loss, -1)), error_of(lambda: deferred.backward(loss, num_valid(batch)))]
-    deferred.backward(sum_loss(model, batch), num_valid(batch))
-    deferred.finish()
-    batches = [make_window("full", other)[0] for other in range(dist.get_world_size())]
-    return found, error(gradient(model), one_process(Model(torch.float64), batches).gradient)
 
 
 class Stepping(nn.Module):
@@ -117,13 +96,21 @@ def test_a_rank_that_leaves_out_manual_backward_raises_on_every_rank(pool_of_two
                 assert max(errors) <= 1e-12
 
 
-def test_control_ddp_does_not_reduce_after_a_forward_of_its_module(pool_of_two: WorkerPool) -> None:
-    assert max(pool_of_two(bypassed_without_check)) > 0.1
+@on_ranks(2)
+def test_control_ddp_does_not_reduce_after_a_forward_of_its_module(rank: int) -> None:
+    """A plain backward after it, without the check."""
+    model, first = DistributedDataParallel(Model()), [make_window("full", other)[0] for other in range(2)]
+    (sum_loss(model.module, first[rank]) * 2 / sum(map(num_valid, first))).backward()
+    assert error(gradient(model), one_process(Model(), first).gradient) > 0.1
 
 
-def test_the_loss_of_a_call_that_raised_is_not_taken_again(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_the_loss_of_a_call_that_raised_is_not_taken_again(rank: int) -> None:
     """The error has reset DDP, so a backward of that loss would not reduce."""
-    for found, wrong in pool_of_two(repeated):
-        assert "n: expected a finite number >= 0" in found[0][1]
-        assert "forward of the DDP module" in found[1][1]
-        assert wrong <= 1e-12
+    model, first = DistributedDataParallel(Model()), [make_window("full", other)[0] for other in range(2)]
+    deferred, loss, number = DeferredMean(model), sum_loss(model, first[rank]), num_valid(first[rank])
+    assert "n: expected a finite number >= 0" in error_of(lambda: deferred.backward(loss, -1))[1]
+    assert "forward of the DDP module" in error_of(lambda: deferred.backward(loss, number))[1]
+    deferred.backward(sum_loss(model, first[rank]), number)
+    deferred.finish()
+    assert error(gradient(model), one_process(Model(), first).gradient) <= 1e-12

@@ -134,16 +134,6 @@ def reductions_of_the_loss(rank: int, wrapper: str, name: str) -> dict[str, tupl
     return found
 
 
-def reductions(rank: int, kind: str, sync: str, count: int) -> dict[str, int]:
-    """Return how often each collective ran in one window of ``count`` micro-batches."""
-    model = wrap(make_model(RunningNorm(8)), kind)
-    loss = joined_loss(make_loss(Case("smooth_ap"), local=False))
-    for _ in range(3):  # a wrapper sets itself up in the first two: DDP arranges its buckets
-        with CollectiveCounter() as counter:
-            pool_window(model, own_window(rank, count), loss, sync=sync)
-    return dict(counter.counts)
-
-
 class RunningNorm(nn.Module):
     """Subtracts a running mean that each forward first moves on, so that scores depend on how often it was moved."""
 
@@ -163,16 +153,6 @@ class Mistake(Exception):
 
 def _fail() -> None:
     raise Mistake("this is mine")
-
-
-def unequal(rank: int, kind: str, sync: str) -> str:
-    """Return what different numbers of micro-batches lead to."""
-    layers, wrapper = ([nn.SyncBatchNorm(8)], "plain") if kind == "statistics" else ([], kind)
-    model = wrap(make_model(*layers), wrapper)
-    loss = joined_loss(
-        make_loss(Case("smooth_ap", gradient_reduction="sum" if wrapper == "plain" else "mean"), local=False)
-    )
-    return ": ".join(error_of(lambda: pool_window(model, own_window(rank, 2 + rank), loss, sync=sync)))
 
 
 @functools.cache
@@ -496,17 +476,20 @@ def test_window_without_rows_gives_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_one_reduction_per_window(pool_of_two: WorkerPool, kind: str) -> None:
+@on_ranks(2)
+def test_one_reduction_per_window(rank: int, kind: str) -> None:
     """Four headers, the loss's header and payload, DDP's broadcast of buffers, and one reduction."""
     for count in (1, 4):
-        (counts, other) = pool_of_two(reductions, kind, "last", count)
-        assert counts == other
+        model = wrap(make_model(RunningNorm(8)), kind)
+        loss = joined_loss(make_loss(Case("smooth_ap"), local=False))
+        for _ in range(3):  # a wrapper sets itself up in the first two: DDP arranges its buckets
+            with CollectiveCounter() as counter:
+                pool_window(model, own_window(rank, count), loss)
         if kind == "ddp":
-            assert counts.pop("allreduce_.default") == 1
-            assert counts.pop("broadcast_.default") == 1
-            assert counts == {"_allgather_base_.default": 6}
+            expected = {"_allgather_base_.default": 6, "allreduce_.default": 1, "broadcast_.default": 1}
+            assert counter.counts == expected
         else:
-            assert counts["_reduce_scatter_base_.default"] == 2  # of each layer
+            assert counter.counts["_reduce_scatter_base_.default"] == 2  # of each layer
 
 
 @on_ranks(2)
@@ -559,12 +542,16 @@ def test_a_loss_whose_gradient_does_not_fit_the_model(pool: WorkerPool, wrapper:
         ("statistics", "last", False),
     ],
 )
-def test_unequal_numbers_of_micro_batches(pool_of_two: WorkerPool, kind: str, sync: str, passes: bool) -> None:
+@on_ranks(2)
+def test_unequal_numbers_of_micro_batches(rank: int, kind: str, sync: str, passes: bool) -> None:
     """Where nothing but the last backward communicates they are fine."""
-    first, second = pool_of_two(unequal, kind, sync)
-    text = "ValueError: micro_batches: expected the same number on every rank, got 2 on rank 0, 3 on rank 1"
-    assert first == second
-    assert first.startswith("none: " if passes else text)
+    layers, wrapper = ([nn.SyncBatchNorm(8)], "plain") if kind == "statistics" else ([], kind)
+    case = Case("smooth_ap", gradient_reduction="sum" if wrapper == "plain" else "mean")
+    model, loss = wrap(make_model(*layers), wrapper), joined_loss(make_loss(case, local=False))
+    found = error_of(lambda: pool_window(model, own_window(rank, 2 + rank), loss, sync=sync))
+    assert found[0] == ("none" if passes else "ValueError")
+    text = "micro_batches: expected the same number on every rank, got 2 on rank 0, 3 on rank 1"
+    assert found[1].startswith("" if passes else text)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from fullrank import all_reduce_grads_, sequence_sync_group
 from fullrank.gradients import all_reduce_grads
 
 SHAPES = [(3, 4), (), (5,), (0, 2), (2, 1, 3)]
+
+
+HEADER, REDUCTION = "_allgather_base_.default", "allreduce_.default"
+# One rounding of each dtype; float32 and float64 are added in another order.
+LIMITS = {"float64": 1e-15, "float32": 5e-7, "bfloat16": 2**-8, "float16": 2**-11}
 
 
 def part(rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -43,24 +49,6 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-def sums(rank: int, dtype: str, bucket: int) -> dict[str, Any]:
-    """Add in buckets of ``bucket`` bytes; return the error, and whether objects and collectives are as they should."""
-    kept, world_size, before = getattr(torch, dtype), dist.get_world_size(), all_reduce_grads.BUCKET_BYTES
-    parameters = make_parameters(rank, kept)
-    parameters[0].grad = parameters[0].grad.t().contiguous().t()  # another order in memory
-    listed = [*parameters, parameters[0]]  # one of them twice
-    held = [(p.grad, p.grad.data_ptr(), p.grad.stride()) for p in parameters]
-    all_reduce_grads.BUCKET_BYTES = bucket
-    try:
-        with CollectiveCounter() as counter:
-            all_reduce_grads_(listed, dist.group.WORLD)
-    finally:
-        all_reduce_grads.BUCKET_BYTES = before
-    expected = [sum(part(r, i, shape, kept).double() for r in range(world_size)) for i, shape in enumerate(SHAPES)]
-    same = all(p.grad is g and g.data_ptr() == at and g.stride() == s for p, (g, at, s) in zip(parameters, held))
-    return {"error": worst([p.grad for p in parameters], expected), "same": same, "counts": dict(counter.counts)}
-
-
 def half_sum(rank: int, dtype: str, way: str) -> int:
     """Return how many of 1000 sums in half precision are not the true one, rounded once."""
     kept, world_size = getattr(torch, dtype), dist.get_world_size()
@@ -75,55 +63,9 @@ def half_sum(rank: int, dtype: str, way: str) -> int:
     return int((found != sum(one.double() for one in parts).to(kept)).sum())
 
 
-def missing(rank: int, kind: str) -> dict[str, Any]:
-    """Parameter 0 has a gradient on every rank, 1 on the last only, 2 on none, 3 and 4 on all but the first."""
-    world_size = dist.get_world_size()
-    has = {0: lambda r: True, 1: lambda r: r == world_size - 1, 2: lambda r: False}
-    holds = [[has.get(index, lambda r: r > 0)(r) for r in range(world_size)] for index in range(len(SHAPES))]
-    if kind == "plain":
-        parameters = make_parameters(rank, torch.float64, lambda index: holds[index][rank])
-    else:
-        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
-        parameters = [nn.Parameter(distribute_tensor(torch.zeros(s, dtype=torch.float64), mesh)) for s in SHAPES]
-        for index, parameter in enumerate(parameters):
-            value = part(rank, index, SHAPES[index])
-            parameter.grad = distribute_tensor(value, mesh) if holds[index][rank] else None
-    all_reduce_grads_(parameters, dist.group.WORLD)
-    found = [None if p.grad is None else local(p.grad) for p in parameters]
-    expected = [
-        sum((part(r, index, SHAPES[index]) for r in range(world_size) if holds[index][r]), torch.zeros(SHAPES[index]))
-        for index in range(len(SHAPES))
-    ]
-    kinds = all(type(p.grad) is (Tensor if kind == "plain" else DTensor) for p in parameters if p.grad is not None)
-    none = [index for index, grad in enumerate(found) if grad is None]
-    known = [index for index in range(len(SHAPES)) if index not in none]
-    return {"none": none, "kinds": kinds, "error": worst([found[i] for i in known], [expected[i] for i in known])}
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded(rank: int) -> dict[str, Any]:
-    """Add uneven and empty shards of a 2 x 2 mesh over its other dimension; one rank lacks a gradient."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    copy = mesh["copies"].get_local_rank()
-    parameters = []
-    for index, length in enumerate((5, 1, 4)):
-        values = part(copy, index, (length, 3))
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(values), mesh["shards"], [Shard(0)]))
-        if not (copy == 0 and index == 2):
-            parameter.grad = distribute_tensor(values, mesh["shards"], [Shard(0)])
-        parameters.append(parameter)
-    before = [p.grad for p in parameters]
-    all_reduce_grads_(parameters, mesh["copies"])
-    expected = [part(0, index, (n, 3)) * (index < 2) + part(1, index, (n, 3)) for index, n in enumerate((5, 1, 4))]
-    return {
-        "same": all(p.grad is grad for p, grad in zip(parameters, before) if grad is not None),
-        "layout": all(p.grad.placements == p.placements and p.grad.shape == p.shape for p in parameters),
-        "error": worst([p.grad.full_tensor() for p in parameters], expected),
-    }
 
 
 def _with_grad(grad: Any, parameter: nn.Parameter | None = None) -> list[nn.Parameter]:
@@ -159,19 +101,21 @@ BAD_PARAMETERS: dict[str, Callable[[], Any]] = {
 }
 
 
-HEADER, REDUCTION = "_allgather_base_.default", "allreduce_.default"
-# One rounding of each dtype; float32 and float64 are added in another order.
-LIMITS = {"float64": 1e-15, "float32": 5e-7, "bfloat16": 2**-8, "float16": 2**-11}
-
-
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(("bucket", "num_buckets"), [(25 * 2**20, 1), (1, 4)])
-def test_sum_in_place(pool: WorkerPool, dtype: str, bucket: int, num_buckets: int) -> None:
+@on_ranks()
+def test_sum_in_place(rank: int, dtype: str, bucket: int, num_buckets: int) -> None:
     """All in one bucket, and each of the four tensors with elements in one of its own."""
-    for found in pool(sums, dtype, bucket):
-        assert found["error"] <= LIMITS[dtype]
-        assert found["same"]
-        assert found["counts"] == {HEADER: 2, REDUCTION: num_buckets}
+    kept, world_size = getattr(torch, dtype), dist.get_world_size()
+    parameters = make_parameters(rank, kept)
+    parameters[0].grad = parameters[0].grad.t().contiguous().t()  # another order in memory
+    held = [(p.grad, p.grad.data_ptr(), p.grad.stride()) for p in parameters]
+    with mock.patch.object(all_reduce_grads, "BUCKET_BYTES", bucket), CollectiveCounter() as counter:
+        all_reduce_grads_([*parameters, parameters[0]], dist.group.WORLD)  # one of them twice
+    expected = [sum(part(r, i, shape, kept).double() for r in range(world_size)) for i, shape in enumerate(SHAPES)]
+    assert worst([p.grad for p in parameters], expected) <= LIMITS[dtype]
+    assert all(p.grad is g and g.data_ptr() == at and g.stride() == s for p, (g, at, s) in zip(parameters, held))
+    assert counter.counts == {HEADER: 2, REDUCTION: num_buckets}
 
 
 def test_buckets_are_filled() -> None:
@@ -211,18 +155,46 @@ def test_half_precision_is_added_in_float32(pool_of_four: WorkerPool, dtype: str
 
 
 @pytest.mark.parametrize("kind", ["plain", "dtensor"])
-def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(pool: WorkerPool, kind: str) -> None:
-    for found in pool(missing, kind):
-        assert found["none"] == [2]
-        assert found["kinds"]
-        assert found["error"] <= 1e-15
+@on_ranks()
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(rank: int, kind: str) -> None:
+    """Parameter 0 has one on every rank, 1 on the last only, 2 on none, 3 and 4 on all but the first."""
+    world_size = dist.get_world_size()
+    has = {0: lambda r: True, 1: lambda r: r == world_size - 1, 2: lambda r: False}
+    holds = [[has.get(index, lambda r: r > 0)(r) for r in range(world_size)] for index in range(len(SHAPES))]
+    if kind == "plain":
+        parameters = make_parameters(rank, torch.float64, lambda index: holds[index][rank])
+    else:
+        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
+        parameters = [nn.Parameter(distribute_tensor(torch.zeros(s, dtype=torch.float64), mesh)) for s in SHAPES]
+        for index, parameter in enumerate(parameters):
+            value = part(rank, index, SHAPES[index])
+            parameter.grad = distribute_tensor(value, mesh) if holds[index][rank] else None
+    all_reduce_grads_(parameters, dist.group.WORLD)
+    assert [index for index, p in enumerate(parameters) if p.grad is None] == [2]
+    for index in (0, 1, 3, 4):
+        found = parameters[index].grad
+        assert type(found) is (Tensor if kind == "plain" else DTensor)
+        parts = [part(r, index, SHAPES[index]) for r in range(world_size) if holds[index][r]]
+        torch.testing.assert_close(local(found), sum(parts, torch.zeros_like(parts[0])), rtol=1e-15, atol=1e-15)
 
 
-def test_uneven_and_empty_shards(pool_of_four: WorkerPool) -> None:
-    for found in pool_of_four(sharded):
-        assert found["same"]
-        assert found["layout"]
-        assert found["error"] <= 1e-15
+@on_ranks(4)
+def test_uneven_and_empty_shards(rank: int) -> None:
+    """Of a 2 x 2 mesh, over its other dimension; one rank lacks a gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    copy, parameters = mesh["copies"].get_local_rank(), []
+    for index, length in enumerate((5, 1, 4)):
+        values = part(copy, index, (length, 3))
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(values), mesh["shards"], [Shard(0)]))
+        if not (copy == 0 and index == 2):
+            parameter.grad = distribute_tensor(values, mesh["shards"], [Shard(0)])
+        parameters.append(parameter)
+    before = [p.grad for p in parameters]
+    all_reduce_grads_(parameters, mesh["copies"])
+    assert all(p.grad is grad for p, grad in zip(parameters, before) if grad is not None)
+    assert all(p.grad.placements == p.placements and p.grad.shape == p.shape for p in parameters)
+    expected = [part(0, index, (n, 3)) * (index < 2) + part(1, index, (n, 3)) for index, n in enumerate((5, 1, 4))]
+    assert worst([p.grad.full_tensor() for p in parameters], expected) <= 1e-15
 
 
 @on_ranks(4)

@@ -6,6 +6,7 @@ What the lines say of this package alone is shown by the tests of the folders.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections.abc import Callable
@@ -203,6 +204,23 @@ def test_the_gradient_of_thresholds_is_detached_there() -> None:
         detached = gradient(ours(3, threshold_gradient=False, **options)(logits, targets), logits)
         torch.testing.assert_close(detached, old, rtol=1e-12, atol=1e-14)
         assert not torch.allclose(gradient(ours(3, **options)(logits, targets), logits), old, rtol=1e-3)
+
+
+def test_the_decay_of_the_temperature_after_a_resume() -> None:
+    """Of a wrapper that starts at a later step without its state; with the state it continues in both."""
+    temperatures, theirs = {"temp_start": 0.8, "temp_end": 0.1, "temp_decay_steps": 30}, peer("imbalanced_losses")
+    halfway = pytest.approx(0.8 * 0.125 ** (20 / 30), rel=1e-12)
+    for module, of_steps, at_once in ((fullrank, halfway, 0.8), (theirs, 0.8, halfway)):
+        for lengths, expected, first in (({"warmup_steps": 10}, of_steps, 10), ({}, at_once, 0)):
+            losses = nn.CrossEntropyLoss(), module.SmoothAPLoss(3, queue_size=0, temperature=0.3)
+            late = module.LossWarmupWrapper(*losses, **temperatures, **lengths)
+            trained, loaded = copy.deepcopy(late), copy.deepcopy(late)
+            late.on_train_batch_start(first + 20)
+            assert late.current_temperature == expected
+            trained.on_train_batch_start(first)
+            loaded.load_state_dict(trained.state_dict())
+            loaded.on_train_batch_start(first + 20)
+            assert loaded.current_temperature == halfway
 
 
 # xorl and KempnerForge: their rules are written out
