@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
-from .schedules import find_schedules
+from .schedules import find_schedules, sharded_losses
 
 
 def _find_callbacks() -> tuple[Any, ...]:
@@ -41,12 +41,27 @@ class LossSchedule(_Callback):
     hook. ``global_step`` counts optimizer steps, so it is the same for all micro-batches of a window. With several
     optimizers it counts the steps of all of them.
 
-    The losses are attributes of the LightningModule, which saves and restores them: queue, temperature, schedule.
+    The losses are attributes of the LightningModule, which saves and restores them: queue, temperature, schedule. With
+    ``pool="sharded"`` a checkpoint gets the queue of all ranks, and loads on any number of them. Without this callback
+    it would have the rows of rank 0 alone, as it has with ``save_weights_only=True``.
 
     Example:
         >>> LossSchedule().state_key
         'LossSchedule'
     """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let ``state_dict`` not warn of rows that :meth:`on_save_checkpoint` adds."""
+        for _, _, queue in sharded_losses(pl_module):
+            queue.is_gathered_later = True
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Replace this rank's part of a queue, which Lightning has taken before, by the whole queue; a collective."""
+        for name, loss, queue in sharded_losses(pl_module):
+            loss.gather_queue()
+            key = f"{name}.queue._extra_state"
+            if key in checkpoint["state_dict"]:
+                checkpoint["state_dict"][key] = queue.get_extra_state()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the epoch of every schedule."""

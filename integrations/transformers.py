@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..accumulation import pooled_backward
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
-from ..losses import RankingLoss, causal_lm_loss
-from .schedules import find_schedules
+from ..losses import causal_lm_loss
+from .schedules import find_schedules, sharded_losses
 
 
 def causal_lm_loss_func(
@@ -85,9 +85,8 @@ class LossState:
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state next to the weights that the Trainer has just written."""
-        for module in self.loss.modules():
-            if isinstance(module, RankingLoss):
-                module.gather_queue()
+        for _, loss, _ in sharded_losses(self.loss):
+            loss.gather_queue()
         folder, self.save_to = self.save_to or self._checkpoint(args, state), None
         if not args.should_save:
             return

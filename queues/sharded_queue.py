@@ -14,7 +14,7 @@ from ..distributed.exchange import Exchange
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on, digest
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, expected
+from ..errors import Words, expected, warn
 from .memory_queue import GATHER_FIRST, SAME_QUEUE, Keep, MemoryQueue, QueueRows
 
 _COLUMNS = ("_logits", "_targets", "_iid", "_weight", "_numbers")
@@ -44,8 +44,9 @@ class ShardedQueue(MemoryQueue):
     is among the last ``capacity``. Together the ranks hold the rows of a :class:`MemoryQueue`, so the memory of each
     falls with their number. Every rank knows how many rows the others hold.
 
-    ``state_dict`` holds this rank's rows alone, unless :meth:`gather` was called after the last change. Then it holds
-    those of all ranks, in the form of a :class:`MemoryQueue`.
+    ``state_dict`` holds this rank's rows alone, with a warning, unless :meth:`gather` was called after the last change.
+    Then it holds those of all ranks, in the form of a :class:`MemoryQueue`. On as many ranks as before each gets its
+    own rows again, on others an equal part.
 
     Args:
         capacity: number of rows of all ranks together.
@@ -59,6 +60,7 @@ class ShardedQueue(MemoryQueue):
         self._start = 0  # of the rows held, in the buffers
         self._place = (0, 1)  # rank and number of ranks of which the rows are this rank's part
         self._gathered: dict[str, Any] | None = None  # the state of all ranks, while it is up to date
+        self.is_gathered_later = False  # who saves puts the rows of all ranks into the state: no warning
         super().__init__(capacity, num_classes, ignore_index, keep=keep, multi_hot=multi_hot)
 
     @torch.inference_mode(False)
@@ -120,16 +122,20 @@ class ShardedQueue(MemoryQueue):
             return
         if self._place != (0, 1) or self._gathered is None:
             raise _elsewhere(self._place, (rank, world_size))
-        total, last = self.num_held, self._num_enqueued
-        counts = tuple(total * (r + 1) // world_size - total * r // world_size for r in range(world_size))
-        before = sum(counts[:rank])
-        for name in _COLUMNS:
-            part = getattr(self, name)[self._start + before : self._start + before + counts[rank]]
-            setattr(self, name, part.clone())
+        total, least = self.num_held, self._num_enqueued - self.num_held
+        if self._gathered.get("world_size") == world_size:  # each rank has its own rows again, so sums round as before
+            self._steps = _steps_of(self._gathered)
+        else:
+            counts = tuple(total * (r + 1) // world_size - total * r // world_size for r in range(world_size))
+            self._steps = deque([_Step(least, counts)])
+        self._place, self._gathered = (rank, world_size), None
+        self._numbers = _runs(*(held[rank] for held in self._held())).cpu()
+        for name in _COLUMNS[:-1]:
+            whole = getattr(self, name)  # oldest row first
+            setattr(self, name, whole[(self._numbers - least).to(whole.device)])
         if rank > 0:
             self._checksum = torch.zeros_like(self._checksum)  # the parts of all ranks add up to that of the queue
-        self._start, self._fill, self._place, self._gathered = 0, counts[rank], (rank, world_size), None
-        self._steps = deque([_Step(last - total, counts)])
+        self._start, self._fill = 0, len(self._numbers)
 
     def take_whole(self, call: str) -> None:
         """Be the queue of one process.
@@ -298,7 +304,7 @@ class ShardedQueue(MemoryQueue):
             return
         exchange = Exchange("gather_queue", group)
         checksum = exchange.sum(self._checksum.clone().reshape(1), "the checksums of the queue")[0]
-        self._gathered = self._state_of(self.whole(exchange), checksum)
+        self._gathered = self._state_of(self.whole(exchange), checksum) | self._owners()
 
     def _state_of(self, rows: QueueRows, checksum: Tensor) -> dict[str, Any]:
         """Return the state of a :class:`MemoryQueue` with ``rows``, in its order."""
@@ -323,11 +329,17 @@ class ShardedQueue(MemoryQueue):
             weight = None if weight is None else weight[order]
             return self._state_of(QueueRows(logits[order], targets[order], iid[order], weight), self._checksum.clone())
         state = super().get_extra_state()
+        if not self.is_gathered_later:
+            what = f"the queued rows of rank {self._place[0]} of {self._place[1]}, and load there alone"
+            warn(f"A state_dict of a sharded queue has only {what}. {GATHER_FIRST}")
         columns = ("logits", "targets", "iid_mask", "sample_weight")
         held = {name: state[name][self._start : self._start + self._fill] for name in columns}
+        return state | held | self._owners() | {"rank": self._place[0], "trace": self._trace}
+
+    def _owners(self) -> dict[str, Any]:
+        """Return what says which rank holds which rows."""
         steps = [[step.first, *step.counts] for step in self._steps]
-        place = {"rank": self._place[0], "world_size": self._place[1], "steps": steps, "trace": self._trace}
-        return state | held | place
+        return {"world_size": self._place[1], "steps": steps}
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError when ``state`` belongs to a queue with other arguments."""
@@ -346,7 +358,7 @@ class ShardedQueue(MemoryQueue):
         self._start = 0
         if "rank" in state:
             self._gathered, self._place = None, (int(state["rank"]), int(state["world_size"]))
-            self._steps = deque(_Step(int(first), tuple(map(int, counts))) for first, *counts in state["steps"])
+            self._steps = _steps_of(state)
             self._trace = int(state["trace"])
             self._numbers = _runs(*(held[self._place[0]] for held in self._held())).cpu()
             # What every rank of one checkpoint knows. Another training may have had as many rows in every step.
@@ -360,6 +372,10 @@ class ShardedQueue(MemoryQueue):
         self._place, self._steps = (0, 1), deque([_Step(self._num_enqueued - fill, (fill,))])
         self._gathered = dict(state)
         self._numbers = torch.arange(len(self._logits), device="cpu") + (self._num_enqueued - fill)
+
+
+def _steps_of(state: Mapping[str, Any]) -> deque[_Step]:
+    return deque(_Step(int(first), tuple(map(int, counts))) for first, *counts in state["steps"])
 
 
 def _runs(first: Tensor, count: Tensor) -> Tensor:

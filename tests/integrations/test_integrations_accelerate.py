@@ -219,8 +219,10 @@ def test_control_the_mean_of_two_pools_is_not_the_loss_of_both(workers: WorkerPo
         assert parameters > 0.05
 
 
-def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
-    found = workers(fitted, DEFINITIONS, SCRIPT, str(tmp_path))
+@pytest.mark.parametrize("form", ["gathered", "sharded"])
+def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
+    definitions = DEFINITIONS.replace(QUEUE[0], QUEUE[1].replace("queue_size=64", f"queue_size=64, pool={form!r}"))
+    found = workers(fitted, definitions, SCRIPT, str(tmp_path))
     for parameters, history, expected, resumed, without_loss in found:
         assert parameters <= LIMIT
         assert history[0] < history[1]  # the first epoch improves the metric

@@ -136,6 +136,8 @@ def resumed(rank: int, definition: str, folder: str, at: int, keeps_loss: bool) 
         path = path.with_name(f"without-{rank}.ckpt")
         torch.save(saved, path)
     again = trained(str(path))
+    for model in (through, again):
+        model.loss_fn.gather_queue()
     states = [flatten(model.state_dict()) for model in (through, again)]
     assert states[0].keys() == states[1].keys()
     names = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
@@ -310,10 +312,12 @@ def test_a_single_callback_is_taken_by_both_packages() -> None:
             assert isinstance(LossSchedule(), importlib.import_module(package).Callback)
 
 
+@pytest.mark.parametrize("form", ["gathered", "sharded"])
 @pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.full), 12])
-def test_a_resumed_training_is_the_same_bit_for_bit(workers: WorkerPool, tmp_path: Path, step: int) -> None:
+def test_a_resumed_training_is_the_same_bit_for_bit(workers: WorkerPool, tmp_path: Path, step: int, form: str) -> None:
     """At the ends of epochs, the first that of the blend; Lightning then begins the next epoch without its hook."""
-    for differing, temperature in workers(resumed, WARM_RANKER, str(tmp_path), step, True):
+    ranker = WARM_RANKER.replace("queue_size=64", f"queue_size=64, pool={form!r}")
+    for differing, temperature in workers(resumed, ranker, str(tmp_path), step, True):
         assert differing == []
         assert 0.2 < temperature < 1.0  # it stands within its decay
 

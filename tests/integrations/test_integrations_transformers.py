@@ -228,7 +228,9 @@ def alone(rank: int, folder: str, use_cpu: bool) -> str:
     return ""
 
 
-def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], list[float], str, list[bool], str]:
+def fitted(
+    rank: int, script: str, folder: str, form: str
+) -> tuple[float, list[float], list[float], str, list[bool], str]:
     """Train, validate and resume with the script of the page.
 
     Returns the error of the parameters, the metric before training and after each epoch, the same of one process by
@@ -236,7 +238,8 @@ def fitted(rank: int, script: str, folder: str) -> tuple[float, list[float], lis
     the loss, without it), and the error without the file of the state.
     """
     rows = pooled_rows()
-    names = run_block(DEFINITIONS.replace("num_classes=1", "num_classes=1, queue_size=64, temperature=0.5"), {})
+    options = f"num_classes=1, queue_size=64, temperature=0.5, pool={form!r}"
+    names = run_block(DEFINITIONS.replace("num_classes=1", options), {})
 
     def job(place: str, script: str, forgets: bool = False) -> Any:
         dist.barrier()  # the files of the last job are there
@@ -441,8 +444,9 @@ def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path,
         assert max(errors) <= LIMIT
 
 
-def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
-    for parameters, history, expected, best, resumed, missing in workers(fitted, SCRIPT, str(tmp_path)):
+@pytest.mark.parametrize("form", ["gathered", "sharded"])
+def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
+    for parameters, history, expected, best, resumed, missing in workers(fitted, SCRIPT, str(tmp_path), form):
         assert parameters <= LIMIT
         assert history == pytest.approx(expected, rel=1e-6)
         assert history[0] < history[1]  # the first epoch improves the metric

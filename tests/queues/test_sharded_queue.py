@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from workers import error_of, get_pool
+from workers import WorkerPool, error_of, get_pool
 
 import fullrank
 from fullrank.queues.memory_queue import MemoryQueue
@@ -120,7 +120,9 @@ def test_rows_of_one_rank_load_there_alone() -> None:
         enqueue(queues, whole, step, True)
     again = [ShardedQueue(50, 1) for _ in range(2)]
     for rank, (queue, old) in enumerate(zip(again, queues)):
-        queue.set_extra_state(old.get_extra_state())
+        with pytest.warns(UserWarning, match=f"only the queued rows of rank {rank} of 2.*Call gather_queue"):
+            state = old.get_extra_state()
+        queue.set_extra_state(state)
         queue.take_place(rank, 2)
     assert_equal(again, whole)
     enqueue(again, whole, 5, True)
@@ -128,8 +130,10 @@ def test_rows_of_one_rank_load_there_alone() -> None:
     for place in ((1, 2), (0, 3), (0, 1)):
         with pytest.raises(ValueError, match=r"those of rank 0 of 2\. Call gather_queue"):
             again[0].take_place(*place)
+    queues[0].is_gathered_later = True
+    state = queues[0].get_extra_state()
     with pytest.raises(ValueError, match=r"rows of all ranks, got those of rank 0 of 2\. Call gather_queue"):
-        MemoryQueue(50, 1).set_extra_state(queues[0].get_extra_state())
+        MemoryQueue(50, 1).set_extra_state(state)
 
 
 # With ranks
@@ -197,6 +201,43 @@ def test_ranks_that_load_different_checkpoints_raise(tmp_path: Path, kind: str) 
         get_pool(2)(train, str(tmp_path), "sharded", "", name, first, kind == "whole")
     for own, expected in (("second", ["RuntimeError"] * 2), ("first", ["none"] * 2)):
         assert get_pool(2)(load_another, str(tmp_path), kind, own) == [expected] * 2
+
+
+def resume_on_as_many(rank: int, name: str, keeps_owners: bool) -> tuple[bool, bool]:
+    """Return whether a loss that loads a gathered queue has this rank's rows, and goes on with the same bits."""
+
+    def rows(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        count = 900 if (step + rank) % 3 else 7  # an equal part is another one
+        return torch.randn(count, 1, generator=generator).requires_grad_(), torch.rand(count, generator=generator) < 0.1
+
+    losses = [getattr(fullrank, name)(1, queue_size=3000, pool="sharded") for _ in range(2)]
+    for step in range(5):
+        losses[0](*rows(step))
+    losses[0].gather_queue()
+    state = losses[0].state_dict()
+    if not keeps_owners:  # as in a checkpoint of an earlier version
+        del state["queue._extra_state"]["steps"], state["queue._extra_state"]["world_size"]
+    losses[1].load_state_dict(state)
+    found = []
+    for step in range(5, 9):
+        results = []
+        for loss in losses:
+            logits, targets = rows(step)
+            value = loss(logits, targets)
+            if step == 5:
+                found.append(loss.queue.rows().logits.clone())
+            value.backward()
+            results.append(torch.cat([value.detach().reshape(1), logits.grad[:, 0]]))  # type: ignore[index]
+        found.append(torch.equal(*results))
+    return torch.equal(*found[:2]), all(found[2:])
+
+
+@pytest.mark.parametrize("name", ["SmoothAPLoss", "RecallAtQuantileLoss"])
+def test_as_many_ranks_go_on_bit_identically(name: str, pool: WorkerPool) -> None:
+    assert pool(resume_on_as_many, name, True) == [(True, True)] * pool.world_size
+    for same_rows, _ in pool(resume_on_as_many, name, False):  # the control
+        assert not same_rows
 
 
 def gather_twice(rank: int, wrapped: bool) -> list[bool]:
