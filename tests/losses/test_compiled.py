@@ -139,7 +139,7 @@ def test_functions_over_temperatures_and_row_counts(name: str, backend: str) -> 
     """aot_eager traces what every backend is given, forward and backward, and takes three times as long."""
     torch._dynamo.reset()
     compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=backend)
-    for count, temperature in CALLS:
+    for count, temperature in CALLS[:: 2 if backend == "eager" else 1]:
         assert_same(compiled, FUNCTIONS[name], *rows(count, name), temperature)
 
 

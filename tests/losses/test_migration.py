@@ -94,7 +94,8 @@ def test_same_numbers(num_classes: int, weighted: bool) -> None:
 @pytest.mark.parametrize("num_classes", [1, 4])
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
 def test_same_numbers_of_partial_auc(surrogate: str, num_classes: int) -> None:
-    for tau_scale, pos_numerator, basis in itertools.product(("iqr", "band"), ("pool", "live"), ("fpr", "population")):
+    values = itertools.product(("iqr", "band"), ("pool", "live"), ("fpr", "population"))
+    for index, (tau_scale, pos_numerator, basis) in enumerate(values):
         arguments = {
             "num_classes": num_classes,
             "alpha": 0.05,
@@ -106,8 +107,7 @@ def test_same_numbers_of_partial_auc(surrogate: str, num_classes: int) -> None:
             "budget_basis": basis,
             "quantile_interpolation": "linear",
         }
-        for weighted in (False, True):
-            assert_same("PAUCAtBudgetLoss", arguments, weighted)
+        assert_same("PAUCAtBudgetLoss", arguments, weighted=index % 3 == 0)
 
 
 def test_control_another_temperature_gives_other_numbers() -> None:
