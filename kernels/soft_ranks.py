@@ -63,15 +63,15 @@ def smooth_ap_sums(
     return loss, valid
 
 
-def _loss_and_gradient(
+def smooth_ap_and_gradient(
     scores: Tensor,
     positive: Tensor,
     member: Tensor | None,
     weight: Tensor | None,
     temperature: float,
     with_grad: bool,
-    method: str,
-    num_positive: int,
+    method: str = "auto",
+    num_positive: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
     if method == "plain" or (method == "auto" and plain_is_faster(scores)):
@@ -285,7 +285,7 @@ def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 _smooth_ap = register(
     "smooth_ap",
-    forward=_loss_and_gradient,
+    forward=smooth_ap_and_gradient,
     fake=lambda scores, *others: (
         scores.new_empty(scores.shape[0], dtype=torch.float64),
         torch.empty_like(scores) if others[4] else scores.new_empty(0),  # with_grad

@@ -14,7 +14,8 @@ from ..distributed.exchange import Exchange
 from ..errors import first_order_only
 from ..kernels.costs import costs_of
 from ..kernels.registration import exact, register
-from ..kernels.soft_ranks import smooth_ap_sums
+from ..kernels.soft_ranks import smooth_ap_and_gradient
+from ..kernels.soft_ranks_plain import scaled
 
 
 def _with_gradient(unit: Tensor, labels: Tensor, temperature: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,16 +67,15 @@ def _sums_of_queries(
     begin, end, _ = queries.indices(count)
     for first in range(begin, end, step):
         own = slice(first, min(first + step, end))
-        scores = (unit[own] @ unit.t()).requires_grad_(factors is not None)  # [q, M]
+        scores = unit[own] @ unit.t()  # [q, M]
         same = labels[own, None] == labels
         others = torch.ones_like(same)
         for mask in (same, others):
             mask.diagonal(first).fill_(False)  # a query does not rank itself
-        with torch.set_grad_enabled(factors is not None):
-            loss, valid[own] = smooth_ap_sums(scores, same, others, None, temperature)
-        values[own] = loss.detach()
+        given = scores, same, others, None, temperature, factors is not None
+        values[own], slope, valid[own] = smooth_ap_and_gradient(*given)
         if gradient is not None and factors is not None:
-            (slope,) = torch.autograd.grad(loss, scores, factors[own])  # [q, M]
+            slope = scaled(slope, factors[own])  # [q, M]
             gradient[own] += slope @ unit
             gradient += slope.t() @ unit[own]
     return values, valid, gradient

@@ -15,7 +15,7 @@ from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on, digest
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected, warn
-from .memory_queue import GATHER_FIRST, SAME_QUEUE, Keep, MemoryQueue, QueueRows
+from .memory_queue import GATHER_FIRST, SAME_QUEUE, Keep, MemoryQueue, QueueRows, on_host
 
 _COLUMNS = ("_logits", "_targets", "_iid", "_weight", "_numbers")
 
@@ -183,7 +183,7 @@ class ShardedQueue(MemoryQueue):
         step = _Step(self._num_enqueued, (rows[0].shape[0],) if counts is None else tuple(counts))
         rank = self._place[0]
         self._num_enqueued = first = step.first + sum(step.counts[:rank])
-        self._checksum = self._checksum + self._hash(*rows)
+        self._checksum = self._checksum + self._hash(*on_host(rows))
         self._num_enqueued = step.first
         self._has_weights |= sample_weight is not None
         if step.end == step.first:

@@ -317,8 +317,8 @@ def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit:
 
 def test_a_mean_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = sys.modules["fullrank.losses.retrieval_queries"]
-    original, calls = kernel.smooth_ap_sums, []
-    monkeypatch.setattr(kernel, "smooth_ap_sums", lambda *given: calls.append(1) or original(*given))
+    original, calls = kernel.smooth_ap_and_gradient, []
+    monkeypatch.setattr(kernel, "smooth_ap_and_gradient", lambda *given: calls.append(1) or original(*given))
     embeddings, labels = make_embeddings("rows that are alone")
     embeddings.requires_grad_()
     for reduction, times in (("mean", 1), ("sum", 1), ("none", 2)):
