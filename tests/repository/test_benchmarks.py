@@ -96,6 +96,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "scale": check_scale,
     "soak": lambda results: max(results["worst"].values()) <= 1e-12 and set(results["leaked_files"]) == {0},
     "speed": lambda results: all(row["ratio"] > 0 for row in results["against_peer"] + results["against_sort"]),
+    "step": lambda results: all(row["ours"] > 0 for row in results["one_process"]) and bool(results["two_processes"]),
 }
 PICTURES = {"order": "error_over_order.svg", "scale": "scale.svg", "speed": "speed.svg"}
 
