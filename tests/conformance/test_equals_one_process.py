@@ -83,6 +83,9 @@ def wrong_error(rank: int, way: str, kind: str) -> float:
     return error(gradient(model), expected)
 
 
+MOST_USED = ("accumulate", "DeferredMean", "pooled_backward")
+
+
 def cases() -> list[Any]:
     """Return world size, verb, wrapper and dtype; the fast tests have the wrappers that most people use."""
     found = []
@@ -91,10 +94,13 @@ def cases() -> list[Any]:
             is_common = kind in ("plain", "ddp", "fsdp2")
             found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [pytest.mark.slow]))
             found.append(pytest.param(3, verb, kind, "float64", marks=pytest.mark.full))
-            marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and " " not in verb else [pytest.mark.full]
+            marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and verb in MOST_USED else [pytest.mark.full]
             found.append(pytest.param(2, verb, kind, "float32", marks=marks))
     for verb in UNDER_HSDP:
-        found.append(pytest.param(4, verb, "hsdp", "float64", marks=pytest.mark.slow))
+        is_common = verb in (*MOST_USED, "accumulate shard")
+        found.append(
+            pytest.param(4, verb, "hsdp", "float64", marks=pytest.mark.slow if is_common else pytest.mark.full)
+        )
         found.append(pytest.param(4, verb, "hsdp", "float32", marks=pytest.mark.full))
     return found
 

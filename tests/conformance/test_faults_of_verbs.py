@@ -547,6 +547,8 @@ LOOPED = in_turns(LOOPS, ("vector in 0", "vector in 2", "no graph in 2", "no cal
 LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items in 0", kind) not in LOOPED]
 
 
+# Arguments are checked before the wrapper is looked at.
+CALLED = in_turns(DEFERRED, ("vector", "finish instead", "negative count in the last"), ("ddp", "fsdp2"))
 # Under FSDP2 not "forward": the others would wait in the collectives of the forward that one of them does not make.
 UNDER_FSDP = ("none", "no_grad", "before", "after", "inside", "vector", "leaf", "scores of two kinds")
 
@@ -566,7 +568,7 @@ def rows() -> list[Any]:
     found += [("pooled_backward", "replay", kind, 2, "dropped", False) for kind in ("fsdp2", "plain")]
     found += [("pooled_backward", "replay", "hsdp", 4, "dropped", False)]
     # The step continues, and its gradient is exact.
-    found += [("DeferredMean", name, kind, 2, "exact", False) for name in DEFERRED for kind in ("ddp", "fsdp2")]
+    found += [("DeferredMean", name, kind, 2, "exact", False) for name, kind in CALLED]
     found += [("DeferredMean", name, "plain", 2, "exact", False) for name in FINISHED]
     found += [
         (verb, name, "ddp", 2, "exact" if verb == "DeferredMean" else "dropped", is_everyone)
