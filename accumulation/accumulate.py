@@ -41,11 +41,11 @@ from torch.autograd.graph import Node
 
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
-from ..distributed.torch_private import not_compiled
+from ..distributed.torch_private import is_mean, not_compiled
 from ..errors import RankValueError, Words, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.wrappers import discard_gradients_, unseen_forward
-from .token_count import add_counts, as_numbers, check_amount, check_scalar, token_rule
+from .token_count import as_numbers, check_amount, check_scalar, counts_of, token_rule
 from .window import Window, open_window
 
 B = TypeVar("B")
@@ -126,13 +126,14 @@ def accumulate(
         rule = token_rule(count)
         count_one = count if rule is None else rule.num_valid
         if callable(count_one):
-            number = add_counts(window.micro_batches, count_one)
+            counts = counts_of(window.micro_batches, count_one)
+            number = math.fsum(counts)
             # A function is not compared between the ranks: each has its own, and they have no common name.
-            terms, kind = _Terms(number, True, factor), rule or Words("a function")
+            terms, kind = _Terms(number, counts, factor), rule or Words("a function")
         elif isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
             number = float(check_amount("count", as_numbers([check_scalar("count", count)])[0]))
             # It is over all ranks already, so ranks that pass different numbers have counted their own rows only.
-            terms, kind = _Terms(number, False, factor), Words(f"{number:.17g} over all ranks")
+            terms, kind = _Terms(number, None, factor), Words(f"{number:.17g} over all ranks")
         else:
             what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
             raise TypeError(expected("count", what, count))
@@ -144,7 +145,7 @@ def accumulate(
     if sync == "each":
         window.check_equal_numbers()  # also of a plain model: a hook may reduce after each
     terms = opened.value
-    if terms.is_counted:
+    if terms.counts is not None:
         terms = terms._replace(number=math.fsum(opened.totals[:, 0].tolist()))
     return Step(window, terms)._run()
 
@@ -153,7 +154,7 @@ class _Terms(NamedTuple):
     """What divides and multiplies the losses of a window."""
 
     number: float  # N, over all ranks and micro-batches
-    is_counted: bool  # False when the caller has given N
+    counts: list[float] | None  # of this rank's micro-batches; None when the caller has given N
     multiplier: float  # m
 
 
@@ -179,7 +180,7 @@ class Step:
         """Back-propagate this micro-batch's share of the window's loss; once per micro-batch.
 
         Args:
-            loss: scalar, the *sum* of the losses of this micro-batch's terms.
+            loss: scalar, the *sum* of the losses of this micro-batch's terms, such as with ``reduction="sum"``.
             num_items: when ``loss`` is their *mean* instead, the number of terms in it. A mean over 0 terms is NaN; it
                 counts as nothing, in value and gradient. The host does not read a tensor, and with one the gradient is
                 zero only if the loss turns a gradient of 0 into zeros; torch's losses do, a division by the 0 does not.
@@ -187,8 +188,9 @@ class Step:
         Raises:
             TypeError: when ``loss`` is not a floating-point tensor, or ``num_items`` not a number.
             ValueError: when ``loss`` is not a scalar or has no graph, or is not from the forward of the DDP module, so
-                that DDP would not reduce; for negative ``num_items``, or ones that do not add up to the count that
-                ``accumulate`` made.
+                that DDP would not reduce; for a mean without ``num_items``, as far as its graph shows that it is one,
+                unless the micro-batch is counted as one term; for negative ``num_items``, or ones that do not add up to
+                the count that ``accumulate`` made.
             RuntimeError: for a micro-batch with two calls, or with none.
 
         Distributed:
@@ -294,6 +296,11 @@ class Step:
             self._is_prepared = wrappers.check_forwards(
                 f"loss {where}", loss, self._used, others_prepare=others_prepare
             )
+        if num_items is None and is_mean(loss) and not self._has_one_term:
+            fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
+            raise ValueError(
+                expected(f"loss {where}", "the sum over its terms", Words("a mean without num_items"), fix)
+            )
         # Half precision would round m / N, and its sums end at 65504.
         total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         total = total.reshape(()) if total.ndim else total
@@ -309,6 +316,12 @@ class Step:
         self._losses.append(detached.full_tensor() if hasattr(detached, "full_tensor") else detached.clone())
         number = self._terms.number
         return total * (self._terms.multiplier / number) if number else _zero_loss(total)
+
+    @property
+    def _has_one_term(self) -> bool:
+        """Whether this micro-batch is counted as one term, such as a sequence whose loss is a mean over its tokens."""
+        counts, window = self._terms.counts, self._window
+        return self._terms.number == sum(window.num_micro_batches) if counts is None else counts[self._index] == 1
 
     def _note(self, mistake: Exception, *, keeps_step: bool) -> None:
         """Keep ``mistake`` for the closing header; raise it at once where no header follows, or where ranks would hang.
@@ -336,7 +349,7 @@ class Step:
         try:
             closed = agree_on("accumulate (end of the window)", window.ranks, bring)
             losses, items, num_with_items, _ = (sum(column) for column in zip(*closed.totals.tolist()))
-            is_complete = terms.is_counted and num_with_items == sum(window.num_micro_batches)
+            is_complete = terms.counts is not None and num_with_items == sum(window.num_micro_batches)
             if is_complete and not abs(items - terms.number) <= _ROUNDING * terms.number:
                 fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
                 what = f"a sum over the window equal to its count, {terms.number:.17g}"
@@ -360,6 +373,9 @@ class Step:
 
 # Between the sum of num_items and the count: integers agree exactly, weights up to the rounding of their float32 sums.
 _ROUNDING = 1e-5
+
+
+SUM_UP = 'Sum it up, as with reduction="sum"'
 
 
 def check_summed_loss(name: str, loss: Any) -> None:

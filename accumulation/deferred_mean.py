@@ -24,12 +24,12 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
-from ..distributed.torch_private import divide_each_, not_compiled
+from ..distributed.torch_private import divide_each_, is_mean, not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
-from .accumulate import check_summed_loss
+from .accumulate import SUM_UP, check_summed_loss
 from .token_count import check_scalar
 
 # All objects alive: two of them must not divide the gradients of one parameter.
@@ -137,6 +137,7 @@ class DeferredMean:
         Raises:
             TypeError: when ``loss_sum`` is not a floating-point tensor, or ``n`` not a number.
             ValueError: when ``loss_sum`` is not a scalar or has no graph, or ``n`` is negative or not finite; when
+                ``loss_sum`` is a mean of other than one term, as far as its graph shows that it is one; when
                 ``loss_sum`` is not from a forward of the DDP module since the last call, so that DDP would not reduce.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0; when a newer object has taken over the model.
@@ -173,7 +174,7 @@ class DeferredMean:
                 "multiplier": self._multiplier,
                 "forwards of DDP": self._sync.same_forwards,
             }
-            return Offer(None, facts, totals=(number, loss, num_stale))
+            return Offer(None, facts, totals=(number, loss, num_stale, is_mean(loss_sum)))
 
         with self._forgetting_forwards():
             totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
@@ -331,14 +332,17 @@ def _trainable(model: nn.Module) -> set[int]:
 
 
 def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None:
-    """Raise on every rank when the header of some rank holds a bad count, or says that old gradients are not 0.
+    """Raise on every rank when the header of some rank holds a bad count, a mean, or old gradients that are not 0.
 
     These numbers may lie on a device, so a rank does not read its own before it sends them.
     """
     failed: list[tuple[int, Exception]] = []
-    for rank, (num_terms, _, num_stale, _) in zip([0] if ranks is None else group_ranks(ranks), totals):
+    for rank, (num_terms, _, num_stale, is_mean_of) in zip([0] if ranks is None else group_ranks(ranks), totals):
         if not (num_terms >= 0 and math.isfinite(num_terms)):
             failed.append((rank, ValueError(expected("n", "a finite number >= 0", num_terms))))
+        elif is_mean_of and num_terms != 1:
+            fix = f"{SUM_UP}, or pass loss * n."
+            failed.append((rank, ValueError(expected("loss_sum", "the sum over n terms", Words("a mean"), fix))))
         elif num_stale:
             fix = "Call optimizer.zero_grad() after each step: the division is for the gradients of one step."
             found = Words(f"gradients with {num_stale:.0f} elements that are not 0")

@@ -66,7 +66,7 @@ def count_valid_tokens(
     ranks = resolve_group(group) if group is not None or is_initialized() else None
 
     def bring() -> Offer[None]:
-        number = add_counts(list_micro_batches(micro_batches), rule.check().num_valid)
+        number = math.fsum(counts_of(list_micro_batches(micro_batches), rule.check().num_valid))
         return Offer(None, {"rule": rule}, totals=(number,))
 
     agreed = agree_on("count_valid_tokens", ranks if ranks is not None and ranks.size() > 1 else None, bring)
@@ -150,8 +150,8 @@ def token_rule(count: object) -> TokenRule | None:
     return TokenRule(**count.keywords).check()
 
 
-def add_counts(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) -> float:
-    """Return the sum of ``count(micro_batch)`` on this rank, exactly; an error names the micro-batch."""
+def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) -> list[float]:
+    """Return ``count(micro_batch)`` of each on this rank; an error names the micro-batch."""
     counts: list[Any] = []
     for index, micro_batch in enumerate(micro_batches):
         try:
@@ -169,7 +169,7 @@ def add_counts(micro_batches: Sequence[B], count: Callable[[B], Tensor | float])
             text = f"{type(error).__name__}: " + reason_of(error).removeprefix(f"{type(error).__name__}: ")
             raise kind(expected(name, "a number", Words(text + place))) from None
         counts.append(check_scalar(f"count of micro-batch {index}", counted))
-    return math.fsum(check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts)))
+    return [check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts))]
 
 
 def check_scalar(name: str, value: Any) -> Tensor | float:

@@ -103,6 +103,43 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
+_MEAN = "fullrank: a mean"
+_AS_IT_IS = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
+
+
+def note_mean(loss: Tensor) -> Tensor:
+    """Return ``loss``, with a note in its graph that it is a mean, for :func:`is_mean`."""
+    node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
+    if node is not None:
+        node.metadata[_MEAN] = True
+    return loss
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Return True if the graph of a scalar says that it is a mean of several terms, or a part of one.
+
+    The last node of a loss of torch records its reduction, and :func:`note_mean` that of ours. A division by a number
+    >= 1 leaves a mean one; a product may be the way back to the sum.
+    """
+    node: Any = loss.grad_fn
+    divisors: list[Any] = []
+    while node is not None and _MEAN not in node.metadata:
+        is_division = node.name().startswith("DivBackward")
+        if not is_division and node.name() not in _AS_IT_IS:
+            break
+        divisors += [node._saved_other] if is_division else []
+        node = node.next_functions[0][0]
+    # A divisor on an accelerator is not waited for.
+    if node is None or any(isinstance(one, Tensor) and one.device.type != "cpu" for one in divisors):
+        return False
+    if node.name().startswith("MeanBackward"):
+        is_found = node._saved_self_sym_numel != 1
+    else:
+        recorded = getattr(node, "_saved_reduction", None) == 1 and node._saved_target.numel() != 1
+        is_found = recorded or _MEAN in node.metadata
+    return bool(is_found and all(one >= 1 for one in divisors))
+
+
 def backward_is_running() -> bool:
     """Return True inside a backward pass, where activation checkpointing runs forward code a second time."""
     return torch._C._current_graph_task_id() != -1

@@ -60,7 +60,7 @@ def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def language_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
     """Accumulate exactly: every token of the window has the same weight."""
     for step, batch in accumulate(model, micro_batches, count_valid_tokens):
-        step.backward(causal_lm_loss(logits_of(model, batch), batch["labels"], num_items=1))
+        step.backward(causal_lm_loss(logits_of(model, batch), batch["labels"], reduction="sum"))
 
 
 def mean_of_means_step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> None:
@@ -168,7 +168,7 @@ def compare_language(
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> float:
-        total = sum(causal_lm_loss(logits_of(model, test), test["labels"], num_items=1) for test in tests)
+        total = sum(causal_lm_loss(logits_of(model, test), test["labels"], reduction="sum") for test in tests)
         return float(total / num_tests)
 
     def run(step: Step, setting: tuple[int, int] | None = None) -> Curve:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.global_mean import local_mean
-from ..errors import Words, check_int, check_number, check_tensor, expected
+from ..distributed.torch_private import note_mean
+from ..errors import Words, check_choice, check_int, check_number, check_tensor, expected
 from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
 from .tensors import compute_dtype, has_values
 
 # A keyword that is almost one of these is a slip, not one of transformers.
 _KEYWORDS = (
+    "reduction",
     "num_items",
     "num_items_in_batch",
     "document_ids",
@@ -32,6 +34,7 @@ def causal_lm_loss(
     labels: Tensor | None,
     vocab_size: int | None = None,
     *,
+    reduction: Literal["mean", "sum"] = "mean",
     num_items: Tensor | float | None = None,
     num_items_in_batch: Tensor | float | None = None,
     document_ids: Tensor | None = None,
@@ -41,13 +44,13 @@ def causal_lm_loss(
     validate_args: bool = True,
     **unused: Any,
 ) -> Tensor:
-    r"""Sum the cross-entropies of the next tokens and divide by a number of items.
+    r"""Sum the cross-entropies of the next tokens, and divide by a number of items unless ``reduction="sum"``.
 
     Equal to ``F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), reduction="sum") / n``.
 
     .. math:: -\frac{1}{n} \sum_{t:\, y_{t+1} \ne \text{ignore}} \log \mathrm{softmax}(x_t)_{y_{t+1}}
 
-    With ``num_items=1`` it is the sum that ``step.backward`` of :func:`~fullrank.accumulate` and
+    With ``reduction="sum"`` it is the sum that ``step.backward`` of :func:`~fullrank.accumulate` and
     :meth:`~fullrank.DeferredMean.backward` take. It accepts the arguments of a loss function of Hugging Face
     transformers: ``model.loss_function = causal_lm_loss``.
 
@@ -55,6 +58,7 @@ def causal_lm_loss(
         logits: (..., T, V) raw logits; the one at t predicts token t + 1.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
         vocab_size: V, if it is to be checked; transformers passes it.
+        reduction: ``"mean"``, or ``"sum"``, which divides by nothing and takes no ``num_items``.
         num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. With 0 the
             sum, which is 0 then, is not divided.
         num_items_in_batch: the name of ``num_items`` in transformers.
@@ -101,6 +105,8 @@ def causal_lm_loss(
         if num_items is not None:
             raise ValueError(expected("num_items_in_batch", "None with num_items, which means the same", "both"))
         num_items = num_items_in_batch
+    if check_choice("reduction", reduction, ("mean", "sum")) == "sum" and num_items is not None:
+        raise ValueError(expected("num_items", 'None with reduction="sum", which divides by nothing', num_items))
     labels = _check_shapes(logits, labels, vocab_size)
     targets = labels.to(torch.int64)
     if document_ids is not None:
@@ -121,8 +127,10 @@ def causal_lm_loss(
     x, ignored = logits.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
     x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
     total = F.cross_entropy(x.reshape(-1, x.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum")
+    if reduction == "sum":
+        return total
     if num_items is None:
-        return local_mean(total, valid.sum())
+        return note_mean(local_mean(total, valid.sum()))
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, refuse_in_backward
+from ..distributed.torch_private import note_mean
 from ..errors import Words, check_number, check_tensor, expected
 from .arguments import completed
 from .distributed_loss import DistributedLoss
@@ -135,7 +136,7 @@ class FocalLoss(DistributedLoss):
             refuse_in_backward(call)
         group = self._resolve_group()
         if group is None:
-            return local_loss(self.elements(inputs, targets, sample_weight), self.reduction)
+            return self._noted(local_loss(self.elements(inputs, targets, sample_weight), self.reduction))
         own: list[Elements] = []
 
         def bring() -> Offer[Tensor]:
@@ -154,7 +155,10 @@ class FocalLoss(DistributedLoss):
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":
             return reduce_elements(own[0], self.reduction)
-        return mean.to(own[0].values.dtype)
+        return self._noted(mean.to(own[0].values.dtype))
+
+    def _noted(self, loss: Tensor) -> Tensor:
+        return note_mean(loss) if self.reduction.startswith("mean") else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed.torch_private import note_mean
 from ..errors import check_choice, check_int, check_positive, expected
 from ..kernels.spread import spread_of, standardized
 from .arguments import completed
@@ -231,8 +232,9 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
     if reduction == "none":
         return values.masked_fill(~valid, math.nan).to(dtype)
     if values.numel() == 1:
-        return values.reshape(()).to(dtype)
-    loss = values.sum()
-    if reduction == "mean":
-        loss = loss / (valid | values.isnan()).sum().clamp_min(1)
-    return loss.to(dtype)
+        loss = values.reshape(())
+    elif reduction == "mean":
+        loss = values.sum() / (valid | values.isnan()).sum().clamp_min(1)
+    else:
+        loss = values.sum()
+    return note_mean(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)

@@ -219,7 +219,14 @@ _scale_alone: Any = lambda step, loss, items: step.scale(loss)  # noqa: E731
 _with_items: Any = lambda number: lambda step, loss, items: step.backward(loss, num_items=number)  # noqa: E731
 _too_many: Any = lambda step, loss, items: step.backward(loss / max(items, 1), num_items=items + 1)  # noqa: E731
 
+_mean: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]).mean())  # noqa: E731
+_part_of_mean: Any = lambda step, loss, items: step.scale(torch.stack([loss] * 3).mean() / 3).backward()  # noqa: E731
+_A_MEAN = 'expected the sum over its terms, got a mean without num_items. Sum it up, as with reduction="sum", or pass'
+
 LOOPS = {
+    "mean in 0": looped(0, _mean, "ValueError", f"on rank 1: loss of micro-batch 0: {_A_MEAN}"),
+    "scaled mean in 1": looped(1, _part_of_mean, "ValueError", f"on rank 1: loss of micro-batch 1: {_A_MEAN}"),
+    "mean in 2": looped(2, _mean, "ValueError", f"on rank 1: loss of micro-batch 2: {_A_MEAN}"),
     "vector in 0": looped(0, _vector, "ValueError", "on rank 1: loss of micro-batch 0: expected one element"),
     "vector in 2": looped(2, _vector, "ValueError", "on rank 1: loss of micro-batch 2: expected one element"),
     "scaled vector in 1": looped(1, _scaled_vector, "ValueError", "loss of micro-batch 1: expected one element"),
@@ -359,6 +366,11 @@ def finished(groups: Callable[[nn.Module, list[Any]], Any], kind: str, text: str
 _NEGATIVE = "DeferredMean.backward failed on rank 1: n: expected a finite number >= 0, got -1.0."
 
 DEFERRED = {
+    "mean": called(
+        lambda one, loss, n: one.backward(torch.stack([loss, loss]).mean(), n),
+        "ValueError",
+        'on rank 1: loss_sum: expected the sum over n terms, got a mean. Sum it up, as with reduction="sum", or pass',
+    ),
     "vector": called(
         lambda one, loss, n: one.backward(torch.stack([loss, loss]), 1),
         "ValueError",

@@ -51,6 +51,14 @@ def test_value_and_gradient(shape: tuple[int, ...], num_items: Tensor | float | 
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
+def test_the_sum_has_the_bits_of_one_item() -> None:
+    logits, labels = make_rows()
+    loss, other = causal_lm_loss(logits, labels, reduction="sum"), causal_lm_loss(logits, labels, num_items=1)
+    assert torch.equal(loss, other)
+    assert torch.equal(*(torch.autograd.grad(one, logits)[0] for one in (loss, other)))
+    assert torch.equal(causal_lm_loss(logits, labels, reduction="mean"), causal_lm_loss(logits, labels))
+
+
 def test_the_logits_at_the_last_token_get_no_gradient() -> None:
     logits, labels = make_rows()
     causal_lm_loss(logits, labels).backward()
@@ -123,9 +131,9 @@ IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5], [0, 1, 2, 3, 4
 
 def test_no_document_predicts_the_next() -> None:
     logits, labels = make_rows()
-    loss = causal_lm_loss(logits, labels, num_items=1, document_ids=IDS)
+    loss = causal_lm_loss(logits, labels, reduction="sum", document_ids=IDS)
     torch.testing.assert_close(loss, by_documents(logits, labels, IDS), rtol=1e-12, atol=0)
-    assert not torch.isclose(loss, causal_lm_loss(logits, labels, num_items=1)), "the control: across the borders"
+    assert not torch.isclose(loss, causal_lm_loss(logits, labels, reduction="sum")), "the control: across the borders"
     count = count_valid_tokens([{"labels": labels, "ids": IDS}], document_ids_key="ids")
     torch.testing.assert_close(causal_lm_loss(logits, labels, document_ids=IDS) * count, loss, rtol=1e-12, atol=0)
     assert count < count_valid_tokens([{"labels": labels}])

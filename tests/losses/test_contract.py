@@ -150,6 +150,7 @@ SETTINGS: list[tuple[Sequence[str], str, list[Any], list[Any]]] = [
     (["LossWarmupWrapper"], "temp_decay_steps", [0], [1.5]),
     (["LossWarmupWrapper"], "final_main_weight", [0.0, 1.1, -0.5, NAN], ["1"]),
     (["LossWarmupWrapper"], "gather_distributed", [], [1]),
+    (["causal_lm_loss"], "reduction", ["none", None], []),
     (["causal_lm_loss"], "num_items", [-1, NAN, INF, torch.ones(2)], ["3", True]),
     (OF_TORCH, "reduction", ["average", "mean_weighted", None], []),
     (OF_TORCH, "weight", [-ONES[:3], ends(ONES[:2], NAN), ends(ONES[:2], INF)], [[1.0, 1.0, 1.0], 0.5]),
@@ -403,6 +404,9 @@ ADVICE: dict[str, Callable[[], object]] = {
     ),
     r"logits: expected a tensor, got a tuple of length 1\. Index it: logits\[0\]\.": lambda: smooth_ap((ONES,), ONES),
     r"inputs: expected a tensor, got a tuple .* Index it: inputs\[0\]\.": lambda: sigmoid_focal((ONES,), ONES),
+    'num_items: expected None with reduction="sum".*, got 3': lambda: causal_lm_loss(
+        TOKENS, NEXT, reduction="sum", num_items=3
+    ),
     "got the keyword num_item. Use num_items": lambda: causal_lm_loss(TOKENS, NEXT, num_item=3),
     "Use ignore_index": lambda: causal_lm_loss(TOKENS, NEXT, ignore_idx=3),
     "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),

@@ -1,0 +1,61 @@
+"""A loss that is a mean of several terms is refused where a sum is expected; a mean of one term is a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fullrank
+from fullrank import accumulate
+
+CLASSES = torch.tensor([0, 2, 1, 2])
+OF_ROWS: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": lambda x, **options: F.cross_entropy(x, CLASSES, **options),
+    "binary cross-entropy": lambda x, **options: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), **options),
+    "mse_loss": lambda x, **options: F.mse_loss(x, torch.zeros_like(x), **options),
+    "CrossEntropyLoss": lambda x, **options: fullrank.CrossEntropyLoss(**options)(x, CLASSES),
+    "SoftmaxFocalLoss": lambda x, **options: fullrank.SoftmaxFocalLoss(**options)(x, CLASSES),
+    "SmoothAPLoss": lambda x, **options: fullrank.SmoothAPLoss(3, **options)(x, CLASSES),
+    "causal_lm_loss": lambda x, **options: fullrank.causal_lm_loss(x, CLASSES, **options),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_mean_is_refused_and_a_sum_is_not(name: str) -> None:
+    model, loss = nn.Linear(3, 3), OF_ROWS[name]
+    rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    for change in (lambda mean: mean, lambda mean: mean / 2, lambda mean: mean.double() / 2.0):
+        for verb in ("backward", "scale"):
+            for step, batch in accumulate(model, [rows], len):
+                with pytest.raises(ValueError, match=r"micro-batch 0: .*got a mean .*\"sum\", or pass num_items="):
+                    getattr(step, verb)(change(loss(model(batch))))
+        with pytest.raises(ValueError, match=r"loss_sum: .*got a mean\. .*\"sum\", or pass loss \* n"):
+            fullrank.DeferredMean(model).backward(change(loss(model(rows))), len(rows))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for step, batch in accumulate(model, [rows] * 3, len):
+        step.backward(loss(model(batch), reduction="sum") / 4)
+    for step, batch in accumulate(model, [rows] * 2, len):
+        step.backward(loss(model(batch)), num_items=4)
+    for step, batch in accumulate(model, [rows] * 2, len):
+        step.backward(loss(model(batch)) * 4)
+    deferred = fullrank.DeferredMean(model)
+    model.zero_grad()
+    deferred.backward(loss(model(rows)) * 4, 4)
+    deferred.finish()
+
+
+def test_a_mean_of_one_term_is_a_sum() -> None:
+    """A sequence may be the term, and its loss a mean over its tokens; so may a micro-batch."""
+    model, rows = nn.Linear(3, 3), torch.randn(4, 3)
+    for batches, count in (([rows, rows], 2), ([rows[None], rows[None]], len), ([rows[:1]], 7.0)):
+        for step, batch in accumulate(model, batches, count):
+            step.backward(model(batch)[..., :1].square().mean())
+    deferred = fullrank.DeferredMean(model)
+    model.zero_grad()
+    for number in (1, torch.tensor(1)):
+        deferred.backward(model(rows).mean(), number)
+    assert deferred.finish() == 2
