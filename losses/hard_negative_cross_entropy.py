@@ -22,7 +22,7 @@ _SNAP = 1e-9  # relative distance at which a product counts as an integer: 0.07 
 def hard_negative_cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    share: float = 0.05,
+    share: float = 0.2,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     *,
@@ -143,7 +143,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     def __init__(
         self,
         num_classes: int = 1,
-        share: float = 0.05,
+        share: float = 0.2,
         queue_size: int = 0,
         reduction: Reduction = "mean",
         ignore_index: int = -100,

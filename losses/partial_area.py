@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice, check_number, check_positive, expected
-from ..kernels.entropic_risk import entropic_risk
+from ..kernels.entropic_risk import entropic_risk, tilts_of_budget
 from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
 from .pool import PerClass, Pool, positive_shares, spread_nan
@@ -20,6 +20,7 @@ TauScale = Literal["iqr", "band"]
 PosNumerator = Literal["pool", "live"]
 BudgetBasis = Literal["fpr", "population"]
 
+TEMPERATURE = 0.1  # by default
 SMALLEST_SCALE = 1e-12  # at or below it the reference scores do not differ, and no temperature follows from them
 
 
@@ -34,7 +35,7 @@ class PartialArea(NamedTuple):
     pos_numerator: PosNumerator = "pool"
     budget_basis: BudgetBasis = "fpr"
     quantile_interpolation: str = "higher"
-    dro_lambda: float = 1.0
+    dro_lambda: float | None = None
     threshold_gradient: bool = True
 
     @property
@@ -43,7 +44,16 @@ class PartialArea(NamedTuple):
         return self.tau_scale if self.surrogate == "dro" else self.tau_scale or "iqr"
 
 
-def check_area(area: PartialArea) -> PartialArea:
+# The arguments that only some surrogates use: these, and the value that says nothing.
+_USED_BY: dict[str, tuple[tuple[str, ...], object]] = {
+    "temperature": (("pairwise", "trapezoid"), TEMPERATURE),
+    "n_knots": (("trapezoid",), 2),
+    "threshold_gradient": (("trapezoid",), True),
+    "dro_lambda": (("dro",), None),
+}
+
+
+def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialArea:
     """Return ``area`` unchanged, or raise TypeError or ValueError."""
     check_number("alpha", area.alpha)
     check_number("beta", area.beta)
@@ -52,7 +62,8 @@ def check_area(area: PartialArea) -> PartialArea:
     if isinstance(area.n_knots, bool) or not isinstance(area.n_knots, int) or area.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", area.n_knots))
     check_choice("surrogate", area.surrogate, ("trapezoid", "pairwise", "dro"))
-    check_positive("dro_lambda", area.dro_lambda)
+    if area.dro_lambda is not None:
+        check_positive("dro_lambda", area.dro_lambda)
     if area.surrogate == "dro" and area.alpha != 0:
         raise ValueError(
             expected("alpha", "0 with surrogate='dro'", area.alpha, "For a band use surrogate='pairwise'.")
@@ -62,6 +73,11 @@ def check_area(area: PartialArea) -> PartialArea:
     check_choice("pos_numerator", area.pos_numerator, ("pool", "live"))
     check_choice("budget_basis", area.budget_basis, ("fpr", "population"))
     check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
+    given = {**area._asdict(), "temperature": temperature}
+    for name, (surrogates, default) in _USED_BY.items():
+        if area.surrogate not in surrogates and given[name] != default:
+            fix = f"It acts with surrogate={' and '.join(map(repr, surrogates))} alone: leave it out, or choose one."
+            raise ValueError(expected(name, f"{default!r} with surrogate={area.surrogate!r}", given[name], fix))
     return area
 
 
@@ -73,6 +89,7 @@ class Outcome(NamedTuple):
     # where no value may be read.
     flat_class: int | None
     stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
+    tilts: Tensor | None = None  # [C] the lambda of each class, if it was found from the budget
 
 
 class Thresholds(NamedTuple):
@@ -103,6 +120,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     if area.scale is not None:  # the scale between two equal infinities is NaN, and must not reach a class left out
         found = found._replace(tau=found.tau.masked_fill(~valid, 1.0))
     flat = None if area.scale is None else has_positive & (found.has_reference ^ found.resolved)
+    tilts: Tensor | None = None
     if area.surrogate == "trapezoid":
         missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), first_flat(flat)
         mask: Tensor | None = numerator
@@ -116,7 +134,9 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
             share = share * mask
         if area.surrogate == "dro":
             counted = torch.ones_like(points, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
-            missed = entropic_risk(queries, points, counted, found.tau, area.dro_lambda)  # [C, P]
+            if area.dro_lambda is None:
+                tilts = tilts_of_budget(queries, share, points, counted, found.tau, area.beta)
+            missed = entropic_risk(queries, points, counted, found.tau, tilts, area.dro_lambda or 1.0)  # [C, P]
             # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
             missed = torch.where(share > 0, missed, 0.0)
         else:
@@ -126,7 +146,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
             missed = sigmoid_sums_of_classes(queries, points, weights[:, :, None], found.tau).squeeze(2)
     per_class = PerClass(spread_nan((missed * share).sum(dim=1) * valid, pool), valid)
     if not with_stats:
-        return Outcome(per_class, flat_class, None)
+        return Outcome(per_class, flat_class, None, tilts)
     assert found.edges is not None
     band = _in_band(pool, negative, found)
     missed, inside = missed.detach(), torch.ones_like(share, dtype=torch.bool) if mask is None else mask
@@ -138,7 +158,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     counts = {"band_neg_count": (band & iid_negative).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
     stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
-    return Outcome(per_class, flat_class, stats)
+    return Outcome(per_class, flat_class, stats, tilts)
 
 
 def _thresholds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .arguments import completed
-from .partial_area import BudgetBasis, PartialArea, Surrogate, TauScale, check_area, missed_area
+from .partial_area import TEMPERATURE, BudgetBasis, PartialArea, Surrogate, TauScale, check_area, missed_area
 from .pool import Reduction, local_pool, reduce_values
 
 
@@ -19,7 +19,7 @@ def pauc_at_budget(
     n_knots: int = 2,
     tau_scale: TauScale | None = None,
     budget_basis: BudgetBasis = "fpr",
-    temperature: float = 0.1,
+    temperature: float = TEMPERATURE,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     quantile_interpolation: str = "higher",
@@ -28,7 +28,7 @@ def pauc_at_budget(
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
-    dro_lambda: float = 1.0,
+    dro_lambda: float | None = None,
     threshold_gradient: bool = True,
 ) -> Tensor:
     r"""Compute a loss for the area under the ROC curve at low false-positive rates, by one of three surrogates.
@@ -40,10 +40,14 @@ def pauc_at_budget(
         L = \frac{1}{|P|} \sum_{i \in P} \lambda \log \frac{1}{|N|} \sum_{j \in N}
             \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
 
-    The hardest negatives of each positive count most. :math:`\lambda` is a soft budget: the smaller it is, the more
-    they count. There is no hard band: ``beta``, ``n_knots`` and ``temperature`` have no effect on the value, except
-    that ``tau_scale="band"`` makes the scale depend on ``beta``. With ``tau_scale=None`` :math:`s = 1`, and the scores
-    are logits as in cross-entropy. The gradient raises positives and lowers negatives. The value may exceed 1.
+    The hardest negatives of each positive count most, and :math:`\lambda` says how much: the smaller it is, the fewer
+    negatives count. It is found from the budget, for each class and in each call: with it the effective number of
+    negatives, the perplexity of their weights for the mean positive, is nearest to ``beta`` times their number.
+    Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 16,
+    even up to 32, a multiple of 4 up to 100, so a budget of a few rows or of most rows is met at the end of that range.
+    It is a constant for the gradient. There is no hard band: all negatives have a gradient. With ``tau_scale=None``
+    :math:`s = 1`, and the scores are logits as in cross-entropy. The gradient raises positives and lowers negatives.
+    The value may exceed 1.
 
     ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
     the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
@@ -72,22 +76,26 @@ def pauc_at_budget(
     Scale and temperature are detached.
 
     Args:
-        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
+        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` the share of the
+            negatives that counts.
         surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
-            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots.
-        n_knots: number of knots >= 2, for ``"trapezoid"``.
+            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots. An argument that has no effect
+            with it is refused.
+        n_knots: number of knots >= 2, for ``"trapezoid"`` alone.
         tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
             ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
             as logits, and ``"iqr"`` for the other surrogates.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
-        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
-            ``"dro"`` does not use it.
+        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual. Not for
+            ``"dro"``.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
-        dro_lambda: > 0, the soft budget of ``"dro"``: towards 0 only the hardest negative counts, and for large values
-            all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time, other values O(P N).
-        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
-            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
+        dro_lambda: None finds it from ``beta``; or a number > 0 for ``"dro"`` alone: towards 0 only the hardest
+            negative counts, and for large values all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time,
+            other values O(P N).
+        threshold_gradient: let the thresholds of ``"trapezoid"`` carry a gradient to the rows of which they are
+            quantiles; False detaches them, and the gradient then raises positives and lowers no negative. The loss has
+            the same value either way.
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
@@ -111,7 +119,7 @@ def pauc_at_budget(
         Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
     budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
-    area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget))
+    area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget), temperature)
     pool = local_pool(
         logits,
         targets,

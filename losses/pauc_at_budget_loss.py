@@ -12,6 +12,7 @@ from .distributed_loss import compiled_where_local
 from .hints import Setting
 from .partial_area import (
     SMALLEST_SCALE,
+    TEMPERATURE,
     BudgetBasis,
     PartialArea,
     PosNumerator,
@@ -34,6 +35,7 @@ from .queued_loss import PoolOptions
 from .ranking import Given, RankingLoss
 from .sharded import PoolFacts
 from .sharded_threshold import trapezoid_of_part
+from .tensors import has_values
 
 
 @completed(pauc_at_budget)
@@ -101,7 +103,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         pos_numerator: PosNumerator = "pool",
         budget_basis: BudgetBasis = "fpr",
         queue_size: int = 0,
-        temperature: float = 0.1,
+        temperature: float = TEMPERATURE,
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         update_queue_in_eval: bool = False,
@@ -109,7 +111,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         quantile_interpolation: str = "higher",
         max_pool_size: int | None = None,
         *,
-        dro_lambda: float = 1.0,
+        dro_lambda: float | None = None,
         threshold_gradient: bool = True,
         **options: Unpack[PoolOptions],
     ) -> None:
@@ -119,7 +121,20 @@ class PAUCAtBudgetLoss(RankingLoss):
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
         self.quantile_interpolation = quantile_interpolation
         self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
-        check_area(self._area)
+        self._tilts: Tensor | None = None  # of the last call
+        check_area(self._area, self.temperature)
+
+    @property
+    def current_hardness(self) -> float | tuple[float, ...] | None:
+        """The lambda of ``"dro"``: ``dro_lambda`` if it is a number, else what the last call found from ``beta``.
+
+        One number, or a tuple with that of each class for several classes. None before the first call, and with the
+        other surrogates. To read it waits for an accelerator.
+        """
+        if self.surrogate != "dro" or self.dro_lambda is not None:
+            return self.dro_lambda
+        found = None if self._tilts is None else tuple(self._tilts.tolist())
+        return found[0] if found and self.num_classes == 1 else found
 
     @property
     def _area(self) -> PartialArea:
@@ -207,7 +222,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         per_class, stats = pooled.per_class, None
         if per_class is None:
             found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
-            per_class, flat_class, stats = found
+            per_class, flat_class, stats, tilts = found
+            self._tilts = tilts if tilts is None or has_values(tilts) else None
             self._warn_if_flat(flat_class)
         loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
         self._finish(pooled, per_class)
@@ -241,7 +257,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             )
 
     def _setting(self, num_rows: int) -> Setting:
-        if self.surrogate == "dro":  # which has neither a temperature nor a band
+        if self.surrogate == "dro":  # which has no temperature, and no band that can be empty
             return Setting(None, None)
         small = (
             f"a band up to beta={self.beta:g} holds less than one of the {num_rows} rows of the pool. Make the pool "

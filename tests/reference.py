@@ -383,7 +383,7 @@ class Band(NamedTuple):
     budget_basis: str = "fpr"
     temperature: float = 0.1
     quantile_interpolation: str = "higher"
-    dro_lambda: float = 1.0
+    dro_lambda: float | None = None
     threshold_gradient: bool = True
 
 
@@ -424,7 +424,8 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     if band.surrogate == "dro" and not rivals:
         return None, dict(NO_STATS)
     if band.surrogate == "dro":
-        chances = [_soft_maximum(i, rivals, tau, band.dro_lambda) for i in numerator]
+        tilt = _tilt_of_budget(numerator, rivals, tau, band.beta) if band.dro_lambda is None else band.dro_lambda
+        chances = [_soft_maximum(i, rivals, tau, tilt) for i in numerator]
     elif band.surrogate == "pairwise":
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
     else:
@@ -447,6 +448,25 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     }
     mean_chance = _weighted_mean(chances, numerator)
     return mean_chance if band.surrogate == "dro" else 1 - mean_chance, stats
+
+
+def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, budget: float) -> float:
+    """Return the 1/m with which the perplexity of the weights for the mean positive is nearest to the budget."""
+    finite = [j.score.item() for j in negatives if math.isfinite(j.score.item())]
+    if not finite:
+        return 1.0
+    total = sum(i.weight for i in numerator)
+    moved = [min(max(i.score.item(), min(finite)), max(finite)) * i.weight / total for i in numerator]
+    differences = [(min(j.score.item(), max(finite)) - sum(moved)) / scale for j in negatives]
+    losses = [max(d, 0.0) + math.log1p(math.exp(-abs(d))) for d in differences]
+
+    def distance(m: int) -> float:
+        weights = [math.exp(m * (loss - max(losses))) for loss in losses]
+        shares = [weight / sum(weights) for weight in weights]
+        entropy = -sum(share * math.log(share) for share in shares if share > 0)
+        return abs(entropy - math.log(budget * len(negatives)))
+
+    return 1 / min((*range(1, 17), *range(18, 33, 2), *range(36, 101, 4)), key=distance)
 
 
 def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:

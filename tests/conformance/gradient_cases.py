@@ -75,16 +75,18 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if case.loss == "hard_negative":
         return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
-    pooled["threshold_gradient"] = case.threshold_gradient
+    surrogate = case.loss.removeprefix("pauc_")
+    if surrogate.startswith("dro"):  # "dro", "dro0.3" with a lambda, "dro0.3_iqr" with a scale too
+        tilt, _, scale = surrogate.removeprefix("dro").partition("_")
+        pooled |= {"dro_lambda": float(tilt) if tilt else None, "tau_scale": scale or None}
+        return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.1, surrogate="dro", **pooled)
+    if surrogate != "pairwise":
+        pooled["threshold_gradient"] = case.threshold_gradient
     if case.loss == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
-    surrogate = case.loss.removeprefix("pauc_")
-    if surrogate.startswith("dro"):  # "dro", "dro0.3" with another lambda, "dro0.3_iqr" with a scale
-        tilt, _, scale = surrogate.removeprefix("dro").partition("_")
-        pooled |= {"dro_lambda": float(tilt or 1), "tau_scale": scale or None}
-        return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.5, surrogate="dro", **pooled)
+    pooled["n_knots"] = 3 if surrogate == "trapezoid" else 2
     return fullrank.PAUCAtBudgetLoss(
-        case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, n_knots=3, temperature=0.3, **pooled
+        case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, temperature=0.3, **pooled
     )
 
 

@@ -169,6 +169,11 @@ SETTINGS: list[tuple[Sequence[str], str, list[Any], list[Any]]] = [
 TOGETHER: list[tuple[Sequence[str], str, dict[str, Any], str]] = [
     (PAUC, "alpha, beta", {"alpha": 0.3, "beta": 0.3}, ""),
     (PAUC, "alpha", {"alpha": 0.1, "beta": 0.5, "surrogate": "dro"}, r"0\.1.*For a band use surrogate='pairwise'"),
+    (PAUC, "temperature", {"surrogate": "dro", "temperature": 0.3}, "0.3.*'pairwise' and 'trapezoid'"),
+    (PAUC, "n_knots", {"surrogate": "dro", "n_knots": 3, "temperature": 0.1}, "3.*'trapezoid'"),
+    (PAUC, "n_knots", {"surrogate": "pairwise", "n_knots": 3}, "3.*'trapezoid'"),
+    (PAUC, "threshold_gradient", {"surrogate": "pairwise", "threshold_gradient": False}, "False.*'trapezoid'"),
+    (PAUC, "dro_lambda", {"surrogate": "trapezoid", "dro_lambda": 1.0}, "1.0.*'dro'"),
     (["LossWarmupWrapper"], "warmup_steps", {"warmup_steps": 5, "warmup_epochs": 1}, "5"),
     (["LossWarmupWrapper"], "blend_steps", {"blend_steps": 5}, "5"),
     (["LossWarmupWrapper"], "blend_steps", {"warmup_steps": 1, "blend_steps": -1}, "-1"),

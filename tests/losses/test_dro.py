@@ -80,13 +80,69 @@ def test_one_pair_is_cross_entropy_and_a_scale_changes_it() -> None:
     assert abs(dro(scores, targets, 1e9, tau_scale="iqr") - expected) > 1e-3
 
 
-def test_it_is_the_default() -> None:
+def test_it_is_the_default_and_solved_from_the_budget() -> None:
     rows = INPUTS["binary"].rows()
-    default = pauc_at_budget(rows.logits, rows.targets)
-    assert torch.equal(PAUCAtBudgetLoss(1, queue_size=0)(rows.logits, rows.targets), default)
-    assert torch.equal(dro(rows.logits, rows.targets, tau_scale=None), default)
-    for scale in ("iqr", "band"):
-        assert not torch.equal(dro(rows.logits, rows.targets, tau_scale=scale, beta=BAND), default)
+    module = PAUCAtBudgetLoss(1)
+    assert module.current_hardness is None
+    default = module(rows.logits, rows.targets)
+    assert torch.equal(pauc_at_budget(rows.logits, rows.targets, beta=0.005), default)
+    assert torch.equal(dro(rows.logits, rows.targets, module.current_hardness), default)
+    for changed in ({"tau_scale": "iqr"}, {"tau_scale": "band", "beta": BAND}, {"beta": 0.5}, {"dro_lambda": 1.0}):
+        assert not torch.equal(pauc_at_budget(rows.logits, rows.targets, **changed), default)
+
+
+def test_the_share_that_counts_is_the_budget() -> None:
+    """It is the perplexity of the weights of the negatives over their number; with one positive there is one set."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.cat([torch.zeros(1), 0.5 * torch.randn(2000, generator=generator, dtype=torch.float64)])[:, None]
+    targets = (torch.arange(2001) == 0).long()
+    found = []
+    for budget in (0.005, 0.02, 0.1, 0.4):
+        module = PAUCAtBudgetLoss(1, beta=budget)
+        module(scores, targets)
+        pairs = torch.nn.functional.softplus(scores[1:, 0])
+        weights = torch.softmax(pairs / module.current_hardness, dim=0)
+        share = torch.distributions.Categorical(weights).entropy().exp().item() / 2000
+        assert 0.7 * budget <= share <= 1.4 * budget
+        assert abs(round(1 / module.current_hardness) - 1 / module.current_hardness) < 1e-9
+        found.append(module.current_hardness)
+    assert found == sorted(set(found))  # a larger budget is softer
+
+
+def test_each_class_has_a_hardness_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it has alone, also where powers are summed with another m in each class."""
+    rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
+    logits = rows.logits * torch.tensor([0.3, 1.0, 9.0])
+    module = PAUCAtBudgetLoss(3, beta=0.1)
+    for power in (math.inf, -math.inf):
+        monkeypatch.setattr(entropic_risk, "POWER", power)
+        gradient = cases.step(module, logits, rows.targets, sample_weight=rows.sample_weight)[1]
+        hardness = module.current_hardness
+        assert len(set(hardness)) == 3
+        alone = torch.zeros_like(gradient)
+        for c, each in enumerate(hardness):
+            targets = torch.where(rows.targets < 0, rows.targets, (rows.targets == c).long())
+            single = PAUCAtBudgetLoss(1, beta=0.1)
+            alone[:, c] = cases.step(single, logits[:, c], targets, sample_weight=rows.sample_weight)[1] / 3
+            assert single.current_hardness == each
+            other = with_gradient(logits[:, c], targets, 1.1 * each, sample_weight=rows.sample_weight)[1] / 3
+            assert (gradient[:, c] - other).norm() > 1e-4 * other.norm()  # a control
+        assert_close(gradient, alone, **EXACT)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e30])
+def test_a_score_far_away_does_not_decide(value: float) -> None:
+    """A positive above all negatives counts as one at the top of them, however far."""
+    rows = INPUTS["binary"].rows(num_rows=140)
+    targets, logits = rows.targets.clone(), rows.logits.clone()
+    targets[0] = 1
+    found = []
+    for far in (math.copysign(100.0, value), value):
+        logits[0] = far
+        module = PAUCAtBudgetLoss(1, beta=0.2)
+        module(logits, targets)
+        found.append(module.current_hardness)
+    assert found[0] == found[1] < 1
 
 
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
@@ -100,21 +156,17 @@ def test_no_scale_is_the_quartiles_for_the_other_surrogates(surrogate: str) -> N
     assert not torch.equal(values[None], values["band"])
 
 
-@pytest.mark.parametrize("change", [{"beta": 0.9}, {"n_knots": 9}, {"temperature": 3.0}], ids=str)
-def test_arguments_without_effect(change: dict[str, float]) -> None:
+def test_the_budget_has_no_effect_where_the_hardness_is_given() -> None:
     rows = INPUTS["binary"].rows()
     for scale in (None, "iqr"):
         value = dro(rows.logits, rows.targets, tau_scale=scale)
-        assert torch.equal(dro(rows.logits, rows.targets, tau_scale=scale, **change), value)
-    by_band = {"beta": 0.5, "tau_scale": "band"}
-    is_same = torch.equal(
-        dro(rows.logits, rows.targets, **(by_band | change)), dro(rows.logits, rows.targets, **by_band)
-    )
-    assert is_same == ("beta" not in change)  # the width of the band is a scale
-    pairwise = pauc_at_budget(rows.logits, rows.targets, surrogate="pairwise", beta=0.5)
-    if "n_knots" not in change:
-        changed = pauc_at_budget(rows.logits, rows.targets, surrogate="pairwise", **({"beta": 0.5} | change))
-        assert not torch.equal(changed, pairwise)
+        assert torch.equal(dro(rows.logits, rows.targets, tau_scale=scale, beta=0.9), value)
+    # the width of the band is a scale
+    assert not torch.equal(*[dro(rows.logits, rows.targets, tau_scale="band", beta=beta) for beta in (0.5, 0.9)])
+    given = PAUCAtBudgetLoss(1, dro_lambda=0.3)
+    given(rows.logits, rows.targets)
+    assert given.current_hardness == 0.3
+    assert PAUCAtBudgetLoss(1, surrogate="pairwise").current_hardness is None
 
 
 @pytest.mark.parametrize("limit", [1, 40, 10**6])
@@ -139,7 +191,7 @@ def test_powers_are_the_sum_over_pairs(monkeypatch: pytest.MonkeyPatch, tilt: fl
             results.append(with_gradient(logits, targets, tilt * (1 + 1e-11 * (power != 0)), **options))
             continue
         counts = torch.ones(2, 100), torch.ones(2, 100)
-        assert (entropic_risk._num_powers(tilt, *counts) > 0) == (power == 0)
+        assert bool(entropic_risk._num_powers(None, tilt, *counts)) == (power == 0)
         results.append(with_gradient(logits, targets, tilt, **options))
     assert_close(results[0], results[1], rtol=1e-9 if tilt == 1.0 else 1e-12, atol=1e-12)
 
