@@ -31,6 +31,7 @@ MOST_POWERS = 100
 # The 1 / lambda among which :func:`tilts_of_budget` chooses: 41, at most an eighth apart from 16 on.
 MULTIPLES = (*range(1, 17), *range(18, 33, 2), *range(36, 101, 4))
 _COARSE = 5  # every fifth is tried first
+_ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be tied, and then it has a limit
 POWER = 10_000  # pairs that take as long as one power of a few rows
 
 
@@ -87,10 +88,20 @@ def tilts_of_budget(
         exponent, total = sums.unbind(dim=2)
         return total.log() - tried * exponent / total - goal
 
+    def bracket(far: Tensor) -> Tensor:
+        """Return (2, C) the last of the m with which too many keys count, and the next; ``far`` (m, C) falls with m."""
+        number = (far > _ROUNDING).sum(dim=0)
+        return torch.stack([number - 1, number]).clamp(0, len(far) - 1)
+
     coarse = multiples[::_COARSE, None].expand(-1, len(keys))
-    first = ((distance(coarse) > 0).sum(dim=0) - 1).clamp(0, len(coarse) - 2) * _COARSE  # [C]
+    first = (bracket(distance(coarse))[0] * _COARSE).clamp(max=len(MULTIPLES) - 1 - _COARSE)  # [C]
     fine = multiples[first + torch.arange(_COARSE + 1, device=keys.device)[:, None]]  # [6, C]
-    return fine.gather(0, distance(fine).abs().argmin(dim=0, keepdim=True))[0].reciprocal()
+    far = distance(fine)
+    ends = bracket(far)
+    last, following = far.abs().gather(0, ends)
+    return fine.gather(0, ends[(following < last).long(), torch.arange(len(keys), device=keys.device)][None])[
+        0
+    ].reciprocal()
 
 
 def _num_powers(tilts: Tensor | None, tilt: float, queries: Tensor, keys: Tensor) -> list[int]:

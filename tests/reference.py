@@ -464,9 +464,12 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
         weights = [math.exp(m * (loss - max(losses))) for loss in losses]
         shares = [weight / sum(weights) for weight in weights]
         entropy = -sum(share * math.log(share) for share in shares if share > 0)
-        return abs(entropy - math.log(budget * len(negatives)))
+        return entropy - math.log(budget * len(negatives))
 
-    return 1 / min((*range(1, 17), *range(18, 33, 2), *range(36, 101, 4)), key=distance)
+    multiples = (*range(1, 17), *range(18, 33, 2), *range(36, 101, 4))
+    above = [m for m in multiples if distance(m) > 1e-9]
+    ends = above[-1:] + [m for m in multiples if m not in above][:1]
+    return 1 / min(ends, key=lambda m: abs(distance(m)))
 
 
 def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
