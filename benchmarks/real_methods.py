@@ -165,6 +165,8 @@ def _term(name: str, share: Tensor, config: Config) -> Loss:
         surrogate, _, detached = rest.partition(" ")
         form = {key: config[key] for key in ("temperature", "dro_lambda") if key in config}
         form |= {"threshold_gradient": False} if detached else {}
+        if rest == "dro":
+            form = {"dro_lambda": 1.0} | form
         loss = PAUCAtBudgetLoss(1, beta=float(share), surrogate=config.get("surrogate") or surrogate, **form, **queue)
     return SpreadTemperature(loss, config["spread"]) if "spread" in config else loss
 

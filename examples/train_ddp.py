@@ -93,7 +93,7 @@ def proof_losses(share: float, queue_size: int) -> dict[str, nn.Module]:
         "SmoothAP, queue": SmoothAPLoss(**queue),
         "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=share, **queue),
         "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=share, **queue),
-        "hard-negative CE, queue": HardNegativeCrossEntropyLoss(share=0.05, **queue),
+        "hard-negative CE, queue": HardNegativeCrossEntropyLoss(**queue),
     }
 
 

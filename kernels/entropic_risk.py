@@ -35,9 +35,7 @@ _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be 
 POWER = 10_000  # pairs that take as long as one power of a few rows
 
 
-def entropic_risk(
-    queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor | None, tilt: float = 1.0
-) -> Tensor:
+def entropic_risk(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> Tensor:
     """Return the risks (C, Q) float64.
 
     Args:
@@ -45,10 +43,9 @@ def entropic_risk(
         keys: (C, K), the dtype of ``queries``.
         inside: (C, K) bool, the keys that count, n of them; without any the risk is 0.
         scales: (C,), > 0, detached.
-        tilts: (C,) float64, lambda of each class, at most 1; None for ``tilt``.
-        tilt: lambda > 0 of all classes.
+        tilts: (C,) float64, lambda > 0 of each class; on the CPU where the host knows it.
     """
-    risks: Tensor = _entropic_risk(queries, keys, inside, scales.double(), tilts, tilt)
+    risks: Tensor = _entropic_risk(queries, keys, inside, scales.double(), tilts)[0]
     return risks
 
 
@@ -104,9 +101,9 @@ def tilts_of_budget(
     ].reciprocal()
 
 
-def _num_powers(tilts: Tensor | None, tilt: float, queries: Tensor, keys: Tensor) -> list[int]:
+def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
     """Return m = 1 / lambda of each class if the powers are the faster way, and nothing for a sum over pairs."""
-    values = [tilt] * len(queries) if tilts is None else tilts.tolist()
+    values = tilts.tolist()
     powers = [round(min(1 / value, MOST_POWERS + 1.0)) for value in values]
     if not all(1 <= m <= MOST_POWERS and abs(m * value - 1) <= 1e-12 for m, value in zip(powers, values)):
         return []
@@ -114,9 +111,15 @@ def _num_powers(tilts: Tensor | None, tilt: float, queries: Tensor, keys: Tensor
     return powers if most == 1 or most * (POWER + num_rows) < queries.numel() * keys.shape[1] else []
 
 
-def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor | None, tilt: float) -> Tensor:
-    powers = _num_powers(tilts, tilt, queries, keys)
-    of_class = torch.full_like(scales, tilt) if tilts is None else tilts  # [C]
+def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the risks, and the tilts on the host, so that the backward does not wait for them again."""
+    of_host = tilts.to("cpu", copy=True)
+    return _risks_at(queries, keys, inside, scales, of_host), of_host
+
+
+def _risks_at(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> Tensor:
+    powers = _num_powers(tilts, queries, keys)
+    of_class = tilts.to(scales.device, non_blocking=True)  # [C]
     if powers and keys.shape[1]:
         terms, most, _ = _powers(queries, keys, inside, scales, powers)
         if len(terms) == 1:
@@ -126,12 +129,13 @@ def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts:
     risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
     if keys.shape[1] == 0:
         return risks
+    any_above = bool((tilts > 1).any())
     for c, q in chunks_of_pairs(queries, keys):
         losses = _softplus(_distances(queries[c, q], keys[c], scales[c])).masked_fill_(~inside[c, None], -math.inf)
         most, lam = losses.amax(dim=2, keepdim=True), of_class[c, None, None]
         below = _minus(losses, most).div_(lam)
         count = inside[c].sum(dim=1).clamp_min(1)[:, None, None].double()
-        if tilt > 1:  # the exponents may be so small that their exponentials are 1 to the last bit
+        if any_above:  # the exponents may be so small that their exponentials are 1 to the last bit
             log_mean = torch.log1p(below.expm1_().masked_fill_(~inside[c, None], 0.0).sum(dim=2, keepdim=True) / count)
         else:
             log_mean = torch.log(below.exp_().sum(dim=2, keepdim=True) / count)
@@ -145,13 +149,12 @@ def _gradients(
     keys: Tensor,
     inside: Tensor,
     scales: Tensor,
-    tilts: Tensor | None,
-    tilt: float,
+    tilts: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries and keys."""
     grad = grad / scales[:, None]
-    powers = _num_powers(tilts, tilt, queries, keys)
-    of_class = torch.full_like(scales, tilt) if tilts is None else tilts
+    powers = _num_powers(tilts, queries, keys)
+    of_class = tilts.to(scales.device, non_blocking=True)
     if powers and keys.shape[1]:
         terms, most, z_keys = _powers(queries, keys, inside, scales, powers)
         if len(terms) == 1:
@@ -243,8 +246,11 @@ def _or_one(total: Tensor) -> Tensor:
 _entropic_risk = register(
     "entropic_risk",
     forward=_risks,
-    fake=lambda queries, *_: torch.empty_like(queries, dtype=torch.float64),
-    saved=lambda inputs, output: (inputs[:5], inputs[5:]),
+    fake=lambda queries, *_: (
+        torch.empty_like(queries, dtype=torch.float64),
+        torch.empty(len(queries), dtype=torch.float64, device="cpu"),
+    ),
+    saved=lambda inputs, output: ((*inputs[:4], output[1]), ()),
     backward=_gradients,
     fake_backward=lambda grad, queries, keys, *_: (torch.empty_like(queries), torch.empty_like(keys)),
 )

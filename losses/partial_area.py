@@ -89,7 +89,7 @@ class Outcome(NamedTuple):
     # where no value may be read.
     flat_class: int | None
     stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
-    tilts: Tensor | None = None  # [C] the lambda of each class, if it was found from the budget
+    tilts: Tensor | None = None  # [C] the lambda of each class, under "dro"
 
 
 class Thresholds(NamedTuple):
@@ -136,7 +136,9 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
             counted = torch.ones_like(points, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
             if area.dro_lambda is None:
                 tilts = tilts_of_budget(queries, share, points, counted, found.tau, area.beta)
-            missed = entropic_risk(queries, points, counted, found.tau, tilts, area.dro_lambda or 1.0)  # [C, P]
+            else:
+                tilts = torch.full((len(queries),), area.dro_lambda, dtype=torch.float64, device="cpu")
+            missed = entropic_risk(queries, points, counted, found.tau, tilts)  # [C, P]
             # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
             missed = torch.where(share > 0, missed, 0.0)
         else:

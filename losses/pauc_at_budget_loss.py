@@ -44,9 +44,10 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
     queue. The default, ``surrogate="dro"``, is a soft maximum of the logistic losses of each positive against all iid
-    negatives. ``dro_lambda`` takes the place of the budget: ``beta`` only sets the diagnostics, and ``n_knots`` and
-    ``temperature`` have no effect. The scores are logits as in cross-entropy, unless ``tau_scale`` gives a scale; of
-    the scales, ``"band"`` depends on ``beta``.
+    negatives, as hard as ``beta`` says; ``current_hardness`` is the lambda of the last call. A number for
+    ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the diagnostics. The scores are logits as
+    in cross-entropy, unless ``tau_scale`` gives a scale. A small ``beta`` is
+    not better at small budgets: see the table on the page about choosing a loss.
 
     For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
     negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more rows than that,
@@ -62,8 +63,6 @@ class PAUCAtBudgetLoss(RankingLoss):
     Args:
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
-        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual.
-            ``"dro"`` does not use it.
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at

@@ -191,7 +191,7 @@ def test_powers_are_the_sum_over_pairs(monkeypatch: pytest.MonkeyPatch, tilt: fl
             results.append(with_gradient(logits, targets, tilt * (1 + 1e-11 * (power != 0)), **options))
             continue
         counts = torch.ones(2, 100), torch.ones(2, 100)
-        assert bool(entropic_risk._num_powers(None, tilt, *counts)) == (power == 0)
+        assert bool(entropic_risk._num_powers(torch.full((2,), tilt, dtype=torch.float64), *counts)) == (power == 0)
         results.append(with_gradient(logits, targets, tilt, **options))
     assert_close(results[0], results[1], rtol=1e-9 if tilt == 1.0 else 1e-12, atol=1e-12)
 
