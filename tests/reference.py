@@ -497,7 +497,7 @@ def hard_negative_cross_entropy(
     live: Rows,
     past: Rows | None = None,
     *,
-    share: float = 0.05,
+    share: float = 0.2,
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
