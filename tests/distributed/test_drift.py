@@ -177,7 +177,8 @@ def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, 
     outcomes = []
     for odd_rank in range(dist.get_world_size()):
         arguments: dict[str, Any] = {} if "Focal" in loss_name else {"num_classes": 2}
-        arguments |= {"beta": 0.5, "surrogate": "trapezoid"} if loss_name == "PAUCAtBudgetLoss" else {}
+        if loss_name == "PAUCAtBudgetLoss":
+            arguments |= {"beta": 0.5, "surrogate": "dro" if argument == "dro_lambda" else "trapezoid"}
         if rank == odd_rank:
             arguments[argument] = OWN_VALUES.get((loss_name, argument), OTHER_VALUES[argument])
         loss = kind(**arguments)
