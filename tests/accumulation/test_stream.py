@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,6 +126,29 @@ def test_gradient_and_value_are_those_of_one_process(pool: WorkerPool, wrapper: 
         cases = [case._replace(dtype=dtype) for case in CASES.values()]
         for errors in pool(against_one_process, wrapper, cases):
             assert max(max(each) for each in errors) <= limit, (dtype, errors)
+
+
+def random_case(seed: int) -> Case:
+    """Return a configuration at random."""
+    draw = random.Random(seed)
+    kind = draw.choice(["index", "index", "multi_hot"])
+    return Case(
+        draw.choice([2, 3, 5] if kind == "multi_hot" else [1, 1, 3, 5]),
+        draw.random() < 0.5,
+        kind,
+        draw.choice(["mean", "sum"]),
+        draw.choice([*LIMITS]),
+        temperature=draw.choice([0.1, 0.3, 1.0, 2.0]),
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", ["ddp", "plain", "fsdp2"])
+def test_random_configurations(pool_of_two: WorkerPool, wrapper: str) -> None:
+    cases = [random_case(seed) for seed in range(10)]
+    for found in pool_of_two(against_one_process, wrapper, cases):
+        for index, errors in enumerate(found):  # of two windows of each case
+            assert max(errors) <= LIMITS[cases[index // 2].dtype], (cases[index // 2], errors)
 
 
 @on_ranks(2)

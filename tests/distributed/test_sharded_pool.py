@@ -43,6 +43,7 @@ class Case(NamedTuple):
     queue_keep: str = "all"
     temperature: float | None = 0.3
     reduction: str = "mean"
+    pool: str = "sharded"
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -127,7 +128,7 @@ def forced(form: str) -> Any:
 def run_case(rank: int, case: Case) -> Outcome:
     """Take steps with a sharded pool, and with one process that has all rows in float64."""
     world_size = dist.get_world_size()
-    loss, alone = make_loss(case, pool="sharded"), make_loss(case, gather_distributed=False)
+    loss, alone = make_loss(case, pool=case.pool), make_loss(case, gather_distributed=False)
     worst_gradient = worst_value = 0.0
     digest, number = hashlib.blake2b(digest_size=8), 0
     with forced(case.form):
@@ -207,7 +208,7 @@ def test_four_ranks(pool_of_four: WorkerPool, loss: str, form: str) -> None:
         assert_exact(pool_of_four, [case._replace(temperature=case.temperature or 0.3) for case in cases])
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int, pool: str = "sharded") -> Case:
     """Return a configuration at random."""
     draw = random.Random(seed)
     loss = draw.choice(["smooth_ap", "smooth_ap", "recall", "trapezoid"])
@@ -227,6 +228,7 @@ def random_case(seed: int) -> Case:
         # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
         temperature=draw.choice([0.3, 2.0] if loss == "trapezoid" else [0.3, 2.0, None]),
         reduction=draw.choice(["mean", "sum", "none"]),
+        pool=pool,
     )
 
 
@@ -234,6 +236,11 @@ def random_case(seed: int) -> Case:
 def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
     for first in seeds[::10]:
         assert_exact(pool_of_four, [random_case(seed) for seed in range(first, first + 10)])
+
+
+@pytest.mark.full
+def test_random_configurations_of_gathered_pools(pool_of_two: WorkerPool) -> None:
+    assert_exact(pool_of_two, [random_case(seed, "gathered") for seed in range(40, 60)])
 
 
 THRESHOLDS: dict[str, dict[str, Any]] = {
