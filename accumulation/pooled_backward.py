@@ -416,8 +416,8 @@ def _replay(
 
 
 _CAUSES = (
-    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator), data or "
-    "targets that change between the passes, module state that is not a buffer."
+    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator, persistent "
+    "workers of a DataLoader), data or targets that change between the passes, module state that is not a buffer."
 )
 
 

@@ -19,7 +19,7 @@ from outcomes import Outcome, assert_refused, outcome_of
 from subjects import LIMITS, NUM_FEATURES, Model, by_hand, error, gradient, reduced, wrap
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workers import WorkerPool, error_of
 
 import fullrank
@@ -466,6 +466,28 @@ def test_targets_or_weights_that_change_raise(kind: str) -> None:
     assert not gradient(model).any()
     streamed(model, batches, make_loss(case), case, check_replay=False, **{kind: At(read, swapped, 4)})
     streamed(model, batches, make_loss(case), case)
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of noise, drawn where they are loaded."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(3), torch.tensor(index % 2)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_workers_that_augment_are_named(persistent: bool) -> None:
+    """The control: workers that start anew in each pass draw the same."""
+    model, loss = nn.Linear(3, 1), fullrank.SmoothAPLoss(temperature=0.1)
+    loader = DataLoader(Augmented(), 4, num_workers=1, persistent_workers=persistent)
+    rows: dict[str, Any] = {"forward": lambda batch: model(batch[0]), "targets": lambda batch: batch[1]}
+    for _ in range(2):
+        kind, text = error_of(lambda: fullrank.pooled_backward(model, loader, loss=loss, stream=True, **rows))
+        assert kind == ("RuntimeError" if persistent else "none")
+        assert ("persistent workers of a DataLoader" in text) == persistent
 
 
 def test_the_checksum_sees_values_places_and_arguments() -> None:

@@ -101,6 +101,21 @@ def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:
         assert "call the loss outside checkpoint" in text
 
 
+@pytest.mark.parametrize("form", ["gathered", "sharded"])
+@on_ranks(2)
+def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank: int, form: str) -> None:
+    """Without a wrapper: no backward of these losses communicates."""
+    loss = fullrank.SmoothAPLoss(queue_size=8, temperature=0.5, pool=form)
+    for _ in range(2):
+        logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
+        value = checkpoint(loss, logits, targets, use_reentrant=False) if rank == 0 else loss(logits, targets)
+        kind, text = error_of(value.backward)
+        assert kind == ("none" if rank else "RuntimeError")
+        assert ("call the loss outside checkpoint" in text) == (rank == 0)
+        losses = fullrank.all_gather_no_grad(loss(logits, targets)[None])
+        assert losses[0] == losses[1]
+
+
 def test_gather_distributed_is_checked_where_it_is_set() -> None:
     """In the forward an exception of one rank would leave the others waiting."""
     loss = fullrank.SmoothAPLoss(num_classes=1)
