@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .costs import costs_of
 from .node_tables import CUTOFF
-from .pairs import chunk_size, sigmoid_and_slope
+from .pairs import chunk_size
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
 _FEW = 16  # pairs per row that may be summed beyond the cutoff
@@ -48,21 +48,23 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
     loss = share.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
     step = chunk_size(scores, scores.shape[1])
+    ones = positive.to(scores.dtype)  # on the host a product with bools takes five times as long
     for first in range(0, share.shape[0], step):
         c, row = class_of[first : first + step], row_of[first : first + step]
         difference = (scores.index_select(0, c) - scores[c, row][:, None]).div_(temperature)  # [p, M]
         if member is not None:
             difference.masked_fill_(~member.index_select(0, c), -math.inf)
         difference.scatter_(1, row[:, None], -math.inf)  # j = i does not count
-        sigmoid, slope = sigmoid_and_slope(difference)
-        is_positive = positive.index_select(0, c)
+        sigmoid = difference.sigmoid()
+        is_positive = ones.index_select(0, c)
         among_positives = sigmoid * is_positive
         n = (sigmoid - among_positives).sum(dim=1)
         weight = share[first : first + step]
         term, push, pull = _terms(among_positives.sum(dim=1), n, weight.to(n.dtype), temperature)
         loss.index_add_(0, c, weight * term)
         if with_grad:
-            slope *= torch.where(is_positive, push[:, None], pull[:, None])
+            slope = difference.neg_().sigmoid_().mul_(sigmoid)  # exact in both tails
+            slope *= torch.lerp(pull[:, None], push[:, None], is_positive)
             gradient.index_add_(0, c, slope)
             gradient.index_put_((c, row), -slope.sum(dim=1), accumulate=True)
     return loss, gradient
@@ -81,11 +83,12 @@ def _direct_of_one_class(problem: Problem, with_grad: bool) -> tuple[Tensor, Ten
         own = slice(first, min(first + step, count))
         difference = (keys - keys[own, None]).div_(temperature)  # [p, K]
         difference.diagonal(first).fill_(-math.inf)  # j = i does not count
-        sigmoid, slope = sigmoid_and_slope(difference)
+        sigmoid = difference.sigmoid()
         sums = sigmoid[:, :count].sum(dim=1), sigmoid[:, count:].sum(dim=1)
         term, push, pull = _terms(*sums, weight[own], temperature)
         loss += (share[own] * term).sum()
         if with_grad:
+            slope = difference.neg_().sigmoid_().mul_(sigmoid)  # exact in both tails
             slope[:, :count].mul_(push[:, None])  # not *=, which would also copy the product onto itself
             slope[:, count:].mul_(pull[:, None])
             gradient += slope.sum(dim=0)
