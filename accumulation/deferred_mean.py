@@ -29,7 +29,7 @@ from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
-from .accumulate import SUM_UP, check_summed_loss
+from .accumulate import SUM_UP, check_own_sum, check_summed_loss
 from .token_count import check_scalar
 
 # All objects alive: two of them must not divide the gradients of one parameter.
@@ -160,6 +160,7 @@ class DeferredMean:
                 fix = "Keep one object for each model, and use it in every step."
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
             check_summed_loss("loss_sum", loss_sum)
+            check_own_sum("loss_sum", loss_sum, self._ranks)
             self._sync.check_forwards("loss_sum", loss_sum)
             if not self._sync.reduces_always:
                 fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."

@@ -2,13 +2,13 @@
 
 Usage: python benchmarks/budget.py [--quick] [--splits N] [--out FOLDER]
 
-Eight sets that real.py does not use (FRESH in real_data.py), four of them thinned to 3 to 5 % positives, three splits,
+Eight sets that real.py does not use (FRESH in real_data.py), four of them thinned to 3 to 5 % positives, two splits,
 a network with two hidden layers, Adam with a learning rate of 3e-3, batches of 512 rows, 1,600 steps. Each figure is on
 test rows, at the checkpoint that is best in it on validation rows: the average precision after 400 and after 1,600
 steps, then after 1,600 the partial AUC up to four budgets. "better" is the number of sets whose average precision is
 above that of cross-entropy. A number after "hard-negative" is the share, after "hardness" the dro_lambda, after
-"budget" the beta from which the loss finds it; "1 / hardness" is the median over the steps. The run takes about half an
-hour on one core. Needs the extras ``test`` and ``demo``.
+"budget" the beta from which the loss finds it; "1 / hardness" is the median over the steps. The run takes about a
+quarter of an hour on one core. Needs the extras ``test`` and ``demo``.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
     """Run, print, write."""
     torch.set_num_threads(1)
     script = Run(__doc__, "budget")
-    script.parser.add_argument("--splits", type=int, default=3, help="splits of each set (default: 3)")
+    script.parser.add_argument("--splits", type=int, default=2, help="splits of each set (default: 2)")
     options = script.start()
     steps, seeds, sets = (
         (16, range(1), list(FRESH)[:2]) if options.quick else (1600, range(options.splits), list(FRESH))

@@ -103,22 +103,35 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-_MEAN = "fullrank: a mean"
+_MEAN, _OVER_RANKS = "fullrank: a mean", "fullrank: a sum over ranks"
 _AS_IT_IS = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
-def note_mean(loss: Tensor) -> Tensor:
-    """Return ``loss``, with a note in its graph that it is a mean, for :func:`is_mean`."""
+def note_kind(loss: Tensor, *, over_ranks: bool = False) -> Tensor:
+    """Return ``loss``, with a note in its graph that it is a mean, for :func:`is_mean`.
+
+    With ``over_ranks`` it is the sum over the rows of several ranks instead, for :func:`is_sum_over_ranks`.
+    """
     node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
     if node is not None:
-        node.metadata[_MEAN] = True
+        node.metadata[_OVER_RANKS if over_ranks else _MEAN] = True
     return loss
+
+
+def is_sum_over_ranks(loss: Tensor) -> bool:
+    """Return True if the graph of ``loss`` says that it is the sum over the rows of several ranks, or a multiple."""
+    node: Any = loss.grad_fn
+    while node is not None and _OVER_RANKS not in node.metadata:
+        before = [one for one, _ in node.next_functions if one is not None]
+        is_multiple = node.name().startswith(("DivBackward", "MulBackward")) and len(before) == 1
+        node = before[0] if is_multiple or node.name() in _AS_IT_IS else None
+    return node is not None
 
 
 def is_mean(loss: Tensor) -> bool:
     """Return True if the graph of a scalar says that it is a mean of several terms, or a part of one.
 
-    The last node of a loss of torch records its reduction, and :func:`note_mean` that of ours. A division by a number
+    The last node of a loss of torch records its reduction, and :func:`note_kind` that of ours. A division by a number
     >= 1 leaves a mean one; a product may be the way back to the sum.
     """
     node: Any = loss.grad_fn

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.global_mean import local_mean
-from ..distributed.torch_private import note_mean
+from ..distributed.torch_private import note_kind
 from ..errors import Words, check_choice, check_int, check_number, check_tensor, expected
 from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
 from .tensors import compute_dtype, has_values
@@ -130,7 +130,7 @@ def causal_lm_loss(
     if reduction == "sum":
         return total
     if num_items is None:
-        return note_mean(local_mean(total, valid.sum()))
+        return note_kind(local_mean(total, valid.sum()))
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))

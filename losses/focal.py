@@ -10,7 +10,7 @@ from torch import Tensor
 from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, refuse_in_backward
-from ..distributed.torch_private import note_mean
+from ..distributed.torch_private import note_kind
 from ..errors import Words, check_number, check_tensor, expected
 from .arguments import completed
 from .distributed_loss import DistributedLoss
@@ -155,10 +155,13 @@ class FocalLoss(DistributedLoss):
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":
             return reduce_elements(own[0], self.reduction)
-        return self._noted(mean.to(own[0].values.dtype))
+        loss = mean.to(own[0].values.dtype)
+        if self.reduction == "sum" and group.size() > 1:
+            return note_kind(loss, over_ranks=True)
+        return self._noted(loss)
 
     def _noted(self, loss: Tensor) -> Tensor:
-        return note_mean(loss) if self.reduction.startswith("mean") else loss
+        return note_kind(loss) if self.reduction.startswith("mean") else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward

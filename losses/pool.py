@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.torch_private import note_mean
+from ..distributed.torch_private import note_kind
 from ..errors import check_choice, check_int, check_positive, expected
 from ..kernels.spread import spread_of, standardized
 from .arguments import completed
@@ -237,4 +237,4 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
         loss = values.sum() / (valid | values.isnan()).sum().clamp_min(1)
     else:
         loss = values.sum()
-    return note_mean(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)
+    return note_kind(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)

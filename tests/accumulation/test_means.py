@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from workers import WorkerPool
 
 import fullrank
 from fullrank import accumulate
@@ -59,3 +60,37 @@ def test_a_mean_of_one_term_is_a_sum() -> None:
     for number in (1, torch.tensor(1)):
         deferred.backward(model(rows).mean(), number)
     assert deferred.finish() == 2
+
+
+def sums_over_ranks(rank: int) -> None:
+    """Body: a loss that sums over the rows of both ranks is refused in each step, and counts them once elsewhere."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    rows = torch.randn(2, 5, 3)[rank, : 4 - rank]
+    targets = (rows[:, :1] > 0).float()
+    loss = fullrank.BCEWithLogitsLoss(reduction="sum")
+    text = "expected the sum over this rank's terms, got one over those of all ranks. Construct the loss with gather"
+
+    def window() -> None:
+        for step, batch in accumulate(model, [rows], len):
+            step.backward(2 * loss(model(batch), targets))
+
+    def call() -> None:
+        fullrank.DeferredMean(model).backward(loss(model(rows), targets), len(rows))
+
+    for verb in (window, call, window, call):
+        with pytest.raises(ValueError, match=text):
+            verb()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    loss.gather_distributed = False
+    for step, batch in accumulate(model, [rows], len):
+        step.backward(loss(model(batch), targets))
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    fullrank.BCEWithLogitsLoss()(model(rows), targets).backward()
+    for mean, parameter in zip(found, model.parameters()):
+        torch.testing.assert_close(mean, parameter.grad)
+
+
+def test_a_sum_over_the_rows_of_all_ranks_is_refused(pool_of_two: WorkerPool) -> None:
+    pool_of_two(sums_over_ranks)

@@ -63,7 +63,7 @@ def make_loss(case: Case, **options: Any) -> fullrank.losses.RankingLoss:
     )
     if cls is fullrank.PAUCAtBudgetLoss:
         options |= {"surrogate": case.loss, "beta": 0.4}
-    names = ("queue_size", "multi_hot", "queue_keep", "temperature", "reduction")
+    names = ["queue_size", "multi_hot", "queue_keep", "reduction", *(["temperature"] if case.loss != "dro" else [])]
     return cls(case.num_classes, **{name: getattr(case, name) for name in names}, **options, **dict(case.options))
 
 

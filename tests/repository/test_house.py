@@ -155,7 +155,7 @@ ALLOWED_IMPORTS = {
     "accumulation": {"errors", "kernels", "distributed", "gradients"},
     "losses": {"errors", "kernels", "distributed", "queues"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
-    "integrations": {"errors", "accumulation", "distributed", "losses"},
+    "integrations": {"errors", "accumulation", "distributed", "losses", "queues"},
     "preflight": {"errors", "kernels", "distributed", "losses"},
 }
 
