@@ -38,11 +38,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
-from ..distributed.torch_private import is_mean, is_sum_over_ranks, not_compiled
+from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
 from ..errors import RankValueError, Words, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.wrappers import discard_gradients_, unseen_forward
@@ -297,12 +296,13 @@ class Step:
             self._is_prepared = wrappers.check_forwards(
                 f"loss {where}", loss, self._used, others_prepare=others_prepare
             )
+        if is_over_ranks(loss) and not self._has_one_term and self._window.ranks is not None:
+            raise ValueError(over_ranks(f"loss {where}"))
         if num_items is None and is_mean(loss) and not self._has_one_term:
             fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
             raise ValueError(
                 expected(f"loss {where}", "the sum over its terms", Words("a mean without num_items"), fix)
             )
-        check_own_sum(f"loss {where}", loss, self._window.ranks)
         # Half precision would round m / N, and its sums end at 65504.
         total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         total = total.reshape(()) if total.ndim else total
@@ -380,11 +380,10 @@ _ROUNDING = 1e-5
 SUM_UP = 'Sum it up, as with reduction="sum"'
 
 
-def check_own_sum(name: str, loss: Tensor, ranks: ProcessGroup | None) -> None:
-    """Raise ValueError when ``loss`` counts the rows of other ranks of ``ranks``, which would count them again."""
-    if ranks is not None and is_sum_over_ranks(loss):
-        fix = "Construct the loss with gather_distributed=False: the gradients of all ranks are added up anyway."
-        raise ValueError(expected(name, "the sum over this rank's terms", Words("one over those of all ranks"), fix))
+def over_ranks(name: str) -> str:
+    """Return the message for a loss that has the rows of all ranks already; the ranks would count them again."""
+    fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
+    return expected(name, "the sum over this rank's terms", Words("a loss over the rows of all ranks"), fix)
 
 
 def check_summed_loss(name: str, loss: Any) -> None:

@@ -24,14 +24,15 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
-from ..distributed.torch_private import divide_each_, is_mean, not_compiled
+from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
-from .accumulate import SUM_UP, check_own_sum, check_summed_loss
+from .accumulate import SUM_UP, check_summed_loss, over_ranks
 from .token_count import check_scalar
 
+_OVER_RANKS = 2  # in the header: a loss over the rows of all ranks; 1 is a mean
 # All objects alive: two of them must not divide the gradients of one parameter.
 _ALIVE: weakref.WeakSet[DeferredMean] = weakref.WeakSet()
 
@@ -160,7 +161,6 @@ class DeferredMean:
                 fix = "Keep one object for each model, and use it in every step."
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
             check_summed_loss("loss_sum", loss_sum)
-            check_own_sum("loss_sum", loss_sum, self._ranks)
             self._sync.check_forwards("loss_sum", loss_sum)
             if not self._sync.reduces_always:
                 fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
@@ -175,7 +175,8 @@ class DeferredMean:
                 "multiplier": self._multiplier,
                 "forwards of DDP": self._sync.same_forwards,
             }
-            return Offer(None, facts, totals=(number, loss, num_stale, is_mean(loss_sum)))
+            kind = _OVER_RANKS if is_over_ranks(loss_sum) else is_mean(loss_sum)
+            return Offer(None, facts, totals=(number, loss, num_stale, kind))
 
         with self._forgetting_forwards():
             totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
@@ -338,10 +339,12 @@ def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None
     These numbers may lie on a device, so a rank does not read its own before it sends them.
     """
     failed: list[tuple[int, Exception]] = []
-    for rank, (num_terms, _, num_stale, is_mean_of) in zip([0] if ranks is None else group_ranks(ranks), totals):
+    for rank, (num_terms, _, num_stale, kind) in zip([0] if ranks is None else group_ranks(ranks), totals):
         if not (num_terms >= 0 and math.isfinite(num_terms)):
             failed.append((rank, ValueError(expected("n", "a finite number >= 0", num_terms))))
-        elif is_mean_of and num_terms != 1:
+        elif kind == _OVER_RANKS and num_terms != 1 and ranks is not None:
+            failed.append((rank, ValueError(over_ranks("loss_sum"))))
+        elif kind and num_terms != 1:
             fix = f"{SUM_UP}, or pass loss * n."
             failed.append((rank, ValueError(expected("loss_sum", "the sum over n terms", Words("a mean"), fix))))
         elif num_stale:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
@@ -48,7 +48,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, and for a class that has no row.
-
         RuntimeError: on every rank, when an epoch starts and targets, seed, epoch or other arguments differ.
 
     Distributed:
@@ -136,7 +135,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Return an iterator over the batches of this rank, without those that were done before a restart."""
         rank, world_size = self._ranks()
-        if world_size > 1:
+        if world_size > 1 and get_worker_info() is None:  # a worker of a loader shares no group with the others
             agree_on("BalancedBatchSampler", resolve_group(self.group), self._offer)
         length, self._num_skipped = self._length(world_size), self.batches_done
         if self.batches_done >= length:

@@ -24,15 +24,16 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
 
     Equal to ``itertools.chain(loader, itertools.repeat(empty, n))``, with n the batches that the longest loader has
     more. If processes take different numbers of steps, those with more wait in the first collective for those with
-    less. With this around the loader all take as many. The losses of this package take batches without rows, and their
+    fewer. With this around the loader all take as many. The losses of this package take batches without rows, and their
     gradient remains that of one process with the rows of all; losses of torch give NaN for them.
 
     Args:
-        loader: gives the batches of this process; iterated anew in each epoch.
+        loader: gives the batches of this process; iterated again in each epoch.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         empty: what a process yields after its last batch. None is that batch without rows: tensors and arrays are cut
             in dim 0, and so are lists of strings and numbers; dicts, and lists and tuples of others, keep their form;
-            everything else stays as it is. A process that has no batch at all needs it.
+            single numbers, strings and None stay as they are. A batch with other objects needs it, and so does a
+            process that has no batch at all.
 
     Returns:
         An iterable for any number of epochs, without a length.

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ..errors import anchor_of, expected, first_order_only
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
 from .header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
-from .torch_private import not_compiled
+from .torch_private import not_compiled, note_kind
 
 
 class _GlobalRatio(torch.autograd.Function):
@@ -73,7 +73,7 @@ def mean_agreed(
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor
     found = torch.tensor([summed / divisor, scale], dtype=torch.float64, device="cpu").to(total.dtype)
     ratio, scale = found.to(total.device, non_blocking=True)
-    return _GlobalRatio.apply(call, total, anchor_of(total), ratio, scale)
+    return note_kind(_GlobalRatio.apply(call, total, anchor_of(total), ratio, scale), over_ranks=True)
 
 
 def global_mean(
@@ -130,6 +130,6 @@ def global_mean(
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
     if resolved is None or resolved.size() == 1:
-        return local_mean(total, bring().totals[1])
+        return note_kind(local_mean(total, bring().totals[1]))
     refuse_in_backward("global_mean")
-    return mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction)
+    return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction))

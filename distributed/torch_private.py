@@ -103,14 +103,14 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-_MEAN, _OVER_RANKS = "fullrank: a mean", "fullrank: a sum over ranks"
+_MEAN, _OVER_RANKS = "fullrank: a mean", "fullrank: over ranks"
 _AS_IT_IS = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
 def note_kind(loss: Tensor, *, over_ranks: bool = False) -> Tensor:
     """Return ``loss``, with a note in its graph that it is a mean, for :func:`is_mean`.
 
-    With ``over_ranks`` it is the sum over the rows of several ranks instead, for :func:`is_sum_over_ranks`.
+    With ``over_ranks`` the note says instead that it has the rows of several ranks, for :func:`is_over_ranks`.
     """
     node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
     if node is not None:
@@ -118,14 +118,16 @@ def note_kind(loss: Tensor, *, over_ranks: bool = False) -> Tensor:
     return loss
 
 
-def is_sum_over_ranks(loss: Tensor) -> bool:
-    """Return True if the graph of ``loss`` says that it is the sum over the rows of several ranks, or a multiple."""
-    node: Any = loss.grad_fn
-    while node is not None and _OVER_RANKS not in node.metadata:
-        before = [one for one, _ in node.next_functions if one is not None]
-        is_multiple = node.name().startswith(("DivBackward", "MulBackward")) and len(before) == 1
-        node = before[0] if is_multiple or node.name() in _AS_IT_IS else None
-    return node is not None
+def is_over_ranks(loss: Tensor) -> bool:
+    """Return True if the graph says that ``loss`` has the rows of several ranks: its parts, before sums and factors."""
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and _OVER_RANKS in node.metadata:
+            return True
+        if node is not None and (node.name() in _AS_IT_IS or node.name().startswith(("Add", "Div", "Mul", "Sub"))):
+            nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 def is_mean(loss: Tensor) -> bool:

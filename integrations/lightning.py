@@ -51,9 +51,15 @@ class LossSchedule(_Callback):
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let ``state_dict`` not warn of rows that :meth:`on_save_checkpoint` adds."""
+        """Let ``state_dict`` not warn of rows that :meth:`on_save_checkpoint` adds, unless weights are saved alone."""
+        weights_only = any(getattr(saver, "save_weights_only", False) for saver in trainer.checkpoint_callbacks)
         for _, _, queue in sharded_losses(pl_module):
-            queue.is_gathered_later = True
+            queue.is_gathered_later = not weights_only
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let ``state_dict`` warn again."""
+        for _, _, queue in sharded_losses(pl_module):
+            queue.is_gathered_later = False
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Replace this rank's part of a queue, which Lightning has taken before, by the whole queue; a collective."""

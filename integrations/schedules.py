@@ -19,6 +19,6 @@ def find_schedules(module: object) -> list[LossWarmupWrapper]:
 
 def sharded_losses(module: nn.Module) -> Iterator[tuple[str, QueuedLoss, ShardedQueue]]:
     """Yield the name, the loss and the queue of each loss in ``module`` with ``pool="sharded"``."""
-    for name, loss in module.named_modules():
+    for name, loss in module.named_modules(remove_duplicate=False):  # a state has a loss under each of its names
         if isinstance(loss, QueuedLoss) and isinstance(loss.queue, ShardedQueue):
             yield name, loss, loss.queue

@@ -76,7 +76,7 @@ def tilts_of_budget(
     losses = _softplus((keys.clamp(max=highest) - mean) / scales.double()[:, None])
     below = losses - losses.masked_fill(~inside, 0.0).amax(dim=1, keepdim=True)
     columns = torch.stack([below.masked_fill_(~inside, -1e30), torch.ones_like(below)], dim=2)  # [C, K, 2]
-    goal = inside.sum(dim=1).log() + math.log(budget)  # [C]
+    goal = inside.sum(dim=1).double().log() + math.log(budget)  # [C]
 
     def distance(tried: Tensor) -> Tensor:
         """Return (m, C) by how much the logarithm of the perplexity is too large."""
@@ -96,9 +96,8 @@ def tilts_of_budget(
     far = distance(fine)
     ends = bracket(far)
     last, following = far.abs().gather(0, ends)
-    return fine.gather(0, ends[(following < last).long(), torch.arange(len(keys), device=keys.device)][None])[
-        0
-    ].reciprocal()
+    nearest = torch.where(following < last, ends[1], ends[0])
+    return fine.gather(0, nearest[None])[0].reciprocal()
 
 
 def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:

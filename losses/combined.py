@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..distributed.header import Offer, State, agree_on
-from ..distributed.torch_private import not_compiled
+from ..distributed.torch_private import is_mean, not_compiled, note_kind
 from ..errors import Words, check_number, expected
 from .distributed_loss import DistributedLoss
 from .parts import LossOfParts, takes, targets_for
@@ -142,7 +142,8 @@ class CombinedLoss(LossOfParts):
             values = evaluate().value
         self.parts = {name: values[name].detach() for name in self.losses}
         first, *others = (weight * values[name] for name, weight in self._weights.items())
-        return sum(others, start=first)
+        total = sum(others, start=first)
+        return note_kind(total) if any(map(is_mean, values.values())) else total
 
     def _value(self, name: str, logits: Tensor, targets: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         part = self.losses[name]

@@ -70,9 +70,9 @@ class CrossEntropyLoss(TorchLikeLoss):
     number of elements. The loss of torch averages on each rank, which is another loss under data parallelism: a row on
     a rank with few valid rows counts more than others.
 
-    There are four differences. Without a valid element torch gives NaN, and this loss 0 with zero gradients. Ignored
-    elements may have NaN for logits. Half precision is returned in float32. Inputs (N, 1), whose loss is always 0, and
-    inputs (C,) raise.
+    There are five differences. Without a valid element torch gives NaN, and this loss 0 with zero gradients. Ignored
+    elements may have NaN for logits. Half precision is returned in float32. Class indices may be floats that are whole
+    numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.

@@ -155,10 +155,7 @@ class FocalLoss(DistributedLoss):
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":
             return reduce_elements(own[0], self.reduction)
-        loss = mean.to(own[0].values.dtype)
-        if self.reduction == "sum" and group.size() > 1:
-            return note_kind(loss, over_ranks=True)
-        return self._noted(loss)
+        return self._noted(mean.to(own[0].values.dtype))
 
     def _noted(self, loss: Tensor) -> Tensor:
         return note_kind(loss) if self.reduction.startswith("mean") else loss

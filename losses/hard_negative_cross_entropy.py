@@ -49,8 +49,9 @@ def hard_negative_cross_entropy(
         negatives is valid too. A class whose selected rows have no weight is invalid: left out of the mean and the sum,
         NaN under ``"none"``. With no valid class the loss is 0 with zero gradients.
 
-    Numerics: half precision is computed and returned in float32. A row at the wrong infinity gives an infinite loss,
-    and the gradient that a large finite score gives.
+    Numerics:
+        Half precision is computed and returned in float32. A row at the wrong infinity gives an infinite loss, and the
+        gradient that a large finite score gives.
 
     Example:
         >>> import torch

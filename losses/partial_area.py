@@ -45,7 +45,7 @@ class PartialArea(NamedTuple):
         return self.tau_scale if self.surrogate == "dro" else self.tau_scale or "iqr"
 
 
-# The arguments that only some surrogates use: these, and the value that says nothing.
+# Arguments that only some surrogates use, with their defaults.
 _USED_BY: dict[str, tuple[tuple[str, ...], object]] = {
     "temperature": (("pairwise", "trapezoid"), TEMPERATURE),
     "n_knots": (("trapezoid",), 2),

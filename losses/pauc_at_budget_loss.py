@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..kernels.torch_private import func_transforms_are_active
 from .arguments import completed
 from .distributed_loss import compiled_where_local
 from .hints import Setting
@@ -29,7 +30,6 @@ from .pool import (
     PerClass,
     Pool,
     Reduction,
-    reduce_values,
 )
 from .queued_loss import PoolOptions
 from .ranking import Given, RankingLoss
@@ -44,10 +44,10 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
     queue. The default, ``surrogate="dro"``, is a soft maximum of the logistic losses of each positive against all iid
-    negatives, as hard as ``beta`` says; ``current_hardness`` is the lambda of the last call. A number for
+    negatives. How hard it is follows from ``beta``; ``current_hardness`` is the lambda of the last call. A number for
     ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the diagnostics. The scores are logits as
-    in cross-entropy, unless ``tau_scale`` gives a scale. A small ``beta`` is
-    not better at small budgets: see the table on the page about choosing a loss.
+    in cross-entropy, unless ``tau_scale`` gives a scale. A small ``beta`` is not better at small budgets: see the table
+    on the page about choosing a loss.
 
     For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
     negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more rows than that,
@@ -121,14 +121,14 @@ class PAUCAtBudgetLoss(RankingLoss):
         self.quantile_interpolation = quantile_interpolation
         self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
         self._tilts: Tensor | None = None  # of the last call
-        check_area(self._area, self.temperature)
+        self._checked = check_area(self._area, self.temperature)
 
     @property
     def current_hardness(self) -> float | tuple[float, ...] | None:
         """The lambda of ``"dro"``: ``dro_lambda`` if it is a number, else what the last call found from ``beta``.
 
-        One number, or a tuple with that of each class for several classes. None before the first call, and with the
-        other surrogates. To read it waits for an accelerator.
+        One number, or a tuple with that of each class for several classes. None before the first call, after a compiled
+        one, and with the other surrogates. To read it waits for an accelerator.
         """
         if self.surrogate != "dro" or self.dro_lambda is not None:
             return self.dro_lambda
@@ -222,9 +222,10 @@ class PAUCAtBudgetLoss(RankingLoss):
         if per_class is None:
             found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
             per_class, flat_class, stats, tilts = found
-            self._tilts = tilts if tilts is None or has_values(tilts) else None
+            is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
+            self._tilts = tilts if is_number else None
             self._warn_if_flat(flat_class)
-        loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
+        loss = self._reduced(pooled, per_class)
         self._finish(pooled, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
@@ -263,6 +264,11 @@ class PAUCAtBudgetLoss(RankingLoss):
             f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
         )
         return super()._setting(num_rows)._replace(small_pool=small if num_rows * self.beta < 1 else None)
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        if self._area != self._checked:  # a schedule may have assigned a temperature, which "dro" does not use
+            self._checked = check_area(self._area)
 
     def _own_arguments(self) -> tuple[str, ...]:
         return PartialArea._fields

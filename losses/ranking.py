@@ -12,6 +12,7 @@ from ..distributed.exchange import Exchange, check_rows
 from ..distributed.gather import gather_after, gather_agreed
 from ..distributed.group import gradient_scale
 from ..distributed.header import Offer, agree_on, refuse_in_backward
+from ..distributed.torch_private import note_kind
 from ..errors import expected
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
@@ -51,6 +52,7 @@ class PooledRows(NamedTuple):
     live: Batch  # the rows that enter the queue: of all ranks, or of this rank if the pool is sharded
     facts: PoolFacts | None = None  # None if the pool is not sharded
     per_class: PerClass | None = None
+    over_ranks: bool = True
 
 
 @completed()
@@ -131,7 +133,7 @@ class RankingLoss(QueuedLoss):
         """
         pooled = self._pool(Given(logits, targets, iid_mask, sample_weight, indexes))
         per_class = self.compute_per_class(pooled.pool) if pooled.per_class is None else pooled.per_class
-        loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
+        loss = self._reduced(pooled, per_class)
         self._finish(pooled, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
@@ -141,6 +143,10 @@ class RankingLoss(QueuedLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
+
+    def _reduced(self, pooled: PooledRows, per_class: PerClass) -> Tensor:
+        loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
+        return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss
 
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
@@ -198,7 +204,7 @@ class RankingLoss(QueuedLoss):
 
             gathered = gather_agreed(type(self).__name__, group, bring, gradient_reduction=self.gradient_reduction)
             live = Batch(*gathered.tensors).with_counts(gathered.totals)
-        return PooledRows(self._join(live, self._queued_rows()), live)
+        return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=group is not None)
 
     def _sharded_pool(self, given: Given, group: ProcessGroup, needs_rows: bool) -> PooledRows:
         """Return this rank's part with the loss over all parts, or the rows of all ranks if that takes them."""
@@ -232,8 +238,7 @@ class RankingLoss(QueuedLoss):
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
         """Return the checked rows of this rank, or raise TypeError or ValueError."""
         self._check_not_gathered(group, logits=given.logits, targets=given.targets)
-        if self.has_temperature:
-            check_temperature(self.temperature, self.spread_multiple is not None)
+        self._check_settings()
         indexes = given.indexes
         if indexes is not None and not self.ranks_queries:
             raise TypeError(expected("indexes", "None, since this loss ranks one pool", indexes, "Use SmoothAPLoss."))
@@ -242,6 +247,11 @@ class RankingLoss(QueuedLoss):
             raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
         stored = self.queue.wanted if self._enqueues else None
         return check_batch(*given[:4], self._rule, indexes=indexes, validate_args=self.validate_args, stored=stored)
+
+    def _check_settings(self) -> None:
+        """Raise TypeError or ValueError if an argument was assigned since that does not fit."""
+        if self.has_temperature:
+            check_temperature(self.temperature, self.spread_multiple is not None)
 
     def _join(self, live: Batch, queued: QueueRows | None) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
@@ -269,7 +279,7 @@ class RankingLoss(QueuedLoss):
 
     def _finish(self, pooled: PooledRows, per_class: PerClass) -> None:
         """Enqueue the live rows, and warn of a likely misuse."""
-        pool, live, facts, _ = pooled
+        pool, live, facts = pooled[:3]
         num_rows, num_queued = pool.scores.shape[1], len(self.queue)
         if facts is not None:
             num_rows, num_queued = facts.num_rows, facts.num_queued

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_agreed
 from ..distributed.header import Offer, State, refuse_in_backward
-from ..distributed.torch_private import not_compiled
+from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import anchor_of, check_choice, check_int, check_tensor, expected
 from ..kernels.registration import check_not_batched
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
@@ -171,7 +171,7 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
         loss, used = _loss(*rows, self.temperature, self.reduction, self.ignore_index, split)
         if has_values(loss):
             self._last_temperature = used
-        return loss
+        return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward

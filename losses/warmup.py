@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..distributed.group import check_gather_distributed
 from ..distributed.header import State
-from ..distributed.torch_private import not_compiled
+from ..distributed.torch_private import is_mean, not_compiled, note_kind
 from ..errors import expected, warn
 from .distributed_loss import saved_temperature
 from .parts import LossOfParts, takes, targets_for
@@ -197,10 +197,13 @@ class LossWarmupWrapper(LossOfParts, Schedule):
         # The loss without a queue comes first. If it raises, nothing has been enqueued.
         warmup = self._warmup(logits, targets, kwargs)
         main = self.main_loss(logits, self._targets_for(self.main_loss, logits, targets), **kwargs)
+        first = main[0] if isinstance(main, tuple) else main
+        blended = (1 - weight) * warmup + weight * first
+        if is_mean(warmup) or is_mean(first):
+            note_kind(blended)
         if isinstance(main, tuple):
-            blended = (1 - weight) * warmup + weight * main[0]
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
-        return (1 - weight) * warmup + weight * main
+        return blended
 
     def _targets_for(self, loss: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
         return targets_for(loss, logits, targets, validate_args=getattr(self.main_loss, "validate_args", True))

@@ -318,10 +318,10 @@ class MemoryQueue(nn.Module):
         self.check_saved(state)
         device = state["logits"].device if self._logits.is_meta else self._logits.device
         dtype = torch.float64 if state["is_double"] else torch.float32
-        self._logits = state["logits"].to(device, dtype, copy=True)
-        self._weight = state["sample_weight"].to(device, dtype, copy=True)
-        self._targets = state["targets"].to(device, self._targets.dtype, copy=True)
-        self._iid = state["iid_mask"].to(device, copy=True)
+        self._logits = state["logits"].to(device, dtype, copy=True).contiguous()
+        self._weight = state["sample_weight"].to(device, dtype, copy=True).contiguous()
+        self._targets = state["targets"].to(device, self._targets.dtype, copy=True).contiguous()
+        self._iid = state["iid_mask"].to(device, copy=True).contiguous()
         self._checksum = state["checksum"].to(device, copy=True)
         self._fill, self._pointer = int(state["fill"]), int(state["pointer"])
         self._num_enqueued, self._has_weights = int(state["num_enqueued"]), bool(state["has_weights"])

@@ -21,6 +21,10 @@ OF_ROWS: dict[str, Callable[..., Tensor]] = {
     "CrossEntropyLoss": lambda x, **options: fullrank.CrossEntropyLoss(**options)(x, CLASSES),
     "SoftmaxFocalLoss": lambda x, **options: fullrank.SoftmaxFocalLoss(**options)(x, CLASSES),
     "SmoothAPLoss": lambda x, **options: fullrank.SmoothAPLoss(3, **options)(x, CLASSES),
+    "CombinedLoss": lambda x, **options: fullrank.CombinedLoss({"ap": fullrank.SmoothAPLoss(3, **options)})(x, CLASSES),
+    "global_mean": lambda x, reduction="mean": (
+        x.square().sum() if reduction == "sum" else fullrank.global_mean(x.square().sum(), 4)
+    ),
     "causal_lm_loss": lambda x, **options: fullrank.causal_lm_loss(x, CLASSES, **options),
 }
 
@@ -62,35 +66,42 @@ def test_a_mean_of_one_term_is_a_sum() -> None:
     assert deferred.finish() == 2
 
 
-def sums_over_ranks(rank: int) -> None:
-    """Body: a loss that sums over the rows of both ranks is refused in each step, and counts them once elsewhere."""
+def over_ranks(rank: int) -> None:
+    """Body: a loss over the rows of both ranks is refused in each step, whatever is said of its terms."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
     rows = torch.randn(2, 5, 3)[rank, : 4 - rank]
     targets = (rows[:, :1] > 0).float()
-    loss = fullrank.BCEWithLogitsLoss(reduction="sum")
-    text = "expected the sum over this rank's terms, got one over those of all ranks. Construct the loss with gather"
+    total, mean = (fullrank.BCEWithLogitsLoss(reduction=name) for name in ("sum", "mean"))
+    both = fullrank.CombinedLoss({"bce": mean, "ap": fullrank.SmoothAPLoss()})
+    text = (
+        "expected the sum over this rank's terms, got a loss over the rows of all ranks. Set gather_distributed=False"
+    )
+    for loss, num_items in ((total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None)):
 
-    def window() -> None:
-        for step, batch in accumulate(model, [rows], len):
-            step.backward(2 * loss(model(batch), targets))
+        def window(loss: nn.Module = loss, num_items: int | None = num_items) -> None:
+            for step, batch in accumulate(model, [rows], len):
+                step.backward(2 * loss(model(batch), targets), num_items=num_items)
 
-    def call() -> None:
-        fullrank.DeferredMean(model).backward(loss(model(rows), targets), len(rows))
+        def call(loss: nn.Module = loss) -> None:
+            fullrank.DeferredMean(model).backward(loss(model(rows), targets) * len(rows), len(rows))
 
-    for verb in (window, call, window, call):
-        with pytest.raises(ValueError, match=text):
-            verb()
+        for verb in (window, call, window, call):
+            with pytest.raises(ValueError, match=text):
+                verb()
         assert all(parameter.grad is None for parameter in model.parameters())
-    loss.gather_distributed = False
-    for step, batch in accumulate(model, [rows], len):
-        step.backward(loss(model(batch), targets))
-    found = [parameter.grad.clone() for parameter in model.parameters()]
+    mean(model(rows), targets).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    fullrank.BCEWithLogitsLoss()(model(rows), targets).backward()
-    for mean, parameter in zip(found, model.parameters()):
-        torch.testing.assert_close(mean, parameter.grad)
+    for step, batch in accumulate(model, [rows], 2):  # one term on each rank, the same
+        step.backward(mean(model(batch), targets))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+    model.zero_grad()
+    total.gather_distributed = False
+    for step, batch in accumulate(model, [rows], len):
+        step.backward(total(model(batch), targets))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
 
 
-def test_a_sum_over_the_rows_of_all_ranks_is_refused(pool_of_two: WorkerPool) -> None:
-    pool_of_two(sums_over_ranks)
+def test_a_loss_over_the_rows_of_all_ranks_is_refused(pool_of_two: WorkerPool) -> None:
+    pool_of_two(over_ranks)

@@ -6,6 +6,7 @@ import json
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -296,3 +297,15 @@ def test_the_table_of_the_page_is_that_of_the_benchmark() -> None:
         (line,) = (row for row in text.splitlines() if row.startswith(f"| {record['loss']} | {record['sampler']} |"))
         figures = [float(cell) for cell in line.strip("| ").split("|")[2:]]
         assert figures == pytest.approx([record[name] for name in names], abs=0.0051)
+
+
+def in_a_worker_of_a_loader(rank: int) -> int:
+    """Body: only rank 0 starts an epoch, where torch says that it runs in a worker of a loader."""
+    if rank == 0:
+        with mock.patch("torch.utils.data._utils.worker._worker_info", object()):
+            return len(batches(rank, 0, {}))
+    return 5
+
+
+def test_a_worker_of_a_loader_waits_for_no_rank(pool_of_two: WorkerPool) -> None:
+    assert pool_of_two(in_a_worker_of_a_loader) == [5, 5]

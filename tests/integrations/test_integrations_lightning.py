@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from integration_cases import (
 )
 from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from workers import WorkerPool, error_of
 
@@ -363,3 +365,21 @@ def test_a_backward_that_lightning_does_not_prepare_is_refused(workers: WorkerPo
     assert past != WRITER
     for text in workers(refused, "accumulated", past, {}):
         assert "a tensor from the forward of the DDP module" in text
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_save_of_weights_alone_warns_of_the_rows_of_one_rank(weights_only: bool) -> None:
+    from fullrank.integrations.lightning import LossSchedule
+
+    loss, schedule = fullrank.SmoothAPLoss(queue_size=8, pool="sharded"), LossSchedule()
+    loss.queue.take_place(0, 2)
+    loss.queue.enqueue(torch.zeros(2, 1), torch.tensor([0, 1]), None, None, [2, 2], num_rows=4, mark=(0.0, 0.0))
+    model, saver = nn.ModuleDict({"loss": loss}), SimpleNamespace(save_weights_only=weights_only)
+    schedule.setup(SimpleNamespace(checkpoint_callbacks=[saver]), model, "fit")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.state_dict()
+    assert ["only the queued rows of rank 0" in str(one.message) for one in caught] == [True] * weights_only
+    schedule.teardown(None, model, "fit")
+    with pytest.warns(UserWarning, match="only the queued rows of rank 0"):
+        model.state_dict()

@@ -61,7 +61,7 @@ def by_lightning(loss_fn: Any, folder: str, resumes: bool, lr: float) -> None:
     class Ranker(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder, self.loss_fn = make_encoder().double(), loss_fn
+            self.encoder, self.loss_fn, self.monitored = make_encoder().double(), loss_fn, loss_fn  # under two names
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             features, targets = own_rows(self.trainer.global_step)

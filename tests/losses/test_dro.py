@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -279,3 +280,30 @@ def test_diagnostics_are_computed_on_request_alone(surrogate: str, monkeypatch: 
     assert torch.equal(result.loss, plain)
     assert asked[-1] == (2 if surrogate == "dro" else 4)
     assert set(result.stats) == {"t_alpha", "t_beta", "tau_eff", "pauc_var", "band_neg_count", "grad_pos_count"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("surrogate", "nope", "surrogate: expected one of 'trapezoid'"),
+        ("dro_lambda", -1.0, "dro_lambda: expected"),
+        ("beta", 2.0, "alpha, beta: expected 0 <= alpha < beta <= 1"),
+        ("n_knots", 5, "n_knots: expected 2 with surrogate='dro', got 5"),
+    ],
+)
+def test_what_is_assigned_is_checked_in_the_next_call(name: str, value: object, text: str) -> None:
+    rows, loss = INPUTS["binary"].rows(), PAUCAtBudgetLoss()
+    first = loss(rows.logits, rows.targets)
+    kept = getattr(loss, name)
+    setattr(loss, name, value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            loss(rows.logits, rows.targets)
+    setattr(loss, name, kept)
+    assert torch.equal(loss(rows.logits, rows.targets), first)
+
+
+def test_a_loss_is_copied_after_a_transform() -> None:
+    rows, loss = INPUTS["binary"].rows(), PAUCAtBudgetLoss()
+    gradient = torch.func.grad(lambda x: loss(x, rows.targets))(rows.logits)
+    assert torch.equal(gradient, cases.step(copy.deepcopy(loss), rows.logits, rows.targets)[1])

@@ -369,3 +369,14 @@ def test_rows_of_the_wrong_shape() -> None:
 
 def test_assert_synchronized_alone_has_nothing_to_compare() -> None:
     MemoryQueue(2, 1).assert_synchronized()
+
+
+def test_a_state_in_another_order_of_memory_is_loaded() -> None:
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    queues = [MemoryQueue(8, 3) for _ in range(2)]
+    state = queues[0].get_extra_state()
+    queues[1].set_extra_state(state | {"logits": state["logits"].t().contiguous().t()})
+    for queue in queues:
+        queue.enqueue(rows, torch.zeros(6, dtype=torch.int64))
+    assert torch.equal(queues[0].rows().logits, queues[1].rows().logits)
+    assert torch.equal(queues[1].rows().logits, rows)
