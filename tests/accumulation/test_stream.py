@@ -628,7 +628,7 @@ RAISED = {
 }
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_a_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, wrapper: str) -> None:
     """A forward that communicates cannot tell the others: they wait inside the model."""
     kinds = [kind for kind in RAISED if wrapper == "ddp" or kind not in ("forward", "replay")]

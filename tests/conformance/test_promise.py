@@ -156,10 +156,10 @@ def test_control_scaled_loss_is_off_after_the_gather(pool: WorkerPool) -> None:
 
 
 # Inside of the others a loss shows what it shows inside of FSDP2, of which they are forms.
-OTHERS: list[Any] = [(2, "fsdp2", False), (2, "fsdp2", True)]
+OTHERS: list[Any] = [pytest.param(2, "fsdp2", False, marks=pytest.mark.full), (2, "fsdp2", True)]
 OTHERS += [
     pytest.param(
-        world_size, wrapper, inside, marks=pytest.mark.full if inside or wrapper == "replicate" else pytest.mark.slow
+        world_size, wrapper, inside, marks=pytest.mark.full if inside or wrapper != "hsdp" else pytest.mark.slow
     )
     for world_size, wrapper in ((2, "replicate"), (2, "summed"), (4, "hsdp"))
     for inside in (False, True)

@@ -452,7 +452,7 @@ def test_a_rank_killed_while_reasons_are_exchanged() -> None:
     assert "targets: expected shape (4,)" in fates[0].trace  # its own error is the cause
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_four_ranks_notice_a_death_when_those_that_notice_leave() -> None:
     """Under gloo only the neighbours in the ring notice at once. Their exit closes the connections of the rest.
 

@@ -444,7 +444,8 @@ def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path,
         assert max(errors) <= LIMIT
 
 
-@pytest.mark.parametrize("form", ["gathered", "sharded"])
+# A sharded pool in it: test_sharded_resume.py.
+@pytest.mark.parametrize("form", ["gathered", pytest.param("sharded", marks=pytest.mark.full)])
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
     for parameters, history, expected, best, resumed, missing in workers(fitted, SCRIPT, str(tmp_path), form):
         assert parameters <= LIMIT
@@ -488,6 +489,7 @@ def test_a_trainer_that_counts_one_rank_is_refused(workers: WorkerPool, tmp_path
     assert workers(alone, str(tmp_path), True) == [""] * 2
 
 
+@pytest.mark.full
 def test_the_state_is_that_of_the_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
     for found, temperatures, text in workers(places, str(tmp_path)):
         assert found == ["a/checkpoint-1", "b/checkpoint-1", "search/run-0/checkpoint-1"]
