@@ -120,6 +120,7 @@ def against_one_process(rank: int, wrapper: str, cases: list[Case]) -> list[Erro
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "plain", "fsdp2"])
 def test_gradient_and_value_are_those_of_one_process(pool: WorkerPool, wrapper: str) -> None:
     for dtype, limit in LIMITS.items():

@@ -89,6 +89,7 @@ CHECKPOINTED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CHECKPOINTED)
 @on_ranks(2)
 def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:

@@ -232,6 +232,7 @@ def random_case(seed: int, pool: str = "sharded") -> Case:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.full)], ids=len)
 def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
     for first in seeds[::10]:

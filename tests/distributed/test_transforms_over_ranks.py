@@ -87,6 +87,7 @@ def without_check(rank: int) -> list[tuple[str, str]]:
         return [error_of(lambda apply=apply: apply(call, rows)) for apply in TRANSFORMS.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "odd",
     [

@@ -53,6 +53,7 @@ def autocast_errors(rank: int, names: tuple[str, ...], guarded: bool, count: int
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.full)], ids=["pairs", "bins"])
 def test_no_bit_is_changed(pool_of_two: WorkerPool, count: int) -> None:
     for errors in pool_of_two(autocast_errors, NAMES, True, count):

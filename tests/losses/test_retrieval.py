@@ -224,6 +224,7 @@ def test_padding_at_most_doubles_the_rows_and_no_query_costs_an_operator(simulat
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @over_reductions
 @over_layouts
 def test_embeddings_equal_the_reference(layout: str, reduction: str, device: torch.device) -> None:
@@ -488,6 +489,7 @@ LIMITS = {"float64": 1e-12, "float32": 2e-6}
 over_losses = pytest.mark.parametrize("loss", ["queries", "embeddings", "split"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
 @over_losses
