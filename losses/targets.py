@@ -67,7 +67,8 @@ def check_targets(
         raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
     check_exact(targets, rule.num_classes)
     given, targets, num_stored = targets, targets.to(torch.int64), None
-    if validate_args and count:
+    # On the host it costs less to know that no row is ignored than to compute as if one were.
+    if count and (validate_args or (targets.device.type == "cpu" and has_values(targets))):
         low, high, num_inexact, num_positive, num_stored = _read(logits, given, targets, rule, stored)
         # The common case takes one pass over the targets.
         if low >= 0 and high < max(2, rule.num_classes) and not num_inexact:

@@ -15,6 +15,7 @@ from loss_cases import FOCAL, IGNORED, INPUTS, NOT_LOSSES, POOLED, VARIANTS, Inp
 from reference import Rows
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullrank import losses
 from fullrank.kernels import quantiles
@@ -546,3 +547,26 @@ def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     ):
         with pytest.raises(RuntimeError, match="a ranking loss: expected a first derivative, got a second one"):
             second()
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside it."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_a_step_without_checks_takes_fewer_operators(name: str) -> None:
+    rows, numbers = INPUTS["binary"].rows(num_rows=200), []
+    targets = rows.targets.clamp_min(0)
+    for validate_args in (True, False):
+        module = POOLED[name].module(1, validate_args=validate_args)
+        cases.step(module, rows.logits, targets)  # the first call imports
+        with Operators() as counted:
+            cases.step(module, rows.logits, targets)
+        numbers.append(counted.number)
+    assert numbers[1] < numbers[0]
