@@ -225,8 +225,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
             self._tilts = tilts if is_number else None
             self._warn_if_flat(flat_class)
-        loss = self._reduced(pooled, per_class)
-        self._finish(pooled, per_class)
+        loss = self._finish(pooled, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
         result = LossWithClasses.of(loss, per_class)

@@ -133,8 +133,7 @@ class RankingLoss(QueuedLoss):
         """
         pooled = self._pool(Given(logits, targets, iid_mask, sample_weight, indexes))
         per_class = self.compute_per_class(pooled.pool) if pooled.per_class is None else pooled.per_class
-        loss = self._reduced(pooled, per_class)
-        self._finish(pooled, per_class)
+        loss = self._finish(pooled, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -143,10 +142,6 @@ class RankingLoss(QueuedLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
-
-    def _reduced(self, pooled: PooledRows, per_class: PerClass) -> Tensor:
-        loss = reduce_values(per_class, self.reduction, pooled.pool.scores.dtype)
-        return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss
 
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
@@ -277,9 +272,10 @@ class RankingLoss(QueuedLoss):
             batch, is_live = batch.take(index), None if is_live is None else is_live[index]
         return one_vs_rest(batch, self._rule, is_live, self.queue_keep)
 
-    def _finish(self, pooled: PooledRows, per_class: PerClass) -> None:
-        """Enqueue the live rows, and warn of a likely misuse."""
+    def _finish(self, pooled: PooledRows, per_class: PerClass) -> Tensor:
+        """Return the loss. Enqueue the live rows, and warn of a likely misuse."""
         pool, live, facts = pooled[:3]
+        loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
         num_rows, num_queued = pool.scores.shape[1], len(self.queue)
         if facts is not None:
             num_rows, num_queued = facts.num_rows, facts.num_queued
@@ -297,6 +293,7 @@ class RankingLoss(QueuedLoss):
                 pool, live = pool._replace(scores=pool.scores.detach()), live.take(none)
             setting = self._setting(num_rows)
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
+        return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss
 
     def _setting(self, num_rows: int) -> Setting:
         """Return what decides which hints apply to a pool of ``num_rows`` rows."""
