@@ -268,6 +268,15 @@ def test_what_does_not_fit_raises_on_every_rank(rank: int, case: str) -> None:
     assert again[0].grad.sum() == 24.0
 
 
+@on_ranks(2)
+def test_the_first_parameter_that_differs_is_named(rank: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (2, 3, 4 + rank, 5 + rank)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    _, text = error_of(lambda: all_reduce_grads_(parameters, dist.group.WORLD))
+    assert "parameter 2: float32 (4,) on cpu on rank 0, float32 (5,) on cpu on rank 1." in text
+
+
 @pytest.mark.parametrize(
     ("placement", "text"),
     [
