@@ -28,9 +28,9 @@ from .pairs import chunk_size, chunks_of_pairs
 from .registration import register
 
 MOST_POWERS = 100
-# The 1 / lambda among which :func:`tilts_of_budget` chooses: 41, at most an eighth apart from 16 on.
-MULTIPLES = (*range(1, 17), *range(18, 33, 2), *range(36, 101, 4))
-_COARSE = 5  # every fifth is tried first
+# The 1 / lambda among which :func:`tilts_of_budget` chooses. Where scores are narrow, as they stay in a training with a
+# small budget, more would leave little but the top negative, and models got worse (benchmarks/budget.py).
+MULTIPLES = range(1, 13)
 _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be tied, and then it has a limit
 POWER = 10_000  # pairs that take as long as one power of a few rows
 
@@ -78,26 +78,15 @@ def tilts_of_budget(
     columns = torch.stack([below.masked_fill_(~inside, -1e30), torch.ones_like(below)], dim=2)  # [C, K, 2]
     goal = inside.sum(dim=1).double().log() + math.log(budget)  # [C]
 
-    def distance(tried: Tensor) -> Tensor:
-        """Return (m, C) by how much the logarithm of the perplexity is too large."""
-        parts = tried.split(chunk_size(keys, below.numel()))
-        sums = torch.cat([torch.einsum("mck,cks->mcs", (part[:, :, None] * below).exp_(), columns) for part in parts])
-        exponent, total = sums.unbind(dim=2)
-        return total.log() - tried * exponent / total - goal
-
-    def bracket(far: Tensor) -> Tensor:
-        """Return (2, C) the last of the m with which too many keys count, and the next; ``far`` (m, C) falls with m."""
-        number = (far > _ROUNDING).sum(dim=0)
-        return torch.stack([number - 1, number]).clamp(0, len(far) - 1)
-
-    coarse = multiples[::_COARSE, None].expand(-1, len(keys))
-    first = (bracket(distance(coarse))[0] * _COARSE).clamp(max=len(MULTIPLES) - 1 - _COARSE)  # [C]
-    fine = multiples[first + torch.arange(_COARSE + 1, device=keys.device)[:, None]]  # [6, C]
-    far = distance(fine)
-    ends = bracket(far)
+    parts = multiples[:, None, None].split(chunk_size(keys, below.numel()))
+    sums = torch.cat([torch.einsum("mck,cks->mcs", (part * below).exp_(), columns) for part in parts])
+    exponent, total = sums.unbind(dim=2)
+    # By how much the logarithm of the perplexity is too large: (m, C), it falls with m.
+    far = total.log() - multiples[:, None] * exponent / total - goal
+    number = (far > _ROUNDING).sum(dim=0)
+    ends = torch.stack([number - 1, number]).clamp(0, len(MULTIPLES) - 1)  # too many keys count, and the next
     last, following = far.abs().gather(0, ends)
-    nearest = torch.where(following < last, ends[1], ends[0])
-    return fine.gather(0, nearest[None])[0].reciprocal()
+    return multiples[torch.where(following < last, ends[1], ends[0])].reciprocal()
 
 
 def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:

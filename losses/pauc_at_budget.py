@@ -43,9 +43,9 @@ def pauc_at_budget(
     The hardest negatives of each positive count most, and :math:`\lambda` says how much: the smaller it is, the fewer
     negatives count. It is found from the budget, for each class and in each call: with it the effective number of
     negatives, the perplexity of their weights for the mean positive, is nearest to ``beta`` times their number.
-    Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 16,
-    even up to 32, a multiple of 4 up to 100. At 1 few negatives count already where logits spread over several units,
-    and a larger ``beta`` then changes nothing.
+    Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 12.
+    At 12 more than ``beta`` of the negatives count where logits lie close together; at 1 fewer do where they spread
+    over several units, and a larger ``beta`` then changes nothing.
     It is a constant for the gradient. There is no hard band: all negatives have a gradient. With ``tau_scale=None``
     :math:`s = 1`, and the scores are logits as in cross-entropy. The gradient raises positives and lowers negatives.
     The value may exceed 1.

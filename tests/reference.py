@@ -466,7 +466,7 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
         entropy = -sum(share * math.log(share) for share in shares if share > 0)
         return entropy - math.log(budget * len(negatives))
 
-    multiples = (*range(1, 17), *range(18, 33, 2), *range(36, 101, 4))
+    multiples = range(1, 13)
     above = [m for m in multiples if distance(m) > 1e-9]
     ends = above[-1:] + [m for m in multiples if m not in above][:1]
     return 1 / min(ends, key=lambda m: abs(distance(m)))
