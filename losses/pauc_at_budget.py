@@ -109,7 +109,7 @@ def pauc_at_budget(
         >>> import torch
         >>> scores = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
         >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]))
-        tensor(1.7091)
+        tensor(1.6285)
         >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]), beta=0.5, surrogate="pairwise")
         tensor(0.5000)
 

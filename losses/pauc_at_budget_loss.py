@@ -83,7 +83,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         >>> scores, targets = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]]), torch.tensor([0, 1, 1, 0, 0])
         >>> loss = PAUCAtBudgetLoss(num_classes=1, queue_size=0)
         >>> loss(scores, targets)
-        tensor(1.7091)
+        tensor(1.6285)
         >>> loss = PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise", queue_size=0)
         >>> loss(scores, targets)
         tensor(0.5000)

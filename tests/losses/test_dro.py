@@ -98,7 +98,7 @@ def test_the_share_that_counts_is_the_budget() -> None:
     scores = torch.cat([torch.zeros(1), 0.5 * torch.randn(2000, generator=generator, dtype=torch.float64)])[:, None]
     targets = (torch.arange(2001) == 0).long()
     found = []
-    for budget in (0.005, 0.02, 0.1, 0.4):
+    for budget in (0.01, 0.02, 0.1, 0.4):
         module = PAUCAtBudgetLoss(1, beta=budget)
         module(scores, targets)
         pairs = torch.nn.functional.softplus(scores[1:, 0])
@@ -108,6 +108,10 @@ def test_the_share_that_counts_is_the_budget() -> None:
         assert abs(round(1 / module.current_hardness) - 1 / module.current_hardness) < 1e-9
         found.append(module.current_hardness)
     assert found == sorted(set(found))  # a larger budget is softer
+    ends = PAUCAtBudgetLoss(1, beta=0.0005), PAUCAtBudgetLoss(1, beta=1.0)
+    for module in ends:
+        module(scores, targets)
+    assert [module.current_hardness for module in ends] == [1 / 12, 1.0]
 
 
 def test_each_class_has_a_hardness_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
