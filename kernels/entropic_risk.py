@@ -73,7 +73,7 @@ def tilts_of_budget(
     highest = torch.where(finite, keys, -math.inf).amax(dim=1, keepdim=True)
     lowest = torch.where(finite, keys, math.inf).amin(dim=1, keepdim=True)
     mean = (queries.double().clamp(lowest, highest) * share).sum(dim=1, keepdim=True)
-    losses = _softplus((keys.clamp(max=highest) - mean) / scales.double()[:, None])
+    losses = _softplus((keys - mean) / scales.double()[:, None])
     below = losses - losses.masked_fill(~inside, 0.0).amax(dim=1, keepdim=True)
     columns = torch.stack([below.masked_fill_(~inside, -1e30), torch.ones_like(below)], dim=2)  # [C, K, 2]
     goal = inside.sum(dim=1).double().log() + math.log(budget)  # [C]

@@ -118,6 +118,9 @@ def test_each_class_has_a_hardness_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     """As it has alone, also where powers are summed with another m in each class."""
     rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
     logits = rows.logits * torch.tensor([0.3, 1.0, 9.0])
+    # The most frequent class has the fewest negatives, and padding at 0, which is above them, as one positive is.
+    logits -= 100.0
+    rows.targets[:90], logits[0, 0] = 0, -60.0
     module = PAUCAtBudgetLoss(3, beta=0.1)
     for power in (math.inf, -math.inf):
         monkeypatch.setattr(entropic_risk, "POWER", power)
@@ -133,6 +136,15 @@ def test_each_class_has_a_hardness_of_its_own(monkeypatch: pytest.MonkeyPatch) -
             other = with_gradient(logits[:, c], targets, 1.1 * each, sample_weight=rows.sample_weight)[1] / 3
             assert (gradient[:, c] - other).norm() > 1e-4 * other.norm()  # a control
         assert_close(gradient, alone, **EXACT)
+
+
+def test_tied_negatives_at_the_top_are_all_that_can_count() -> None:
+    """Two of ten: with any hardness they share the weight, so the softest that leaves them alone is taken."""
+    scores = torch.tensor([0.0, 60.0, 60.0, *[-60.0] * 8], dtype=torch.float64)
+    for shift in (0.0, 0.1, 1 / 3):
+        module = PAUCAtBudgetLoss(beta=0.2)
+        module((scores + shift)[:, None], (torch.arange(11) == 0).long())
+        assert module.current_hardness == 1.0
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e30])
