@@ -28,8 +28,8 @@ from .pairs import chunk_size, chunks_of_pairs
 from .registration import register
 
 MOST_POWERS = 100
-# The 1 / lambda among which :func:`tilts_of_budget` chooses. Where scores are narrow, as they stay in a training with a
-# small budget, more would leave little but the top negative, and models got worse (benchmarks/budget.py).
+# The 1 / lambda among which :func:`tilts_of_budget` chooses. Scores stay close together in a training with a small
+# budget, and harder maxima would leave little but the top negative there.
 MULTIPLES = range(1, 13)
 _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be tied, and then it has a limit
 POWER = 10_000  # pairs that take as long as one power of a few rows
@@ -132,12 +132,7 @@ def _risks_at(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, til
 
 
 def _gradients(
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    inside: Tensor,
-    scales: Tensor,
-    tilts: Tensor,
+    grad: Tensor, queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries and keys."""
     grad = grad / scales[:, None]
