@@ -104,6 +104,7 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
 
 
 _MEAN, _OVER_RANKS = "fullrank: a mean", "fullrank: over ranks"
+_SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
 _AS_IT_IS = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
@@ -121,11 +122,15 @@ def note_kind(loss: Tensor, *, over_ranks: bool = False) -> Tensor:
 def is_over_ranks(loss: Tensor) -> bool:
     """Return True if the graph says that ``loss`` has the rows of several ranks: its parts, before sums and factors."""
     nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
     while nodes:
         node = nodes.pop()
-        if node is not None and _OVER_RANKS in node.metadata:
+        if node in seen:
+            continue
+        seen.add(node)
+        if _OVER_RANKS in node.metadata:
             return True
-        if node is not None and (node.name() in _AS_IT_IS or node.name().startswith(("Add", "Div", "Mul", "Sub"))):
+        if node.name() in _AS_IT_IS or node.name().startswith(_SUMS_AND_FACTORS):
             nodes += [before for before, _ in node.next_functions]
     return False
 

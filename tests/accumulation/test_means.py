@@ -22,6 +22,9 @@ OF_ROWS: dict[str, Callable[..., Tensor]] = {
     "SoftmaxFocalLoss": lambda x, **options: fullrank.SoftmaxFocalLoss(**options)(x, CLASSES),
     "SmoothAPLoss": lambda x, **options: fullrank.SmoothAPLoss(3, **options)(x, CLASSES),
     "CombinedLoss": lambda x, **options: fullrank.CombinedLoss({"ap": fullrank.SmoothAPLoss(3, **options)})(x, CLASSES),
+    "LossWarmupWrapper": lambda x, **options: fullrank.LossWarmupWrapper(
+        nn.CrossEntropyLoss(**options), fullrank.SmoothAPLoss(3, **options), final_main_weight=0.5
+    ).eval()(x, CLASSES),
     "global_mean": lambda x, reduction="mean": (
         x.square().sum() if reduction == "sum" else fullrank.global_mean(x.square().sum(), 4)
     ),
@@ -66,6 +69,16 @@ def test_a_mean_of_one_term_is_a_sum() -> None:
     assert deferred.finish() == 2
 
 
+def test_a_graph_with_many_paths_is_read_once() -> None:
+    """Sixty sums of a loss with itself have 2^60 paths."""
+    model, rows = nn.Linear(3, 3), torch.randn(4, 3)
+    for step, batch in accumulate(model, [rows], len):
+        loss = model(batch).square().sum()
+        for _ in range(60):
+            loss = 0.5 * (loss + loss)
+        step.backward(loss)
+
+
 def over_ranks(rank: int) -> None:
     """Body: a loss over the rows of both ranks is refused in each step, whatever is said of its terms."""
     torch.manual_seed(0)
@@ -77,7 +90,13 @@ def over_ranks(rank: int) -> None:
     text = (
         "expected the sum over this rank's terms, got a loss over the rows of all ranks. Set gather_distributed=False"
     )
-    for loss, num_items in ((total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None)):
+    for loss, num_items in (
+        (total, None),
+        (mean, len(rows)),
+        (mean, None),
+        (both, len(rows)),
+        (both, None),
+    ):
 
         def window(loss: nn.Module = loss, num_items: int | None = num_items) -> None:
             for step, batch in accumulate(model, [rows], len):
