@@ -91,6 +91,12 @@ def check_pooling(results: Results) -> None:
     assert len(results["runs"]) == 12
 
 
+def check_sum_weight(results: Results) -> None:
+    """Real processes with a detached gather have the gradient of the smaller weight."""
+    assert max(row["error"] for row in results["real"]) <= 1e-12  # float64
+    assert results["table"][0]["minus exact"] == 0
+
+
 SMOKE: dict[str, Callable[[Results], Any]] = {
     "accuracy": lambda results: all(case["met"] for case in results["cases"]),
     "balanced_batches": check_balanced_batches,
@@ -105,6 +111,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "scale": check_scale,
     "soak": lambda results: max(results["worst"].values()) <= 1e-12 and set(results["leaked_files"]) == {0},
     "speed": lambda results: all(row["ratio"] > 0 for row in results["against_peer"] + results["against_sort"]),
+    "sum_weight": check_sum_weight,
     "step": lambda results: all(row["ours"] > 0 for row in results["one_process"]) and bool(results["two_processes"]),
 }
 PICTURES = {"order": "error_over_order.svg", "pooling": "pooling.svg", "scale": "scale.svg", "speed": "speed.svg"}
