@@ -131,7 +131,6 @@ ELSEWHERE |= {
     f"recipes/{name}.md"
     for name in ("accelerate", "ddp", "fsdp", "lightning", "loop", "sentence-transformers", "trainer")
 }
-ELSEWHERE |= {page for page in PAGES if page.startswith("migrating/")}
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
     f"{name}.md"

@@ -1,4 +1,4 @@
-"""The pages about other packages: each block prints what the page says, and each number of another package is found.
+"""What docs/migrating.md says of other packages: its blocks print it, and each number of another package is found.
 
 A row names a line of a page. An installed package is run; the rule of another one is written out, as a control.
 What the lines say of this package alone is shown by the tests of the folders.
@@ -29,22 +29,13 @@ import fullrank
 
 pytestmark = pytest.mark.slow
 
-PAGES = [page for page in pages.PAGES if page.startswith("migrating/")]
-GRADCACHE = "migrating/gradcache.md"
-IMBALANCED = "migrating/imbalanced-losses.md"
+PAGE = "migrating.md"
 
 
-def blocks_run(page: str) -> dict[str, Any]:
-    """Return what the block of a page defines."""
+def section_run(section: str) -> dict[str, Any]:
+    """Return what the block of a section defines."""
     with torch.random.fork_rng(devices=[]):
-        return pages.run_block(*pages.blocks(page), {})
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_block_of_a_page(page: str) -> None:
-    ((code, expected),) = pages.printing_blocks(page)
-    with torch.random.fork_rng(devices=[]):
-        assert pages.output_of(code, {}).split() == expected.split()
+        return pages.run_block(*pages.blocks(PAGE, section), {})
 
 
 def peer(name: str) -> Any:
@@ -112,7 +103,7 @@ def test_imbalanced_losses_on_two_ranks() -> None:
 def test_the_old_numbers() -> None:
     """What the block prints is what the defaults of the other package give."""
     theirs = peer("imbalanced_losses")
-    ((code, printed),) = pages.printing_blocks(IMBALANCED)
+    ((code, printed),) = pages.printing_blocks(PAGE, "imbalanced-losses 0.6")
     losses = [getattr(theirs, name)(3) for name in ("SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss")]
     names = pages.run_block(code, {})
     found = [float(loss(names["logits"], names["targets"])) for loss in losses]
@@ -288,10 +279,15 @@ def test_the_lines_about_transformers() -> None:
 
 
 def test_the_query_itself() -> None:
-    theirs, names = peer("pytorch_metric_learning.losses"), blocks_run("migrating/metric-learning.md")
-    found = theirs.SmoothAPLoss(temperature=0.01)(names["embeddings"], names["labels"])
-    assert float(found) == pytest.approx(float(names["theirs"]), rel=1e-5)
-    assert float(names["ours"]) > float(found) + 0.1
+    """Theirs is among its own positives, which the labels of a random order make less of a loss."""
+    theirs = peer("pytorch_metric_learning.losses")
+    labels = torch.arange(4).repeat_interleave(4)  # the order and the numbers that theirs needs
+    embeddings = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    found = theirs.SmoothAPLoss(temperature=0.01)(embeddings, labels)
+    assert float(fullrank.RetrievalSmoothAPLoss(temperature=0.01)(embeddings, labels)) > float(found) + 0.1
+    perfect = F.one_hot(labels, 8).float()
+    for loss in (theirs.SmoothAPLoss(temperature=0.01), fullrank.RetrievalSmoothAPLoss(temperature=0.01)):
+        assert float(loss(perfect, labels)) == pytest.approx(0, abs=1e-3)
     with pytest.raises(ValueError, match="same number"):
         theirs.SmoothAPLoss()(torch.eye(4)[:3], torch.tensor([0, 0, 1]))
     fullrank.RetrievalSmoothAPLoss()(torch.eye(4)[:3], torch.tensor([0, 0, 1]))
@@ -327,6 +323,21 @@ def test_wrapped_losses() -> None:
         assert max(found["wrapper gradient"], found["gather gradient"]) < 1e-6
 
 
+# LibAUC: its gradient is written out
+
+
+def test_the_partial_auc_of_libauc() -> None:
+    """One step with ``gamma=1``, whose moving average is that of the batch alone; the control has another hardness."""
+    scores, targets = draw(columns=1)
+    positives, negatives = scores[targets == 1], scores[targets == 0]
+    pairs = F.softplus(negatives.T - positives)  # [P, N], the logistic surrogate
+    weights = (pairs / 0.5).exp().detach()
+    expected = gradient((weights / weights.mean(dim=1, keepdim=True) * pairs).mean(), scores)
+    for hardness, is_equal in ((0.5, True), (1.0, False)):
+        ours = fullrank.PAUCAtBudgetLoss(num_classes=1, surrogate="dro", dro_lambda=hardness)(scores, targets)
+        assert torch.allclose(gradient(ours, scores), expected, rtol=1e-9, atol=1e-12) == is_equal
+
+
 # GradCache: its rule is written out
 
 
@@ -343,7 +354,7 @@ def by_their_rule(model: nn.Module, parts: list[Any], loss: Callable[[Tensor], T
 
 
 def test_the_gradient_of_gradcache() -> None:
-    names = blocks_run(GRADCACHE)
+    names = section_run("GradCache")
     model, expected = names["model"], torch.cat([part.flatten() for part in names["found"]])
     model.zero_grad()
     value = by_their_rule(model, names["micro_batches"], names["contrastive"])
@@ -385,6 +396,6 @@ def towers_on_a_rank(rank: int, code: str) -> tuple[float, float, int]:
 
 
 def test_the_towers_over_two_ranks() -> None:
-    for ours, half, reductions in get_pool(2)(towers_on_a_rank, *pages.blocks(GRADCACHE)):
+    for ours, half, reductions in get_pool(2)(towers_on_a_rank, *pages.blocks(PAGE, "GradCache")):
         assert max(ours, half) <= 1e-12
         assert reductions == 1
