@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +23,16 @@ sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 def pytest_configure() -> None:
     """Compute with one thread, as the workers do: on busy cores, threads that wait for each other take far longer."""
     torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file whose tests are all left out: the frameworks alone take four seconds."""
+    if collection_path.suffix != ".py" or "not slow" not in config.getoption("markexpr"):
+        return None
+    is_slow = re.search(
+        r"^pytestmark = \[?\s*pytest\.mark\.(slow|full)\b", collection_path.read_text("utf-8"), re.MULTILINE
+    )
+    return True if is_slow else None
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -1,7 +1,8 @@
 """Run the tests and the checks as jobs, as many at a time as there are cores, and end with the sum of their counts.
 
-A server imports torch once and forks each folder of tests as a pytest process, and the workers of all of them. What a
-job prints is shown when it ends. Further arguments are passed on to pytest::
+A server imports torch once and forks each folder of tests as a pytest process, and the workers of all of them. In the
+fast tests several folders share a process. What a job prints is shown when it ends. Further arguments are passed on to
+pytest::
 
     python tests/run.py                all tests but those marked `full` (see tests/pytest.ini)
     python tests/run.py --quick -x     the fast tests
@@ -33,6 +34,12 @@ NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of
 # The order in which jobs start, the longest first; a folder that is not here comes after them.
 FIRST = ["types", "distributed", "docs", "losses", "conformance", "accumulation", "integrations", "repository"]
 AFTER = {"losses": "types"}  # it reads the cache of mypy
+# What shares a process in the fast tests, where starting pytest and its workers takes as long as the tests of a folder.
+TOGETHER = [
+    ["distributed", "gradients", "queues"],
+    ["conformance", "accumulation"],
+    ["data", "integrations", "kernels", "metrics", "preflight", "repository", "tests"],
+]
 
 
 class Job(NamedTuple):
@@ -62,7 +69,8 @@ def main(arguments: list[str]) -> int:
         arguments = ["-m", "not slow and not full" if own.quick else "not full", *arguments]
     with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
         try:
-            failed, counts = run_all([*(Job(name, []) for name in checks), *test_jobs()], arguments, Path(folder))
+            jobs = [*(Job(name, []) for name in checks), *test_jobs(own.quick)]
+            failed, counts = run_all(jobs, arguments, Path(folder))
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         if failed:
@@ -73,18 +81,22 @@ def main(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def test_jobs() -> list[Job]:
-    """Return one job for each folder of tests, and one for the files next to this one."""
+def test_jobs(quick: bool) -> list[Job]:
+    """Return a job for each folder of tests, or for those that are together, and for the files next to this one."""
     folders = sorted({path.parent for path in TESTS.rglob("test_*.py")} - {TESTS})
-    jobs = [Job(folder.relative_to(TESTS).as_posix(), [str(folder)]) for folder in folders]
-    return [*jobs, Job("tests", [str(path) for path in sorted(TESTS.glob("test_*.py"))])]
+    paths = {folder.relative_to(TESTS).as_posix(): [str(folder)] for folder in folders}
+    paths["tests"] = [str(path) for path in sorted(TESTS.glob("test_*.py"))]
+    together = TOGETHER if quick else []
+    alone = [[name] for name in paths if all(name not in names for names in together)]
+    return [Job(" ".join(names), [path for name in names for path in paths[name]]) for names in [*together, *alone]]
 
 
 def run_all(jobs: list[Job], arguments: list[str], folder: Path) -> tuple[list[str], Counter[str]]:
     """Run the jobs; return a reason for each that failed, and the sum of the counts."""
     failed: list[str] = []
     counts = Counter({"passed": 0, "failed": 0, "skipped": 0})
-    waiting = sorted(jobs, key=lambda job: FIRST.index(job.name) if job.name in FIRST else len(FIRST))
+    order = {name: place for place, name in enumerate(FIRST)}
+    waiting = sorted(jobs, key=lambda job: order.get(job.name.partition(" ")[0], len(FIRST)))
     running: list[Running] = []
     start_server(folder / "workers")
     try:

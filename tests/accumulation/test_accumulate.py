@@ -276,6 +276,7 @@ def test_hsdp_reduces_where_it_is_set_to(rank: int, sync: str, scatters: int, re
     assert total["allreduce_.default"] == reductions
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_experts_whose_gradients_are_averaged_are_refused(rank: int) -> None:
     """After ``sum_gradients_`` they are exact: tests/repository/test_accumulation_doc.py."""

@@ -281,11 +281,13 @@ def test_a_count_over_the_data_ranks_alone_is_seen(pool_of_four: WorkerPool, way
         assert not untouched
 
 
+@pytest.mark.slow
 def test_a_count_of_older_gradients_is_not_compared(pool_of_four: WorkerPool) -> None:
     for found, _ in pool_of_four(forgotten_group, "stale", "accumulate"):
         assert found == ("none", "")
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_two_sums_that_fail_over_groups_that_overlap(rank: int) -> None:
     """Over ranks 0 and 1 and over all. All ranks raise, and the next call works: no header was left over."""
@@ -346,6 +348,7 @@ def test_a_mistake_of_every_rank(pool_of_two: WorkerPool, case: str, kinds: tupl
             assert wrong <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_control", [False, True])
 @on_ranks(2)
 def test_parameters_that_change_after_an_error_are_seen(rank: int, is_control: bool) -> None:

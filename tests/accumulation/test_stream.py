@@ -479,6 +479,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
         return torch.randn(3), torch.tensor(index % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [True, False])
 def test_persistent_workers_that_augment_are_named(persistent: bool) -> None:
     """The control: workers that start anew in each pass draw the same."""
@@ -515,6 +516,7 @@ def test_a_table_that_is_too_large_is_not_made() -> None:
     assert seen.largest < 2**24  # elements, of 8 bytes
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_tables_that_do_not_fit_together(rank: int) -> None:
     """Each fits alone."""

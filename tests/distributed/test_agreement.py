@@ -198,6 +198,7 @@ def test_the_calls_after_a_disagreement_work(rank: int) -> None:
     assert fullrank.all_gather_no_grad(torch.tensor([float(rank)])).tolist() == [0.0, 1.0]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_backends_are_kept_for_as_long_as_their_group(rank: int) -> None:
     new = dist.new_group([0, 1])

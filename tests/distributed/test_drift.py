@@ -303,6 +303,7 @@ def test_damage_that_no_checksum_sees(rank: int) -> None:
         assert part in text
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_assert_synchronized_over_a_group(rank: int) -> None:
     """Rank 1 of three differs, and the two others are equal."""

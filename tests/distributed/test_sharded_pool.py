@@ -273,6 +273,7 @@ def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> Non
     assert_exact(pool_of_two, [Case(loss, "gather", dtype, **kind) for dtype in LIMITS for kind in kinds])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "number"),
     [
@@ -392,6 +393,7 @@ def not_finite(rank: int, loss: str) -> dict[str, NotFinite]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["recall", "trapezoid"])
 def test_nan_is_where_a_gathered_pool_has_it(pool_of_two: WorkerPool, loss: str) -> None:
     for outcomes in pool_of_two(not_finite, loss):
@@ -422,6 +424,7 @@ def without_gradient(rank: int, form: str) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
 def test_calls_without_gradient(pool_of_two: WorkerPool, form: str) -> None:
     """In training mode, so that their rows enter the queue that the next training step reads and writes."""
@@ -520,6 +523,7 @@ def without_the_others(rank: int, what: str, case: Case) -> float:
         return run_case(rank, case).gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "case"), [("table", Case()), ("ranges", Case()), ("table", Case("recall", "sums"))], ids=str
 )

@@ -234,6 +234,7 @@ def test_a_pool_of_moderate_size_is_used_whole_if_its_sample_has_no_spread() -> 
     assert 0.9 < spread_of(scores, None) < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @over_functions
 def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.dtype) -> None:

@@ -82,6 +82,7 @@ def test_a_misuse_warns_once_and_names_the_fix(make, steps, fix):
     assert text.startswith(("SmoothAPLoss: ", "RecallAtQuantileLoss: ", "PAUCAtBudgetLoss: "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
 def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
     assert texts_of(make(validate_args=False), 40, **steps) == []
@@ -206,6 +207,7 @@ class Late:
         return Copy(has_arrived, host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
 def test_values_that_arrive_late_give_the_same_hint(monkeypatch, make, steps, fix):
     late = Late()
@@ -221,6 +223,7 @@ def test_control_nonsense_is_read_where_nothing_is_waited_for(monkeypatch):
     assert "no class was valid" in texts_of(SmoothAPLoss(1, temperature=0.1), 40)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
 def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make, steps, fix):
     monkeypatch.setattr(hints, "start_copy", lambda values: None)
@@ -241,6 +244,7 @@ def test_numbers_reach_the_host(device):
     assert copy_.host.tolist() == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
 def test_a_misuse_on_a_device_gives_the_same_hint(device, make, steps, fix):
     steps = dict(steps)

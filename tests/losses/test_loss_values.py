@@ -32,16 +32,20 @@ def _options(keep):
 def _in_turn(*values):
     """All settings and inputs: with the first setting of a loss all ``values``, with the others one after another.
 
-    Of the inputs that are left out of the fast tests, each other setting has one in turn, and all in `make full`.
+    In the fast tests the first setting has two inputs, and each other one of them in turn. Of the three inputs that are
+    left out there, each other setting has one in turn in `make test`, and all in `make full`.
     """
     firsts = dict(reversed(POOLED_SETTINGS))
+    fast = ["binary", "multi_hot"]
     found = []
     for index, (name, setting) in enumerate(POOLED_SETTINGS):
+        is_first = setting == firsts[name]
         for number, inputs in enumerate(INPUTS):
-            turn = values if setting == firsts[name] else [values[(index + number) % len(values)]]
-            marks = [] if inputs in ("binary", "multi_hot") else [pytest.mark.slow]
-            if marks and setting != firsts[name] and (index + number) % 3:
-                marks = [pytest.mark.full]
+            turn = values if is_first else [values[(index + number) % len(values)]]
+            if inputs in fast:
+                marks = [] if is_first or inputs == fast[index % 2] else [pytest.mark.slow]
+            else:
+                marks = [pytest.mark.slow if is_first or (index + number) % 3 == 0 else pytest.mark.full]
             found += [pytest.param(name, setting, inputs, value, marks=marks) for value in turn]
     return found
 

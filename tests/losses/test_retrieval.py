@@ -275,6 +275,7 @@ def test_without_valid_queries_the_loss_is_zero_and_connected(case: str, reducti
     assert not gradient.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["queries", "weighted queries", "embeddings"])
 def test_float32_and_sums_by_bins(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The loss of each query, and the gradient of a combination of them."""

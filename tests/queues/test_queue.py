@@ -309,6 +309,7 @@ def test_saved_state_is_a_copy_that_continues_bit_identically(tmp_path: Path) ->
     assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_continues_on_any_number(tmp_path: Path) -> None:
     path = str(tmp_path / "loss.pt")
     expected = get_pool(2)(save_after, 3, path)

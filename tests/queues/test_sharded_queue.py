@@ -166,6 +166,7 @@ def train(rank: int, folder: str, pool: Any, load: str, save: str, first: int, g
     return values
 
 
+@pytest.mark.slow
 def test_a_gathered_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run: list[float] = []
