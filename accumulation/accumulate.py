@@ -105,7 +105,7 @@ def accumulate(
     Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank, or a
         micro-batch, without terms takes part like any other.
     Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
-    Distributed: one header of 64 bytes before the first micro-batch, where the host reads the counts from the device
+    Distributed: one header before the first micro-batch, where the host reads the counts from the device
         once, and one in the last, where it reads the losses once; none in between. One reduction of the gradients with
         ``sync="last"``. Errors are raised on every rank, see :meth:`Step.backward`. Without a process group, or with
         one rank, nothing is exchanged. Leave the loop early on every rank or on none, and call
@@ -194,7 +194,7 @@ class Step:
             RuntimeError: for a micro-batch with two calls, or with none.
 
         Distributed:
-            The call for the last micro-batch exchanges one header of 64 bytes before it back-propagates. There every
+            The call for the last micro-batch exchanges one header before it back-propagates. There every
             rank raises any mistake that a rank has made since the window began, and the gradients of the model are
             discarded. A rank raises at once, alone, only where the others wait for a backward that it cannot run:
             without a loss that has a graph, under FSDP2 or ``sync="each"``.

@@ -87,7 +87,7 @@ class DeferredMean:
         Counts in float64, exact up to 2**53. Gradients grow as large as their sums before the division: they need the
         range of float32 or bfloat16. With float16 gradients use :func:`accumulate`.
     Distributed:
-        Each :meth:`backward` is one header of 64 bytes, one reduction by the wrapper, and DDP's broadcast of buffers,
+        Each :meth:`backward` is one header, one reduction by the wrapper, and DDP's broadcast of buffers,
         which the next forward then leaves out; every rank makes the same calls. For a DDP module that has not run yet,
         the constructor makes the broadcast of the first forward: construct it on every rank. Without a process group,
         or with one rank, nothing is exchanged.

@@ -132,7 +132,7 @@ def pooled_backward(
         in another order stays far below it, other masks or other data far above.
 
     Distributed:
-        Four collectives of 64 bytes besides those of ``loss``, DDP's broadcast of buffers and one reduction of the
+        Four headers besides those of ``loss``, DDP's broadcast of buffers and one reduction of the
         gradients. Errors are raised on every rank: before the second pass with the gradients untouched, in it with
         the gradients of the model discarded. Only an error in a forward that itself communicates, or in reading the
         micro-batches of such a model, is raised where it occurs: the other ranks wait for that forward, and no message

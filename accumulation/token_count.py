@@ -55,7 +55,7 @@ def count_valid_tokens(
             other arguments differ between ranks.
 
     Distributed:
-        One collective of 64 bytes. Errors are raised on every rank.
+        One collective, the header. Errors are raised on every rank.
 
     Example:
         >>> import torch

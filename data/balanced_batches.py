@@ -51,7 +51,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         RuntimeError: on every rank, when an epoch starts and targets, seed, epoch or other arguments differ.
 
     Distributed:
-        Every rank computes the same shuffle, and takes its part. When an epoch starts, one collective of 64 bytes
+        Every rank computes the same shuffle, and takes its part. When an epoch starts, one collective, a header,
         compares what that depends on, so every rank must start it. Rank and number of ranks are read there too, so the
         sampler may be constructed before the process group.
 

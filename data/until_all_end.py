@@ -42,7 +42,7 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
         RankError: what the loader of a process raises, on every rank; and when a process has nothing to yield.
 
     Distributed:
-        One collective of 64 bytes before each step, and one at the end, also where the lengths of the loaders are
+        One collective, a header, before each step, and one at the end, also where the lengths of the loaders are
         known: only so an error in one loader is raised by all. Models in which a batch without rows is an error, as in
         the training mode of ``torch.nn.BatchNorm1d``, cannot take part. Without a process group, and in one process,
         the loader is iterated as it is.

@@ -3,6 +3,8 @@
 Every rank makes the same exchanges in the same order, of the same sizes. Which ones it makes may depend on the header
 and on the results of earlier exchanges, which are equal on all ranks, and on nothing else.
 
+Few rows travel with the header, in :mod:`~fullrank.distributed.room`. What follows is about all others.
+
 Rows that belong together are packed into one block of bytes, so that one collective gathers them all. The block of a
 rank holds its tensors one after another. Each is padded to the largest row count of any rank, and to a multiple of 16
 bytes, so that every dtype can be viewed in place on arrival::
@@ -14,7 +16,7 @@ A single tensor with equal row counts on all ranks is sent and received in place
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -26,9 +28,8 @@ from torch.distributed import ProcessGroup
 
 from ..errors import expected
 from .group import backend_by_device, check_device_of_group
+from .room import ALIGN, aligned, bytes_of, row_bytes
 from .torch_private import all_gather_flat, reduce_scatter_flat
-
-_ALIGN = 16  # bytes of the widest dtype, complex128
 
 all_reduce_flat = dist.all_reduce
 
@@ -75,10 +76,10 @@ class Exchange(NamedTuple):
         places = padded_places(counts, device) if min(counts) < most and device.type != "cpu" else None
         outputs, offset = [], 0
         for tensor in tensors:
-            size = most * _row_bytes(tensor)
+            size = most * row_bytes(tensor)
             column = gathered[:, offset : offset + size].view(tensor.dtype)
             outputs.append(_unpack(column.view(len(counts), most, *tensor.shape[1:]), counts, places))
-            offset += _aligned(size)
+            offset += aligned(size)
         return outputs
 
     def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
@@ -104,7 +105,7 @@ class Exchange(NamedTuple):
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(shape)
         with naming(self.call, "the all-gather of the rows, which every rank had announced,"):
-            all_gather_flat(_bytes_of(output), _bytes_of(staged), group=self.group)
+            all_gather_flat(bytes_of(output), bytes_of(staged), group=self.group)
         return output.to(tensor.device)
 
 
@@ -133,11 +134,11 @@ def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None
     devices = {tensor.device.type for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
-    if not devices <= set(usable):
+    if not devices <= usable.keys():
         fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
         raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
     for index, tensor in enumerate(tensors):
-        if tensor is not None:
+        if tensor is not None and not tensor.is_cpu:
             check_device_of_group(f"tensor {index}", tensor, group)
 
 
@@ -148,20 +149,25 @@ def describe(tensor: Tensor | None) -> str | None:
     """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
     if tensor is None:
         return None
-    needs_grad = WITH_GRADIENT if tensor.requires_grad and torch.is_grad_enabled() else ""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} (N{''.join(f', {size}' for size in tensor.shape[1:])}){needs_grad} on {tensor.device.type}"
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    return _described(tensor.dtype, tensor.shape[1:], needs_grad, tensor.device.type)
+
+
+@functools.lru_cache
+def _described(dtype: torch.dtype, trailing: torch.Size, needs_grad: bool, device: str) -> str:
+    sizes = "".join(f", {size}" for size in trailing)
+    return f"{str(dtype).removeprefix('torch.')} (N{sizes}){WITH_GRADIENT if needs_grad else ''} on {device}"
 
 
 def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
     """Return the block of this rank: every tensor padded to ``most`` rows and to a multiple of 16 bytes."""
     parts = []
     for tensor in tensors:
-        content = _bytes_of(tensor)
-        padding = _aligned(most * _row_bytes(tensor)) - content.numel()
+        content = bytes_of(tensor)
+        padding = aligned(most * row_bytes(tensor)) - content.numel()
         parts += [content, content.new_zeros(padding)] if padding else [content]
     # The block is never empty, because every rank makes the same collective whatever the data.
-    return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(_ALIGN)
+    return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(ALIGN)
 
 
 Places = tuple[Tensor, Tensor]
@@ -191,20 +197,6 @@ def _unpack(padded: Tensor, counts: Sequence[int], places: Places | None) -> Ten
     output = padded.new_empty(sum(counts), *padded.shape[2:])
     output.view(padded.shape).copy_(padded)
     return output
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:

@@ -22,6 +22,7 @@ from ..errors import Words, anchor_of, expected, first_order_only
 from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
+from .room import unpack
 from .torch_private import not_compiled
 
 T = TypeVar("T")
@@ -52,11 +53,14 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, anchors: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: _Plan, block: Tensor | None, anchors: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.call, ctx.anchors = plan, plan.call, anchors
         tensors = inputs[anchors:]
         ctx.save_for_backward(*inputs[:anchors])
-        outputs = Exchange(plan.call, plan.group).rows(tensors, plan.rows)
+        if block is None:
+            outputs = Exchange(plan.call, plan.group).rows(tensors, plan.rows)
+        else:
+            outputs = unpack(block, tensors, plan.rows)
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
         # The local form skips a gradient that was not computed. A collective needs one on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
@@ -66,7 +70,7 @@ class _GatherRows(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         own = _sum_own_rows if ctx.plan.reduce_scatter else _own_rows
-        skipped = 2 + ctx.anchors
+        skipped = 3 + ctx.anchors
         needed = ctx.needs_input_grad[skipped:]
         found = (own(g, ctx.plan) if g is not None and need else None for g, need in zip(grads, needed))
         return *[None] * skipped, *found
@@ -94,7 +98,7 @@ def gather_agreed(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> Agreement[T]:
-    """Check, agree, gather. All gathers of rows use this: two collectives, whatever the data and the number of tensors.
+    """Check, agree, gather. All gathers of rows use this: a header and at most one payload, for any number of tensors.
 
     Args:
         call: name of the call for the header and for messages.
@@ -131,7 +135,7 @@ def gather_after(
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad)
     plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
     anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
-    outputs = iter(_GatherRows.apply(plan, len(anchors), *anchors, *present) if present else ())
+    outputs = iter(_GatherRows.apply(plan, agreed.block, len(anchors), *anchors, *present) if present else ())
     return tuple(None if tensor is None else next(outputs) for tensor in agreed.tensors)
 
 
@@ -161,7 +165,8 @@ def gather_rows(
         RuntimeError: without a process group; when a rank has died or does not call.
 
     Distributed:
-        Two collectives forward (a header of 64 bytes, one payload), none backward. Errors are raised on every rank.
+        One all-gather forward where the rows fit behind the header: at most 64 KiB of a rank, on the host, from the
+        second call of a group on. Else two, header and rows. None backward. Errors are raised on every rank.
     """
     return _gather("gather_rows", tensors, group, gradient_reduction)
 
@@ -204,7 +209,7 @@ def all_gather_with_grad(
         RuntimeError: without a process group; when a rank has died or does not call.
 
     Distributed:
-        Two collectives forward. Errors are raised on every rank, so that none is left waiting.
+        One or two all-gathers forward, as :func:`gather_rows`. Errors are raised on every rank.
     """
     return _gather("all_gather_with_grad", (tensor,), group, gradient_reduction, backward)[0]  # type: ignore[return-value]
 

@@ -102,7 +102,7 @@ def global_mean(
         ValueError: when ``total`` or ``count`` has more than one element, or ``count`` is negative.
 
     Degenerate: a count of 0 over all ranks gives the sum of the totals, an empty sum: 0 with zero gradients.
-    Distributed: one collective of 64 bytes forward, none backward. Errors are raised on every rank.
+    Distributed: one collective forward, the header, and none backward. Errors are raised on every rank.
 
     Example:
         >>> import torch

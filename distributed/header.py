@@ -1,4 +1,4 @@
-"""Agreement: every communicating call opens with the same small all-gather, always of the same size.
+"""Agreement: every communicating call opens with the same all-gather, of the same size on all ranks.
 
 gloo aborts or hangs when ranks enter different collectives, or the same collective with different sizes. So each rank
 first joins an all-gather of one header of eight words, even if its checks have failed::
@@ -11,6 +11,8 @@ first joins an all-gather of one header of eight words, even if its checks have 
     rows      number of rows on this rank (may differ: the payload is padded to the largest)
     checksum  hash of state on the device that must be equal on all ranks
     totals    float64 numbers that differ between ranks, such as sums and counts
+
+Rows travel behind the header where the group has :mod:`~fullrank.distributed.room` for them.
 
 All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
 exchange the reasons, and all raise the same :class:`~fullrank.errors.RankError`. This second exchange happens only
@@ -36,6 +38,7 @@ from torch.distributed import ProcessGroup
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
 from .exchange import WITH_GRADIENT, Exchange, check_devices, check_rows, describe, naming
 from .group import check_device_of_group, group_ranks, header_device
+from .room import pack_into, room_of, size_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
 
 T = TypeVar("T")
@@ -107,6 +110,7 @@ class Offer(Generic[T]):
         check: checks of this rank's arguments that have not been read.
         tensors: row-aligned, None for an absent one; equal on every rank in all but the number of rows, which is then
             ``rows``. None if the call has no rows.
+        stays: the rows of ``tensors`` do not travel with the header, because most calls do not need them elsewhere.
     """
 
     value: T
@@ -116,6 +120,7 @@ class Offer(Generic[T]):
     checksum: Checksum | None = None
     check: DeviceCheck | None = None
     tensors: tuple[Tensor | None, ...] | None = None
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Agreement(Generic[T]):
     rows: tuple[int, ...]
     totals: Tensor  # [W, NUM_TOTALS] float64, on the host
     tensors: tuple[Any, ...] = ()  # a tensor or None each, as they were offered
+    block: Tensor | None = None  # [W, bytes] the tensors of all ranks, if they came with the headers
 
 
 def refuse_in_backward(call: str) -> None:
@@ -165,11 +171,11 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
     if func_transforms_are_active() and bring is not _refuse_transforms:
         with outside_func_transforms():  # only plain tensors can travel
             return agree_on(call, ranks, _refuse_transforms)
-    number, device = next(_NUMBERS), header_device(ranks)
-    texts, advice, checksum, mine = {"call": call}, {}, None, None
+    number, device, room = next(_NUMBERS), header_device(ranks), room_of(ranks)
+    texts, advice, checksum, mine, travelling = {"call": call}, {}, None, None, None
 
     def header_of_failure(error: Exception) -> Tensor:
-        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device)
+        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device, room.size)
 
     try:
         offer = bring()
@@ -191,13 +197,20 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         for total in offer.totals:
             if isinstance(total, Tensor):
                 check_device_of_group("total", total, ranks)
-        header = _pack((0 if check is None else check.flag, *known), offer.totals, device)
+        if offer.tensors is not None and not offer.stays and device.type == "cpu":
+            present = [tensor for tensor in tensors if tensor is not None]
+            if all(tensor.device.type == "cpu" for tensor in present):
+                travelling = present
+        sent = travelling or ()
+        if size_of(sent, rows) > room.size:
+            sent = ()
+        header = _pack((0 if check is None else check.flag, *known), offer.totals, device, room.size, sent)
     except Exception as error:
         if _is_shared(error, ranks, number):
             raise
         mine, header = error, header_of_failure(error)
     exchange = Exchange(call, ranks)
-    gathered = exchange.each(header, "the headers").cpu()  # [W, 8]; an accelerator is waited for once, here
+    gathered = exchange.each(header, "the headers").cpu()  # [W, words]; an accelerator is waited for once, here
     if _UNREAD in gathered[:, 0].tolist():
         try:
             if mine is None and check is not None:
@@ -214,7 +227,12 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         raised = joint_error(call, everyone, heads, spoken, advice, checksum)
         raised.agreement = (id(ranks), number)
         raise raised from cause_of(mine)
-    return Agreement(offer.value, tuple(head[2] for head in heads), gathered[:, 4:].view(torch.float64), tensors)
+    counts, block = tuple(head[2] for head in heads), None
+    needed = 0 if travelling is None else size_of(travelling, max(counts))
+    if travelling is not None and needed <= room.size:
+        block = gathered.view(torch.uint8)[:, _LAYOUT.size :]
+    room.adapt(needed)
+    return Agreement(offer.value, counts, gathered[:, 4:_WORDS].view(torch.float64), tensors, block)
 
 
 def _refuse_transforms() -> NoReturn:
@@ -224,8 +242,14 @@ def _refuse_transforms() -> NoReturn:
     raise RuntimeError(expected("differentiation", what, found, fix))
 
 
-def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Return four words and up to four totals as one int64 tensor (8,) on ``device``."""
+def _pack(
+    words: Sequence[Tensor | int],
+    totals: Sequence[Tensor | float],
+    device: torch.device,
+    room: int,
+    rows: Sequence[Tensor] = (),
+) -> Tensor:
+    """Return four words, up to four totals and ``room`` bytes with ``rows`` as one int64 tensor on ``device``."""
     assert len(totals) <= NUM_TOTALS
     plain: list[float] = []
     late: dict[int, Tensor] = {}  # values on an accelerator are written there, without waiting for them
@@ -237,7 +261,9 @@ def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], devic
         else:
             plain.append(0)
             late[slot] = value.detach().reshape(1)
-    packed = bytearray(_LAYOUT.pack(*plain, *[0.0] * (_WORDS - len(plain))))
+    packed = bytearray(_LAYOUT.size + room)
+    _LAYOUT.pack_into(packed, 0, *plain, *[0.0] * (_WORDS - len(plain)))
+    pack_into(memoryview(packed)[_LAYOUT.size :], rows)
     # Without waiting: torch copies so little memory that is not pinned before it returns.
     header = torch.frombuffer(packed, dtype=torch.int64).to(device, non_blocking=True)
     for slot, value in late.items():

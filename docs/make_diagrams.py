@@ -142,7 +142,7 @@ def draw_travel() -> str:
     """Return what travels between two ranks in one call of a pooled loss."""
     columns = (
         (112, "own rows", "any number"),
-        (232, "1. header", "64 bytes"),
+        (232, "1. header", "checks, counts"),
         (372, "2. payload", "padded rows"),
         (522, "pool", "rows, then queue"),
         (690, "loss", "same number"),
@@ -171,7 +171,7 @@ def draw_travel() -> str:
     for x, kind, name in (*legend, (560, "p", "padding, trimmed on arrival")):
         parts += [squares(x, 288, kind), text(x + 26, 302, name, "small")]
     description = (
-        "Two ranks with three and two rows. Both exchange a header of 64 bytes, which carries checks and counts, and "
+        "Two ranks with three and two rows. Both exchange a header, which carries checks and counts, and "
         "one payload of rows, padded to the larger rank. Each then holds all five rows and the queue, and computes the "
         "same loss. In the backward each rank takes the gradient of its own rows, times k, without communication."
     )
@@ -183,7 +183,7 @@ def draw_call() -> str:
     forward = [
         ("b", "your model", "", "logits (N, C) and targets (N,): this rank's rows"),
         ("c", "1. check", "losses/batch.py", "shapes, dtypes and target range of this rank's rows"),
-        ("a", "2. header", "distributed/header.py", "agree_on: 64 bytes; all ranks continue or all raise"),
+        ("a", "2. header", "distributed/header.py", "agree_on: all ranks continue or all raise"),
         ("a", "3. payload gather", "distributed/gather.py", "(N, C) becomes (sum of N, C): the rows of all ranks"),
         ("c", "4. join with the queue", "losses/ranking.py", "past rows are appended as constants: M rows"),
         ("c", "5. kernel, per class", "kernels/soft_ranks.py", "scores (C, M) become one loss per class (C,)"),
@@ -228,7 +228,7 @@ def draw_call() -> str:
         parts += [box(x, y, 18, 18, kind, 3), text(x + 26, y + 14, name, "small")]
     description = (
         "Two columns. Forward, from top to bottom: the model gives logits and targets of this rank's rows; they are "
-        "checked; all ranks exchange a header of 64 bytes and continue together or all raise; one payload gathers the "
+        "checked; all ranks exchange a header and continue together or all raise; one payload gathers the "
         "rows of all ranks; queued rows are appended as constants; the kernel computes one loss per class; the mean "
         "over the valid classes is the loss; the gathered rows enter the queue. Backward, from bottom to top: through "
         "the reduction and the kernel; queued rows are dropped; each rank takes the gradient of its own rows times k, "

@@ -48,7 +48,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     Degenerate: no element on any rank gives 0 with zero gradients.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
-    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
+    Distributed: one collective forward, the header, and none backward. Logits do not travel.
 
     Example:
         >>> import torch

@@ -47,7 +47,7 @@ class CombinedLoss(LossOfParts):
 
     Distributed:
         The collectives of the parts, which compare the weights. With a part that is not a loss of this package, one
-        more of 64 bytes: an error in that part is then raised on every rank.
+        more, a header: an error in that part is then raised on every rank.
 
     Example:
         >>> import torch

@@ -89,7 +89,7 @@ class CrossEntropyLoss(TorchLikeLoss):
 
     Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
-    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
+    Distributed: one collective forward, the header, and none backward. Logits do not travel.
 
     Example:
         >>> import torch

@@ -96,7 +96,7 @@ class FocalLoss(DistributedLoss):
     Args:
         reduction: see the subclass.
 
-    Distributed: one collective of 64 bytes forward, none backward. Logits do not travel.
+    Distributed: one collective forward, the header, and none backward. Logits do not travel.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FocalLoss(DistributedLoss):
             TypeError, ValueError: for arguments that do not fit, on every rank.
             RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
 
-        Distributed: one collective of 64 bytes forward, none backward.
+        Distributed: one collective forward, the header, and none backward.
         """
         call = type(self).__name__
         if not torch.compiler.is_compiling():  # the compiler cannot trace the question

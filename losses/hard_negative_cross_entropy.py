@@ -128,7 +128,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
             live ones.
 
     Distributed:
-        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
         the same value and holds the same queue. ``iid_mask`` has no effect. ``sample_weight`` counts for positives and
         negatives, unlike in the other pooled losses, and does not change which negatives are selected.
 

@@ -73,7 +73,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         finite score, because nothing would fall while the positives rise.
 
     Distributed:
-        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
         the same value and holds the same queue. With ``pool="sharded"`` and ``"trapezoid"`` the header, three sums over
         the ranks for float32 and six for float64, which find the knots, and one exchange of the sums at them. The other
         surrogates gather the rows, and so do diagnostics; the queue stays sharded.

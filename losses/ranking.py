@@ -216,7 +216,7 @@ class RankingLoss(QueuedLoss):
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
             facts = {**self._state(), "with indexes": False, "needs rows": needs_rows}
             totals = totals_of(part, stored, is_huge)
-            return Offer((live, part), facts, totals=totals, checksum=self._checksum, tensors=live.tensors)
+            return Offer((live, part), facts, 0, totals, self._checksum, tensors=live.tensors, stays=True)
 
         agreed = agree_on(call, group, bring)
         live, part = agreed.value

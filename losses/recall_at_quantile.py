@@ -154,7 +154,7 @@ class RecallAtQuantileLoss(RankingLoss):
         finite score, no row has a gradient.
 
     Distributed:
-        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
         the same value and holds the same queue. With ``pool="sharded"`` the header, three sums over the ranks for
         float32 and six for float64, which find the threshold, and one exchange of the sums at it; one more with an
         automatic temperature. Every rank gets the same value to the last bit, and the gradient of its own rows.

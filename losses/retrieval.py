@@ -109,9 +109,9 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
         ``reduction="none"`` (sum over ranks of N,), in rank order.
 
     Distributed:
-        Four collectives forward: the header, one payload with the rows of all ranks, the losses of the queries, and one
+        Those of :func:`~fullrank.gather_rows` forward, one or two, and then the losses of the queries, and one
         reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every rank gets
-        the same value. With fewer than 256 rows in all, two collectives: every rank computes all queries. The same
+        the same value. With fewer than 256 rows in all, only the first: every rank computes all queries. The same
         holds in backward after ``reduction="none"``, if the incoming gradient differs between queries.
 
     Example:

@@ -125,7 +125,7 @@ class SmoothAPLoss(RankingLoss):
     temperature of the last call.
 
     Distributed:
-        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. Every rank gets
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
         the same value and holds the same queue. With ``pool="sharded"`` the header and one sum over the ranks, one more
         exchange each for several classes, an automatic temperature and infinite scores, and three in place of the sum
         where only positives travel. Every rank gets the same value to the last bit, and the gradient of its own rows.

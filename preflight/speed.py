@@ -20,7 +20,7 @@ _SECONDS = 2.0  # for all repeats together, so that the check stays short on a s
 
 
 def latency(site: Site) -> str:
-    """Time a gather of one row: two collectives and the checks."""
+    """Time a gather of one row: header, rows and checks."""
     return f"{_gather_seconds(site, 4) * 1e6:.0f} us for one row"
 
 

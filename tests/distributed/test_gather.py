@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -48,26 +49,33 @@ def rows_of_all(counts: list[int], dtype: str, trailing: tuple[int, ...]) -> Ten
 @pytest.mark.parametrize("dtype", DTYPES)
 @on_ranks()
 def test_every_dtype_and_shape_in_rank_order(rank: int, dtype: str) -> None:
-    """Contiguous or not, with gradient or without."""
-    for counts in layouts():
-        for trailing in ((), (1,), (3,), (2, 3), (0,)):
+    """Contiguous or not, with gradient or without; after the header at first, then in the room behind it."""
+    gathers = fullrank.all_gather_no_grad, fullrank.all_gather_with_grad
+    for counts, gather in itertools.product(layouts(), gathers):
+        group = dist.new_group()
+        for trailing in ((0,), (), (1,), (3,), (2, 3)):
             own = rows_of(rank, counts[rank], dtype, trailing)
             strided = torch.stack([own, own], dim=-1)[..., 0]
-            for found in (fullrank.all_gather_no_grad(own), fullrank.all_gather_with_grad(strided)):
+            for given in (own, strided, own):
+                found = gather(given, group)
                 assert found.dtype == own.dtype
                 assert torch.equal(found, rows_of_all(counts, dtype, trailing)), (counts, trailing)
+        dist.destroy_process_group(group)
 
 
 @on_ranks()
 def test_row_aligned_tensors_travel_together(rank: int) -> None:
     kinds = [("float32", (3,)), ("int64", ()), ("bool", ()), ("float64", (2, 2))]
     for counts in layouts():
+        group = dist.new_group()
         own = [rows_of(rank, counts[rank], *kind) for kind in kinds]
-        with CollectiveCounter() as counter:
-            first, second, none, *others = fullrank.gather_rows(own[0], own[1], None, own[2], own[3])
-        assert none is None
-        assert all(map(torch.equal, (first, second, *others), [rows_of_all(counts, *kind) for kind in kinds]))
-        assert counter.counts == {"_allgather_base_.default": 2}  # the header and one payload, also for 0 rows
+        for number in (2 if sum(counts) else 1, 1):  # the header, and at first one payload
+            with CollectiveCounter() as counter:
+                first, second, none, *others = fullrank.gather_rows(own[0], own[1], None, own[2], own[3], group=group)
+            assert none is None
+            assert all(map(torch.equal, (first, second, *others), [rows_of_all(counts, *kind) for kind in kinds]))
+            assert counter.counts == {"_allgather_base_.default": number}
+        dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", 6])
@@ -114,23 +122,27 @@ class CopyCounter(TorchDispatchMode):
 
 @on_ranks(2)
 def test_equal_rows_are_neither_padded_nor_copied(rank: int) -> None:
-    for last in (1000, 999):
-        own = torch.ones(last if rank else 1000, 8)
+    """Rows that are too many for the room behind the header."""
+    group = dist.new_group()
+    for last in (3000, 2999):
+        own = torch.ones(last if rank else 3000, 8)
         with CollectiveCounter() as counter, CopyCounter() as copies:
-            fullrank.all_gather_no_grad(own)
-        assert counter.sizes == [64, 32_000]
-        if last == 1000:
+            fullrank.all_gather_no_grad(own, group)
+        assert counter.sizes == [64, 96_000]
+        if last == 3000:
             assert copies.copied < 100  # the header's words
         else:
-            assert copies.copied >= 2 * 8_000  # the control: padded and trimmed
+            assert copies.copied >= 2 * 24_000  # the control: padded and trimmed
+    dist.destroy_process_group(group)
 
 
 @on_ranks(2)
 def test_collectives_of_the_losses(rank: int) -> None:
-    """Forward and backward, with all optional arguments; a group of one has none."""
+    """Forward and backward, with all optional arguments; from the second call on one; a group of one has none."""
     lone = [dist.new_group([r]) for r in range(2)][rank]
     for name in ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"):
-        for group, expected in ((None, 1 if "focal" in name else 2), (lone, 0)):
+        both = dist.new_group()
+        for group, expected in ((both, 1 if "focal" in name else 2), (both, 1), (lone, 0)):
             case = Case(name, weighted=True)
             loss, step = gradient_cases.make_loss(case, local=False, group=group), gradient_cases.make_step(case, 0)
             logits = torch.randn(step.features.shape[0], gradient_cases.num_outputs(case), requires_grad=True)
