@@ -20,6 +20,7 @@ from .losses import (
     CombinedLoss,
     CrossEntropyLoss,
     HardNegativeCrossEntropyLoss,
+    InfoNCELoss,
     LossWarmupWrapper,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
@@ -27,6 +28,7 @@ from .losses import (
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
+    SupConLoss,
     causal_lm_loss,
 )
 from .queues import MemoryQueue
@@ -47,6 +49,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DeferredMean",
     "HardNegativeCrossEntropyLoss",
+    "InfoNCELoss",
     "LossWarmupWrapper",
     "MemoryQueue",
     "PAUCAtBudgetLoss",
@@ -56,6 +59,7 @@ __all__ = [
     "SigmoidFocalLoss",
     "SmoothAPLoss",
     "SoftmaxFocalLoss",
+    "SupConLoss",
     "accumulate",
     "all_gather_no_grad",
     "all_gather_with_grad",

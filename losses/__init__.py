@@ -8,6 +8,7 @@ from .cross_entropy import CrossEntropyLoss
 from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
 from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
+from .info_nce import InfoNCELoss
 from .pauc_at_budget import pauc_at_budget
 from .pauc_at_budget_loss import PAUCAtBudgetLoss
 from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool
@@ -17,6 +18,7 @@ from .retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
 from .sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
 from .smooth_ap import SmoothAPLoss, smooth_ap
 from .softmax_focal import SoftmaxFocalLoss, softmax_focal
+from .sup_con import SupConLoss
 from .warmup import LossWarmupWrapper
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "DistributedLoss",
     "FocalLoss",
     "HardNegativeCrossEntropyLoss",
+    "InfoNCELoss",
     "LossWarmupWrapper",
     "LossWithClasses",
     "LossWithClassesAndStats",
@@ -39,6 +42,7 @@ __all__ = [
     "SigmoidFocalLoss",
     "SmoothAPLoss",
     "SoftmaxFocalLoss",
+    "SupConLoss",
     "causal_lm_loss",
     "hard_negative_cross_entropy",
     "pauc_at_budget",

@@ -39,8 +39,45 @@ class PoolOptions(GroupOptions, total=False):
     pool: PoolForm
 
 
+class HoldsQueue(CurrentTemperature):
+    """Base of the losses with a memory queue: which of its rows a call uses, and what the ranks compare."""
+
+    queue: MemoryQueue | ShardedQueue
+    queue_size: int
+    update_queue_in_eval = queue_in_eval = False
+
+    def _queued_rows(self) -> QueueRows | None:
+        """Return the rows of the queue that belong to the pool, None without any."""
+        return self.queue.rows() if self._ranks_queue and len(self.queue) else None
+
+    @property
+    def _enqueues(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
+
+    @property
+    def _ranks_queue(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.queue_in_eval)
+
+    @property
+    def _checksum(self) -> Checksum | None:
+        return Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
+
+    def _state(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+        return {
+            **self._shared_facts(),
+            "enqueues rows": State(self._enqueues, _SAME_MODE),
+            "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
+            "queue": State(self.queue.position, SAME_QUEUE),
+        }
+
+    def reset_queue(self) -> None:
+        """Remove all queued rows. With several ranks, call it on every rank."""
+        self.queue.reset()
+
+
 @completed(local_pool)
-class QueuedLoss(CurrentTemperature):
+class QueuedLoss(HoldsQueue):
     """Base of the losses with a memory queue: holds the arguments that they share, and saves what changes.
 
     Args:
@@ -112,34 +149,15 @@ class QueuedLoss(CurrentTemperature):
         assert isinstance(self.queue, ShardedQueue)
         return self.queue
 
-    def _queued_rows(self) -> QueueRows | None:
-        """Return the rows of the queue that belong to the pool, None without any."""
-        return self.queue.rows() if self._ranks_queue and len(self.queue) else None
-
     @property
     def _rule(self) -> TargetRule:
         return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
-    @property
-    def _enqueues(self) -> bool:
-        return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
-
-    @property
-    def _ranks_queue(self) -> bool:
-        return self.queue_size > 0 and (self.training or self.queue_in_eval)
-
-    @property
-    def _checksum(self) -> Checksum | None:
-        return Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
-
     def _state(self) -> dict[str, object]:
         """Return what must be equal on all ranks."""
         return {
-            **self._shared_facts(),
+            **super()._state(),
             **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
-            "enqueues rows": State(self._enqueues, _SAME_MODE),
-            "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
-            "queue": State(self.queue.position, SAME_QUEUE),
             "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
         }
 
@@ -147,10 +165,6 @@ class QueuedLoss(CurrentTemperature):
         if kind not in self._warned:
             self._warned.add(kind)
             warn(text)
-
-    def reset_queue(self) -> None:
-        """Remove all queued rows. With several ranks, call it on every rank."""
-        self.queue.reset()
 
     @not_compiled
     def gather_queue(self) -> None:

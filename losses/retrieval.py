@@ -29,7 +29,7 @@ from .distributed_loss import (
 )
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .retrieval_queries import Split, SplitQueries, queries
-from .tensors import check_device, compute_dtype, has_values, is_integer
+from .tensors import check_device, has_values, is_integer, unit_rows
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
 FEWEST_SPLIT = 256  # rows of all ranks: with fewer, each rank computes all queries before the others' would arrive
@@ -192,12 +192,18 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
 def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the embeddings and the labels as int64, or raise TypeError or ValueError."""
     check_tensor("embeddings", embeddings)
-    check_tensor("labels", labels)
-    check_not_batched(embeddings, labels)
+    check_not_batched(embeddings)
     if not embeddings.is_floating_point():
         raise TypeError(expected("embeddings", "a floating-point tensor", embeddings, "Use embeddings.float()."))
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(expected("embeddings", "shape (N, D), D >= 1", embeddings, "Use embeddings.flatten(1)."))
+    return embeddings, checked_labels(labels, embeddings)
+
+
+def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
+    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or raise TypeError or ValueError."""
+    check_tensor("labels", labels)
+    check_not_batched(labels)
     if not is_integer(labels) and labels.dtype != torch.bool:
         raise TypeError(expected("labels", "integers or bools", labels, "Use labels.long() on class indices."))
     count = embeddings.shape[0]
@@ -207,7 +213,7 @@ def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         wanted = f"shape ({count},) or ({count}, 1), one entry per row of embeddings"
         raise ValueError(expected("labels", wanted, labels))
     check_device("labels", labels, embeddings, "embeddings")
-    return embeddings, labels.to(torch.int64)
+    return labels.to(torch.int64)
 
 
 @not_compiled
@@ -222,13 +228,7 @@ def _loss(
     """Return the loss of rows that have been checked, and the temperature."""
     rows = torch.arange(labels.shape[0], device=labels.device)
     kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
-    # Rows of length 1; rows of zeros stay zeros. Divided by its largest entry first, a row has no square that overflows
-    # or underflows. That does not change its direction, so the entry is a constant for the gradient.
-    chosen = embeddings.index_select(0, kept).to(compute_dtype(embeddings.dtype))
-    largest = chosen.detach().abs().amax(dim=1, keepdim=True)
-    scaled = chosen / torch.where(largest > 0, largest, torch.ones_like(largest))
-    length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
-    unit = scaled / length.clamp_min(1.0)
+    unit = unit_rows(embeddings.index_select(0, kept))
     with_grad = unit.requires_grad and torch.is_grad_enabled()
     if temperature is None:
         temperature = SPREAD_MULTIPLE * (_spread(unit.detach()) if has_values(unit) else 1.0)

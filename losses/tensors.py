@@ -38,3 +38,16 @@ def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits")
 def is_integer(tensor: Tensor) -> bool:
     """Return True for integer dtypes; bool is not one of them."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return rows (N, D) of length 1 in the dtype of the computation; rows of zeros stay zeros.
+
+    Divided by its largest entry first, a row has no square that overflows or underflows. That does not change its
+    direction, so the entry is a constant for the gradient.
+    """
+    rows = rows.to(compute_dtype(rows.dtype))
+    largest = rows.detach().abs().amax(dim=1, keepdim=True)
+    scaled = rows / torch.where(largest > 0, largest, torch.ones_like(largest))
+    length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return scaled / length.clamp_min(1.0)

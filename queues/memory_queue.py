@@ -48,7 +48,8 @@ class MemoryQueue(nn.Module):
 
     Args:
         capacity: number of rows >= 0; a queue of 0 keeps nothing. A row takes ``4 * num_classes + 13`` bytes.
-        num_classes: columns of the logits; 1 is binary.
+        num_classes: columns of the logits, such as the width of embeddings; 1 is binary. None takes those of the first
+            rows that are enqueued or loaded.
         ignore_index: rows with this target never enter.
         keep: ``"all"`` rows, or ``"negatives"``: the rows that are a negative of at least one class.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index`` instead of (N,) class indices.
@@ -68,11 +69,19 @@ class MemoryQueue(nn.Module):
     """
 
     def __init__(
-        self, capacity: int, num_classes: int, ignore_index: int = -100, *, keep: Keep = "all", multi_hot: bool = False
+        self,
+        capacity: int,
+        num_classes: int | None,
+        ignore_index: int = -100,
+        *,
+        keep: Keep = "all",
+        multi_hot: bool = False,
     ) -> None:
         super().__init__()
         check_count("capacity", capacity, 0)
-        check_count("num_classes", num_classes, 1)
+        self._any_width = num_classes is None
+        if num_classes is not None:
+            check_count("num_classes", num_classes, 1)
         check_int("ignore_index", ignore_index)
         check_choice("keep", keep, ("all", "negatives"))
         self.capacity, self.num_classes, self.ignore_index = capacity, num_classes, ignore_index
@@ -81,7 +90,7 @@ class MemoryQueue(nn.Module):
 
     @torch.inference_mode(False)
     def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        rows, columns = self.capacity, self.num_classes
+        rows, columns = self.capacity, self.num_classes or 0
         self._logits = torch.zeros(rows, columns, dtype=dtype, device=device)
         if self.multi_hot:
             self._targets = torch.zeros(rows, columns, dtype=multi_hot_dtype(self.ignore_index), device=device)
@@ -150,8 +159,8 @@ class MemoryQueue(nn.Module):
             raise TypeError(expected("logits", "a floating-point tensor", logits))
         if targets.is_floating_point():
             raise TypeError(expected("targets", "integers or bools", targets))
-        if logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            raise ValueError(expected("logits", f"shape (N, {self.num_classes})", logits))
+        if logits.ndim != 2 or logits.shape[1] != (self.num_classes or logits.shape[1]):
+            raise ValueError(expected("logits", f"shape (N, {self.num_classes or 'columns'})", logits))
         shape = tuple(logits.shape) if self.multi_hot else (logits.shape[0],)
         if tuple(targets.shape) != shape:
             raise ValueError(expected("targets", f"shape {shape}", targets))
@@ -160,6 +169,9 @@ class MemoryQueue(nn.Module):
                 raise ValueError(expected(name, f"shape ({logits.shape[0]},)", value))
         if self.capacity == 0 or logits.shape[0] == 0:
             return
+        if self.num_classes is None:
+            self.num_classes = logits.shape[1]
+            self._allocate(logits.device, self._logits.dtype)
         rows, count = self._as_stored(logits, targets, iid_mask, sample_weight), logits.shape[0]
         if num_stored is None or num_stored < count:
             wanted = self.wanted(logits, targets)
@@ -300,7 +312,7 @@ class MemoryQueue(nn.Module):
             held = Words(f"those of rank {state['rank']} of {state['world_size']}")
             raise ValueError(expected("saved queue", "the rows of all ranks", held, GATHER_FIRST))
         for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
-            if state[name] != getattr(self, name):
+            if state[name] != getattr(self, name) and not (name == "num_classes" and self._any_width):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
                 fix = (
                     f"Construct it with {name}={state[name]!r}{of_loss}, or start with an empty queue: "
@@ -316,6 +328,7 @@ class MemoryQueue(nn.Module):
             ValueError: when the state belongs to a queue with other arguments.
         """
         self.check_saved(state)
+        self.num_classes = state["num_classes"]
         device = state["logits"].device if self._logits.is_meta else self._logits.device
         dtype = torch.float64 if state["is_double"] else torch.float32
         self._logits = state["logits"].to(device, dtype, copy=True).contiguous()

@@ -54,6 +54,10 @@ def _embeddings(generator: torch.Generator, rank: int) -> Arguments:
     return {"embeddings": rows["logits"], "labels": rows["targets"]}
 
 
+def _pairs(generator: torch.Generator, rank: int) -> Arguments:
+    return {"queries": _rows(generator, rank)["logits"], "keys": _rows(generator, rank)["logits"]}
+
+
 def _class_inputs(generator: torch.Generator, rank: int) -> Arguments:
     rows = _rows(generator, rank)
     return {"inputs": rows["logits"], "targets": rows["targets"]}
@@ -159,6 +163,26 @@ _DIFFERENT_EMBEDDINGS = {
     "dtype": _wrong("embeddings", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
     "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", _ALONE),
     "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient"),
+}
+
+
+_BAD_PAIRS = {
+    "not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
+    "integers": _wrong(
+        "queries", lambda x: x.detach().long(), "TypeError", "queries: expected a floating-point tensor"
+    ),
+    "dtype of keys": _wrong("keys", lambda x: x.float(), "TypeError", "Use keys.to(queries.dtype)."),
+    "dimensions": _wrong("keys", lambda x: x[:, 0], "ValueError", "keys: expected shape (N, D)"),
+    "number of keys": _wrong("keys", lambda x: x[1:], "ValueError", "Row i of the keys is the positive of row i"),
+    "width of queries": _wrong("queries", lambda x: x[:, :2], "ValueError", "keys: expected shape"),
+    "sparse": _wrong("keys", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+    "elsewhere": _wrong("keys", lambda x: x.to("meta"), "ValueError", _FOREIGN + "cpu, as queries"),
+}
+_DIFFERENT_PAIRS = {
+    "dtype": Fault(lambda given: {name: x.float() for name, x in given.items()}, "ValueError", "float32 (N, 3) with"),
+    "width": Fault(lambda given: {name: x[:, :2] for name, x in given.items()}, "ValueError", "float64 (N, 2) with"),
+    "gradient of keys": _wrong("keys", lambda x: x.detach(), "ValueError", _ALONE),
+    "gradient of queries": _wrong("queries", lambda x: x.detach(), "ValueError", _ALONE),
 }
 
 
@@ -312,6 +336,30 @@ CALLS = {
         ("RetrievalSmoothAPLoss",),
         "RetrievalSmoothAPLoss",
         fullrank.RetrievalSmoothAPLoss,
+        _embeddings,
+        _BAD_EMBEDDINGS,
+        _DIFFERENT_EMBEDDINGS,
+    ),
+    "info_nce": Call(
+        ("InfoNCELoss",),
+        "InfoNCELoss",
+        lambda: fullrank.InfoNCELoss(learn_temperature=True),
+        _pairs,
+        _BAD_PAIRS,
+        _DIFFERENT_PAIRS,
+    ),
+    "clip": Call(
+        ("InfoNCELoss",),
+        "InfoNCELoss",
+        lambda: fullrank.InfoNCELoss(symmetric=True),
+        _pairs,
+        _BAD_PAIRS,
+        _DIFFERENT_PAIRS,
+    ),
+    "sup_con": Call(
+        ("SupConLoss",),
+        "SupConLoss",
+        fullrank.SupConLoss,
         _embeddings,
         _BAD_EMBEDDINGS,
         _DIFFERENT_EMBEDDINGS,

@@ -19,6 +19,7 @@ import fullrank
 
 NUM_STEPS = 4
 COMBINED = ("smooth_ap", "cross_entropy")
+CONTRASTIVE = ("info_nce", "info_nce_one_way", "sup_con")
 ELEMENTS = ("sigmoid_focal", "binary_cross_entropy")  # of which each has a target
 
 
@@ -59,6 +60,13 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.CrossEntropyLoss(
             weight, reduction=case.reduction, label_smoothing=0.1, gather_distributed=gather, **options
         )
+    if case.loss in CONTRASTIVE:
+        queue = {"queue_size": case.queue_size, "gather_distributed": gather, **options}
+        if case.loss == "sup_con":
+            return fullrank.SupConLoss(0.2, **queue)
+        is_clip = case.loss == "info_nce"
+        loss = Pairs(fullrank.InfoNCELoss(0.2, symmetric=is_clip, learn_temperature=is_clip, **queue))
+        return loss.to(getattr(torch, case.dtype))
     if case.loss == "combined":
         parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
         return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
@@ -90,6 +98,17 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     )
 
 
+class Pairs(nn.Module):
+    """A loss of queries and keys, which are the halves of the columns of a model's output."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, rows: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> Tensor:
+        return self.loss(*rows.chunk(2, dim=1))
+
+
 def make_step(case: Case, step: int) -> Rows:
     """Return the batch of all ranks; the same in every process, some rows ignored."""
     kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
@@ -99,6 +118,8 @@ def make_step(case: Case, step: int) -> Rows:
 
 def num_outputs(case: Case) -> int:
     """Return the number of logits per row."""
+    if case.loss in CONTRASTIVE:
+        return 8
     return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined") else case.num_classes
 
 
@@ -119,22 +140,27 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
     loss = make_loss(case, local)
     model = Model(case.dtype, num_outputs(case), loss=loss if case.loss_inside else None)
     wrapped = model if local else wrap(model, case.wrapper)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    outside = [] if case.loss_inside else [*loss.parameters()]  # a learned temperature
+    parts = nn.ModuleList([model] if case.loss_inside else [model, loss])
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.5)
     trace = Trace([], [])
     for index in range(NUM_STEPS):
         if follow is not None:
-            model.load_state_dict(follow.parameters[index], strict=False)
-        trace.parameters.append({name: value.detach().clone() for name, value in model.named_parameters()})
+            parts.load_state_dict(follow.parameters[index], strict=False)
+        trace.parameters.append({name: value.detach().clone() for name, value in parts.named_parameters()})
         step = make_step(case, index)
         if not local:
             step = part_of(step, split(step.features.shape[0], world_size, index), rank)
         optimizer.zero_grad()
+        options = {} if step.weight is None else {"sample_weight": step.weight}
         if case.loss_inside:
-            value = wrapped(step.features, step.targets, sample_weight=step.weight)
+            value = wrapped(step.features, step.targets, **options)
         else:
-            value = loss(wrapped(step.features), step.targets, sample_weight=step.weight)
+            value = loss(wrapped(step.features), step.targets, **options)
         value.backward()
-        trace.gradients.append(torch.cat([value.detach().reshape(1), gradient(model)]).double())
+        for parameter in outside if case.gradient_reduction == "sum" and not local else []:
+            dist.all_reduce(parameter.grad)
+        trace.gradients.append(torch.cat([value.detach().reshape(1), gradient(parts)]).double())
         optimizer.step()
     return trace
 

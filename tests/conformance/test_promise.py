@@ -40,7 +40,8 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
-LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined"]
+CONTRASTIVE = ["info_nce", "sup_con"]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", *CONTRASTIVE]
 
 
 def assert_exact(pool: WorkerPool, *cases: Case) -> None:
@@ -55,6 +56,8 @@ def assert_exact(pool: WorkerPool, *cases: Case) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool, dtype: str) -> None:
     """Uneven and empty shards, ignored rows, queue filling over four optimizer steps."""
+    if weighted and loss in CONTRASTIVE:
+        pytest.skip("takes no weights")
     assert_exact(pool, Case(loss, dtype=dtype, weighted=weighted))
 
 
@@ -62,7 +65,7 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, loss: str) -> None:
     for index, dtype in enumerate(LIMITS, start=LOSSES.index(loss)):
-        assert_exact(pool_of_four, Case(loss, dtype=dtype, weighted=index % 2 == 1))
+        assert_exact(pool_of_four, Case(loss, dtype=dtype, weighted=index % 2 == 1 and loss not in CONTRASTIVE))
 
 
 @pytest.mark.slow
@@ -98,6 +101,9 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("cross_entropy", reduction="sum", weighted=True),
         Case("binary_cross_entropy", reduction="sum"),
         Case("smooth_ap", num_classes=3, reduction="sum"),
+        Case("info_nce_one_way", queue_size=0),
+        Case("info_nce_one_way", queue_size=50),
+        Case("sup_con", queue_size=0),
     ],
     ids=str,
 )
@@ -182,7 +188,7 @@ def test_rank_zero_may_validate_alone(pool_of_two: WorkerPool, wrapped: bool) ->
     assert first == second
 
 
-@pytest.mark.parametrize("loss", ["smooth_ap", "softmax_focal"])
+@pytest.mark.parametrize("loss", ["smooth_ap", "softmax_focal", "info_nce_one_way", "sup_con"])
 def test_control_wrong_gradient_reduction_is_off(loss: str) -> None:
     """Under DDP, which averages, the scale of a SUM gives 1 / W of the gradient."""
     for gradient, value in get_pool(2)(gradient_cases.worst_error, 2, Case(loss, gradient_reduction="sum")):

@@ -26,11 +26,13 @@ from fullrank.losses import (
     BCEWithLogitsLoss,
     CombinedLoss,
     CrossEntropyLoss,
+    InfoNCELoss,
     LossWarmupWrapper,
     RetrievalSmoothAPLoss,
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
+    SupConLoss,
     causal_lm_loss,
     sigmoid_focal,
     smooth_ap,
@@ -78,6 +80,8 @@ SUBJECTS = {
         LossWarmupWrapper, ROWS, {"warmup_loss": CrossEntropyLoss(), "main_loss": SmoothAPLoss(3)}
     ),
     "RetrievalSmoothAPLoss": Subject(RetrievalSmoothAPLoss, EMBEDDINGS, {}),
+    "InfoNCELoss": Subject(InfoNCELoss, {"queries": LOGITS, "keys": LOGITS}, {"queue_size": 8}),
+    "SupConLoss": Subject(SupConLoss, EMBEDDINGS, {"queue_size": 8}),
     "retrieval_smooth_ap": Subject(losses.retrieval_smooth_ap, EMBEDDINGS),
     "SmoothAPLoss of queries": Subject(SmoothAPLoss, QUERIES, {"num_classes": 1, "queue_size": 8}),
     "smooth_ap of queries": Subject(smooth_ap, QUERIES),
@@ -104,7 +108,7 @@ PAUC = ["PAUCAtBudgetLoss", "pauc_at_budget"]
 SIGMOID, SOFTMAX = ["SigmoidFocalLoss", "sigmoid_focal"], ["SoftmaxFocalLoss", "softmax_focal"]
 CROSS_ENTROPY, BINARY_CROSS_ENTROPY = ["CrossEntropyLoss"], ["BCEWithLogitsLoss"]
 OF_TORCH = [*CROSS_ENTROPY, *BINARY_CROSS_ENTROPY]
-GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], *OF_TORCH, "RetrievalSmoothAPLoss"]
+GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], *OF_TORCH, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss"]
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
@@ -343,9 +347,9 @@ def test_what_is_refused_at_the_forward(name: str) -> None:
         trusting(LOGITS, TARGETS[:3])
 
 
-@pytest.mark.parametrize("name", [*ORDER, "retrieval"])
+@pytest.mark.parametrize("name", [*ORDER, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss"])
 def test_a_bad_temperature_set_later_is_refused(name: str) -> None:
-    kind, call, settings = SUBJECTS["RetrievalSmoothAPLoss" if name == "retrieval" else POOLED[name].module.__name__]
+    kind, call, settings = SUBJECTS[POOLED[name].module.__name__ if name in POOLED else name]
     for value, error in ((-1.0, ValueError), (0.0, ValueError), (NAN, ValueError), ("0.1", TypeError)):
         module = kind(**(settings or {}))
         module.temperature = value

@@ -134,7 +134,18 @@ ELSEWHERE |= {
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
     f"{name}.md"
-    for name in ("choosing", "index", "logging", "migrating", "queue", "retrieval", "scale", "temperature", "tutorial")
+    for name in (
+        "choosing",
+        "contrastive",
+        "index",
+        "logging",
+        "migrating",
+        "queue",
+        "retrieval",
+        "scale",
+        "temperature",
+        "tutorial",
+    )
 ]
 DDP, FSDP, SUM, OWN_LOSS, TWO_HEADS, VALIDATION = blocks("distributed.md")
 (DIFFERENT_STEPS,) = blocks("agreement.md")

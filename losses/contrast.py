@@ -1,0 +1,224 @@
+"""What the contrastive losses share: own rows against the rows of all ranks, block by block, and a queue of past rows.
+
+Each rank computes the terms of its own rows. The gradient of its own rows as candidates of other ranks' rows comes back
+by one reduce-scatter. All of it happens in the forward, so the backward communicates nothing and no rank can miss it.
+Time and memory of a rank fall with the number of ranks: it holds all candidates, and a block of similarities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
+
+from ..distributed.exchange import Exchange, check_rows
+from ..distributed.group import gradient_scale
+from ..distributed.header import Agreement
+from ..distributed.torch_private import func_transforms_are_active, note_kind
+from ..errors import Words, anchor_of, check_count, check_tensor, expected, first_order_only
+from ..kernels.costs import costs_of
+from ..queues.memory_queue import MemoryQueue, check_saved_queues
+from .arguments import completed
+from .distributed_loss import GroupOptions
+from .queued_loss import HoldsQueue
+from .tensors import compute_dtype, unit_rows
+
+FEWEST_ANCHORS = 64  # in a block: fewer would make products too thin to be fast, and add up the candidates' too often
+
+
+class Partition(NamedTuple):
+    """A weighted sum of log-partition functions, with its gradients; None for those that are not needed."""
+
+    total: Tensor  # () float64
+    of_anchors: Tensor | None  # [n, D]
+    of_candidates: Tensor | None  # [K, D]
+    of_scale: Tensor  # () float64
+
+
+def log_partition(
+    anchors: Tensor,
+    candidates: Tensor,
+    scale: Tensor,
+    weights: Tensor,
+    needs: tuple[bool, bool, bool],
+    first: int | None = None,
+) -> Partition:
+    r"""Return :math:`\sum_i w_i \log \sum_j \exp(s\, a_i \cdot c_j)` and its gradients, in blocks of anchors.
+
+    Args:
+        anchors: (n, D), float32 or float64.
+        candidates: (K, D) in the same dtype.
+        scale: s, a scalar in the same dtype.
+        weights: (n,) in the same dtype.
+        needs: whether the gradients of anchors, candidates and scale are needed.
+        first: anchor i is candidate ``first + i``, which is left out of its sum; None leaves out nothing.
+    """
+    total = anchors.new_zeros((), dtype=torch.float64)
+    of_anchors, of_candidates = (
+        torch.zeros_like(one) if need else None for one, need in zip((anchors, candidates), needs)
+    )
+    of_scale = torch.zeros_like(total)
+    step = max(FEWEST_ANCHORS, costs_of(anchors.device).similarities_at_once // max(1, len(candidates)))
+    for begin in range(0, len(anchors) if len(candidates) > (first is not None) else 0, step):
+        block, weight = anchors[begin : begin + step], weights[begin : begin + step]
+        scores = (block * scale) @ candidates.t()  # [b, K]
+        if first is not None:
+            scores.diagonal(first + begin).fill_(-math.inf)
+        level = scores.logsumexp(dim=1)  # [b]
+        total += level.double() @ weight.double()
+        if not any(needs):
+            continue
+        shares = scores.sub_(level[:, None]).exp_().mul_(weight[:, None])  # [b, K]
+        mean = shares @ candidates  # [b, D]
+        of_scale += (mean * block).sum(dtype=torch.float64)
+        if of_anchors is not None:
+            of_anchors[begin : begin + step] = mean
+        if of_candidates is not None:
+            of_candidates.addmm_(shares.t(), block)
+    for gradient in (of_anchors, of_candidates):
+        if gradient is not None:
+            gradient *= scale
+    return Partition(total, of_anchors, of_candidates, of_scale)
+
+
+class Part(NamedTuple):
+    """A rank's part of a loss, and its gradients; None for those that are not needed."""
+
+    total: Tensor  # () float64
+    of_scale: Tensor  # () float64
+    of_own: list[Tensor | None]  # [N, D] each: of the own rows alone
+    of_all: list[Tensor | None]  # [sum of N, D] each: of the rows of all ranks, to be added up over the ranks
+
+
+class _Attached(torch.autograd.Function):
+    """A value with gradients that were computed with it.
+
+    ======== ======= =====================================================
+    tensor   shape   meaning
+    ======== ======= =====================================================
+    value    ()      the loss, equal on all ranks
+    x_i      any     input i of this rank
+    g_i      of x_i  gradient of the value, times k for the rows of a rank
+    dx_i     of x_i  dvalue * g_i
+    ======== ======= =====================================================
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: str, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
+        ctx.call, ctx.count = call, len(gradients)
+        ctx.save_for_backward(*gradients, *inputs[len(gradients) :])  # those are anchors
+        return value.clone()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors[: ctx.count]
+        found = (None if one is None else (grad * one).to(one.dtype) for one in gradients)
+        return None, None, None, *found, *[None] * (len(ctx.saved_tensors) - ctx.count)
+
+
+@completed()
+class ContrastiveLoss(HoldsQueue):
+    """Base of the contrastive losses: the arguments that they share, and what is made of the ranks' parts.
+
+    Args:
+        normalize: compare by cosine: the loss divides each row by its length. False compares by the dot product, for
+            rows that are normalised already or should not be.
+        queue_size: rows of earlier steps that are kept as further candidates, 0 for none. They carry no gradient, are
+            the same on every rank, and enter after the loss is computed. In eval mode none is used or enters. Rows with
+            a non-finite number never enter.
+        num_features: D, which only a queue that ``torch.distributed.checkpoint`` loads before the first call must know;
+            None takes that of the first rows.
+        ignore_index: rows with this label take no part.
+    """
+
+    def __init__(
+        self,
+        normalize: bool = True,
+        queue_size: int = 0,
+        num_features: int | None = None,
+        gather_distributed: bool | None = None,
+        ignore_index: int = -100,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        super().__init__(gather_distributed, **options)
+        if not isinstance(normalize, bool):
+            raise TypeError(expected("normalize", "True or False", normalize))
+        self.normalize = normalize
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
+        self.register_load_state_dict_pre_hook(check_saved_queues)
+
+    def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Return ``rows``, or raise TypeError or ValueError unless they are rows of floats of this rank."""
+        self._check_not_gathered(group, **{name: rows})
+        check_tensor(name, rows)
+        check_rows([rows])
+        if func_transforms_are_active():
+            fix = "The loss of one call has a first derivative alone."
+            what, found = "backward() or torch.autograd.grad", Words("a transform of torch.func")
+            raise RuntimeError(expected("differentiation", what, found, fix))
+        if not rows.is_floating_point():
+            raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
+        width = self.queue.num_classes if self.queue_size else None
+        if rows.ndim != 2 or rows.shape[1] == 0 or rows.shape[1] != (width or rows.shape[1]):
+            fix = f"Use {name}.flatten(1)." if width is None else "Call reset_queue() and construct it anew for others."
+            what = "shape (N, D), D >= 1" if width is None else f"shape (N, {width}), as the queue"
+            raise ValueError(expected(name, what, rows, fix))
+        return rows
+
+    def _comparable(self, rows: Tensor) -> Tensor:
+        """Return the rows as they are compared, in the dtype of the computation."""
+        return unit_rows(rows) if self.normalize else rows.to(compute_dtype(rows.dtype))
+
+    @torch.no_grad()
+    def _of_all(self, own: Sequence[Tensor], agreed: Agreement[Any], exchange: Exchange | None) -> list[Tensor]:
+        """Return what ``own`` is on all ranks. The rows travel as they were given, which may be in half precision."""
+        if exchange is None:
+            return [one.detach() for one in own]
+        return [self._comparable(one) for one in exchange.rows([one.detach() for one in agreed.tensors], agreed.rows)]
+
+    def _queued(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queued rows (Q, D), in the dtype of ``like``, and their targets (Q,)."""
+        queued = self._queued_rows()
+        if queued is None:
+            return like[:0], torch.zeros(0, dtype=torch.int64, device=like.device)
+        return queued.logits.to(like), queued.targets.to(like.device)
+
+    def _add_up(
+        self, part: Part, own: Sequence[Tensor], agreed: Agreement[Any], exchange: Exchange | None, *learned: Tensor
+    ) -> Tensor:
+        """Return the loss, which is the sum of the ranks' parts, with the gradients of ``own`` and of a learned scale.
+
+        The gradient of the scale is added up over the ranks: on every rank it is that of one process, whether or not a
+        wrapper averages it. Of a wrapper that adds gradients up, each rank gets an equal share of it.
+        """
+        sums, of_all, k, share = torch.stack([part.total, part.of_scale]), part.of_all, 1, 1.0
+        with_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (*own, *learned))
+        if exchange is not None:
+            if present := [one for one in of_all if one is not None]:
+                summed = exchange.sum_own(torch.cat(present, dim=1), agreed.rows, "the gradients")
+                arrived = iter(summed.chunk(len(present), dim=1))
+                of_all = [None if one is None else next(arrived) for one in of_all]
+            sums = exchange.each(sums, "the sums").sum(dim=0)
+            k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
+            share = min(1.0, k / exchange.group.size())
+        value = sums[0].to(own[0].dtype)
+        if with_grad:
+            pairs = zip(part.of_own, of_all)
+            found = [_scaled_sum(mine, other, k) for mine, other in pairs]
+            found += [(sums[1] * share).to(one).reshape(one.shape) for one in learned]
+            anchors = [anchor_of(one) for one in (*own, *learned) if one.requires_grad]
+            value = _Attached.apply(type(self).__name__, value, found, *own, *learned, *anchors)
+        return note_kind(value, over_ranks=exchange is not None)
+
+
+def _scaled_sum(mine: Tensor | None, other: Tensor | None, k: int) -> Tensor | None:
+    """Return k times the sum of the gradients that there are."""
+    present = [one for one in (mine, other) if one is not None]
+    return k * sum(present[1:], present[0]) if present else None

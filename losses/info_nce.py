@@ -1,0 +1,227 @@
+"""The contrastive loss of pairs: InfoNCE, and in its symmetric form the loss of CLIP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ..distributed.exchange import Exchange, describe
+from ..distributed.header import Offer, State, agree_on, refuse_in_backward
+from ..distributed.torch_private import not_compiled
+from ..errors import RankRuntimeError, check_positive, expected
+from ..kernels.registration import exact
+from .arguments import completed
+from .contrast import ContrastiveLoss, Part, log_partition
+from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
+from .tensors import check_device
+
+
+@completed()
+class InfoNCELoss(ContrastiveLoss):
+    r"""Cross-entropy of finding the key of each query among the keys of all ranks.
+
+    With :math:`x_{ij} = \cos(q_i, k_j)`, over the N pairs of all ranks,
+
+    .. math:: L = -\frac{1}{N} \sum_i \log \frac{\exp(x_{ii} / \tau)}{\sum_j \exp(x_{ij} / \tau)}
+
+    Equal to ``F.cross_entropy(normalize(queries) @ normalize(keys).T / temperature, arange(N))`` in one process with
+    all pairs. The similarities of all pairs are never in memory together.
+
+    Args:
+        temperature: > 0, what the similarities are divided by. May be assigned between steps.
+        symmetric: average with the same loss of keys among the queries, as CLIP does.
+        learn_temperature: let ``logit_scale``, the logarithm of 1 / temperature, be a parameter of this module, of
+            shape (1,). Its gradient is that of one process on every rank, before and after an average over the ranks:
+            give it to the optimizer, inside the model that DDP or FSDP2 wraps or outside of it. With
+            ``gradient_reduction="sum"`` it must be added up with the others. Assign ``loss.logit_scale =
+            model.logit_scale`` to use the parameter of a model.
+        max_logit_scale: the largest factor on the similarities with a learned temperature. A ``logit_scale`` above its
+            logarithm counts as that, and has a gradient only if that lowers it.
+        queue_size: keys of earlier steps that are kept as further candidates of the queries, and are the key of none;
+            0 for none. They carry no gradient, are the same on every rank, and enter after the loss is computed. In
+            eval mode none is used or enters. Use keys of an encoder that changes slowly, such as a momentum encoder.
+
+    Shape:
+        queries (N, D), keys (N, D): row i of the keys is the positive of row i of the queries. N may differ between
+        ranks and may be 0. Output scalar.
+
+    Degenerate:
+        Without a pair on any rank the loss is 0 with zero gradients. A row of zeros has a cosine of 0 with all others.
+        A row that is not finite makes the loss NaN on every rank.
+
+    Numerics:
+        Half precision is computed in float32, sums in float64. O(N M D) time for M candidates and O(M D) memory.
+
+    Distributed:
+        Four collectives forward: the header, one payload with the keys of all ranks, one reduce-scatter of their
+        gradients if they have any, two sums. None backward. Each rank computes the terms of its own queries, with
+        ``symmetric`` also of its own keys, for which the queries travel too. Every rank gets the same value.
+
+    Example:
+        >>> import torch
+        >>> queries, keys = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> InfoNCELoss(temperature=1.0)(queries, keys)
+        tensor(0.5032)
+
+    Reference:
+        van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018, eq. 4. Radford et al.,
+        Learning Transferable Visual Models From Natural Language Supervision, ICML 2021, fig. 3. He et al., Momentum
+        Contrast, CVPR 2020, eq. 1 (the queue).
+    """
+
+    logit_scale: nn.Parameter | None
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        *,
+        symmetric: bool = False,
+        learn_temperature: bool = False,
+        max_logit_scale: float = 100.0,
+        normalize: bool = True,
+        queue_size: int = 0,
+        num_features: int | None = None,
+        gather_distributed: bool | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        super().__init__(normalize, queue_size, num_features, gather_distributed, **options)
+        for name, value in (("symmetric", symmetric), ("learn_temperature", learn_temperature)):
+            if not isinstance(value, bool):
+                raise TypeError(expected(name, "True or False", value))
+        self.symmetric = symmetric
+        self.max_logit_scale = check_positive("max_logit_scale", max_logit_scale)
+        # Of shape (1,), because FSDP2 refuses parameters without a dimension.
+        self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn_temperature else None)
+        self.temperature = check_positive("temperature", temperature)
+
+    @property
+    def temperature(self) -> float:
+        """What the similarities are divided by; a learned one is read from the device."""
+        if self.logit_scale is None:
+            return self._temperature
+        return 1.0 / min(math.exp(float(self.logit_scale.detach())), self.max_logit_scale)
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        if self.logit_scale is None:
+            self._temperature = value  # the forward checks it: an exception on one rank would leave the others waiting
+        else:
+            with torch.no_grad():
+                self.logit_scale.fill_(-math.log(check_positive("temperature", value)))
+
+    @not_compiled
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the loss of the pairs of all ranks.
+
+        Args:
+            queries: (N, D) of this rank; N may differ between ranks and may be 0.
+            keys: (N, D), of which row i is the positive of row i of the queries.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
+            RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
+        """
+        call, group, learned = type(self).__name__, self._resolve_group(), self.logit_scale
+        refuse_in_backward(call)
+
+        def bring() -> Offer[None]:
+            if learned is None:
+                check_positive("temperature", self.temperature)
+            self._checked("queries", queries, group)
+            self._checked("keys", keys, group)
+            if queries.shape != keys.shape:
+                fix = "Row i of the keys is the positive of row i of the queries."
+                raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
+            if queries.dtype != keys.dtype:
+                raise TypeError(expected("keys", f"{queries.dtype}, as queries", keys, "Use keys.to(queries.dtype)."))
+            check_device("keys", keys, queries, "queries")
+            facts = {**self._state(), "queries": describe(queries)}
+            totals = [] if learned is None or group is None else [learned.detach()]
+            tensors = (keys, queries) if self.symmetric else (keys,)
+            return Offer(None, facts, len(keys), totals, self._checksum, tensors=tensors)
+
+        agreed = agree_on(call, group, bring)
+        exchange = None if group is None else Exchange(call, group)
+        levels = agreed.totals[:, 0].tolist()  # of a learned scale
+        if len(set(map(repr, levels))) > 1:
+            fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
+            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", levels, fix))
+        own = [self._comparable(keys), self._comparable(queries)]
+        of_all = self._of_all(own if self.symmetric else own[:1], agreed, exchange)
+        with torch.no_grad():
+            if learned is None:
+                scale = own[0].new_tensor(1.0 / self.temperature)
+            else:
+                level = learned.detach().reshape(()).to(own[0])
+                scale = level.clamp_max(math.log(self.max_logit_scale)).exp()
+        part = self._part(own, of_all, sum(agreed.rows), scale)
+        if learned is None:
+            loss = self._add_up(part, own, agreed, exchange)
+        else:
+            slope = part.of_scale * scale  # of the logarithm
+            slope = torch.where(level > math.log(self.max_logit_scale), slope.clamp_min(0.0), slope)
+            loss = self._add_up(part._replace(of_scale=slope), own, agreed, exchange, learned)
+        if self._enqueues:
+            self.queue.enqueue(of_all[0], torch.zeros(len(of_all[0]), dtype=torch.int64, device=keys.device))
+        return loss
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
+
+    @torch.no_grad()
+    def _part(self, own: list[Tensor], of_all: list[Tensor], count: int, scale: Tensor) -> Part:
+        """Return this rank's part of the loss.
+
+        Args:
+            own: keys and queries of this rank.
+            of_all: keys of all ranks, and queries of all ranks if the loss is symmetric.
+            count: the number of pairs of all ranks.
+            scale: what the similarities are multiplied by.
+        """
+        needs = [one.requires_grad for one in own]
+        keys, queries = (one.detach() for one in own)
+        weights = keys.new_full(keys.shape[:1], 1 / max(1, count) / (1 + self.symmetric))
+        similarity = (keys * queries).sum(dtype=torch.float64) / max(1, count)
+        part = Part(-scale * similarity, -similarity, [None, None], [None, None])
+        for anchors, candidates in ((1, 0), (0, 1))[: 1 + self.symmetric]:
+            rows = torch.cat([of_all[0], self._queued(keys)[0]]) if candidates == 0 else of_all[1]
+            wanted = needs[anchors], needs[candidates], self.logit_scale is not None
+            found = exact(log_partition)(own[anchors].detach(), rows, scale, weights, wanted)
+            part.of_own[anchors] = found.of_anchors
+            if found.of_candidates is not None:
+                part.of_all[candidates] = found.of_candidates[:count]
+            part = part._replace(total=part.total + found.total, of_scale=part.of_scale + found.of_scale)
+        for index, other in enumerate((queries, keys)):
+            if needs[index]:
+                pull = other * (-scale / max(1, count))
+                mine = part.of_own[index]
+                part.of_own[index] = pull if mine is None else mine + pull
+        return part
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training besides the queue and ``logit_scale``: the temperature."""
+        return {"temperature": saved_temperature(None if self.logit_scale is not None else self.temperature)}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        if self.logit_scale is None:
+            self.temperature = loaded_temperature(state["temperature"]) or self.temperature
+
+    def _state(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+        fixed = {} if self.logit_scale is not None else {"temperature": State(self.temperature, SAME_TEMPERATURE)}
+        return {**super()._state(), **fixed}
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``; a learned temperature would have to be read from the device."""
+        return super().extra_repr() if self.logit_scale is None else self._arguments()
+
+    def _arguments(self) -> str:
+        names = ("symmetric", "max_logit_scale", "normalize", "queue_size", "gradient_reduction")
+        learned = self.logit_scale is not None
+        return f"learn_temperature={learned}, " + ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

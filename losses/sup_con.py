@@ -1,0 +1,173 @@
+"""The supervised contrastive loss: the rows of a label attract each other, all others are kept away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..distributed.exchange import Exchange
+from ..distributed.header import Offer, State, agree_on, refuse_in_backward
+from ..distributed.torch_private import not_compiled
+from ..errors import check_positive
+from ..kernels.registration import exact
+from .arguments import completed
+from .contrast import ContrastiveLoss, Part, log_partition
+from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
+from .retrieval import checked_labels
+
+
+@completed()
+class SupConLoss(ContrastiveLoss):
+    r"""Cross-entropy of finding the rows of the same label among the rows of all ranks.
+
+    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows that have the label of i, and V the rows that have
+    such others,
+
+    .. math:: L = -\frac{1}{|V|} \sum_{i \in V} \frac{1}{|P_i|} \sum_{p \in P_i}
+        \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
+
+    With two rows of each label, such as two views of an image, this is NT-Xent, the loss of SimCLR. Labels must then
+    differ between the ranks, as the indices of the images in the data set do.
+
+    Args:
+        temperature: > 0, what the similarities are divided by. May be assigned between steps.
+        queue_size: rows of earlier steps that are kept with their labels, 0 for none: a cross-batch memory. They are
+            positives and negatives of the live rows, and carry no gradient. They are the same on every rank, and enter
+            after the loss is computed. In eval mode none is used or enters.
+        ignore_index: rows with this label take no part.
+
+    Shape:
+        embeddings (N, D), labels (N,) or (N, 1); N may differ between ranks and may be 0. Output scalar.
+
+    Degenerate:
+        A row without another of its label is left out of V, and is a candidate of the others. With V empty the loss is
+        0 with zero gradients. A row of zeros has a cosine of 0 with all others. A row that is not finite makes the loss
+        NaN on every rank.
+
+    Numerics:
+        Half precision is computed in float32, sums in float64. O(N M D) time for M rows and O(M D) memory.
+
+    Distributed:
+        Four collectives forward: the header, one payload with the rows of all ranks, one reduce-scatter of gradients if
+        there are any, two sums. None backward. Each rank computes the terms of its own rows, and every rank gets the
+        same value.
+
+    Example:
+        >>> import torch
+        >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [-1.0, 1.0]])
+        >>> SupConLoss(temperature=1.0)(embeddings, torch.tensor([0, 0, 1, 1]))
+        tensor(0.9127)
+
+    Reference:
+        Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, eq. 2 (the mean outside of the logarithm). Chen et
+        al., A Simple Framework for Contrastive Learning, ICML 2020, eq. 1 (two views). Wang et al., Cross-Batch Memory
+        for Embedding Learning, CVPR 2020 (the queue).
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        *,
+        normalize: bool = True,
+        queue_size: int = 0,
+        ignore_index: int = -100,
+        num_features: int | None = None,
+        gather_distributed: bool | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        super().__init__(normalize, queue_size, num_features, gather_distributed, ignore_index, **options)
+        self.ignore_index = ignore_index
+        self.temperature = check_positive("temperature", temperature)
+
+    @not_compiled
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of the rows of all ranks.
+
+        Args:
+            embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
+            labels: (N,) or (N, 1) integers or bools, in any order and number.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
+            RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
+        """
+        call, group = type(self).__name__, self._resolve_group()
+        refuse_in_backward(call)
+
+        def bring() -> Offer[tuple[Tensor, Tensor]]:
+            check_positive("temperature", self.temperature)
+            rows, names = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
+            ignored = names == self.ignore_index
+            if bool(ignored.any()):
+                kept = (~ignored).nonzero()[:, 0]
+                rows, names = rows.index_select(0, kept), names.index_select(0, kept)
+            facts = {**self._state(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
+            return Offer((rows, names), facts, checksum=self._checksum, tensors=(rows, names))
+
+        agreed = agree_on(call, group, bring)
+        rows, names = agreed.value
+        own, exchange, first = self._comparable(rows), None, 0
+        everyone = own.detach(), names
+        if group is not None:
+            exchange = Exchange(call, group)
+            first = sum(agreed.rows[: exchange.rank])
+            arrived = exchange.rows([rows.detach(), names], agreed.rows)
+            everyone = self._comparable(arrived[0]), arrived[1]
+        loss = self._add_up(self._part(own, *everyone, first), [own], agreed, exchange)
+        if self._enqueues:
+            self.queue.enqueue(*everyone)
+        return loss
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
+
+    @torch.no_grad()
+    def _part(self, own: Tensor, live: Tensor, labels: Tensor, first: int) -> Part:
+        """Return this rank's part of the loss.
+
+        Args:
+            own: (N, D) rows of this rank.
+            live: (M, D) rows of all ranks, with ``labels`` (M,).
+            first: the place of the first own row among them.
+        """
+        mine, place = own.detach(), slice(first, first + len(own))
+        queued, of_queued = self._queued(live)
+        candidates, names = torch.cat([live, queued]), torch.cat([labels, of_queued])
+        # The mean over P_i of the similarities is one product with the sum of the rows of a label.
+        distinct, label = names.unique(return_inverse=True)
+        of_live = label[: len(live)]
+        sums = candidates.new_zeros(len(distinct), live.shape[1]).index_add_(0, label, candidates)
+        others = torch.bincount(label, minlength=len(distinct))[of_live] - 1  # [M] |P_i|
+        weight = (others > 0).double() / (others > 0).sum().clamp_min(1)  # [M]
+        share = (weight / others.clamp_min(1)).to(mine)  # [M]
+        pull = (sums[label[place]] - mine) * share[place, None]  # [N, D]
+        scale = mine.new_tensor(1.0 / self.temperature)
+        found = exact(log_partition)(
+            mine, candidates, scale, weight[place].to(mine), (own.requires_grad, own.requires_grad, False), first
+        )
+        of_own, of_all = found.of_anchors, found.of_candidates
+        if of_own is not None and of_all is not None:
+            # As one of the P_i of other rows, a row is pulled to these: all rows of its label have the same share.
+            of_live_sums = torch.zeros_like(sums).index_add_(0, of_live, live)
+            of_own -= scale * (pull + (of_live_sums[label[place]] - mine) * share[place, None])
+            of_all = of_all[: len(live)]
+        total = found.total - scale * (pull * mine).sum(dtype=torch.float64)
+        # NaN is seen also where no row counts.
+        total += 0.0 * mine.sum(dtype=torch.float64)
+        return Part(total, torch.zeros_like(total), [of_own], [of_all])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training besides the queue: the temperature."""
+        return {"temperature": saved_temperature(self.temperature)}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        self.temperature = loaded_temperature(state["temperature"]) or self.temperature
+
+    def _arguments(self) -> str:
+        names = ("normalize", "queue_size", "ignore_index", "gradient_reduction")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

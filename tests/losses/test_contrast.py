@@ -1,0 +1,259 @@
+"""The contrastive losses: their formulas written out, the queue, the learned scale, and processes against one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from collective_counter import CollectiveCounter
+from on_ranks import on_ranks
+from torch import Tensor
+from torch.testing import assert_close
+from workers import error_of
+
+from fullrank import InfoNCELoss, SupConLoss
+from fullrank.kernels.costs import TABLE
+from fullrank.losses import contrast
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
+
+
+def info_nce(queries: Tensor, keys: Tensor, scale: Tensor | float, symmetric: bool, queued: Tensor | None) -> Tensor:
+    """The textbook form, of rows of any length: one matrix of all pairs and a cross-entropy over its rows."""
+    candidates = keys if queued is None else torch.cat([keys, queued])
+    places = torch.arange(len(queries))
+    loss = F.cross_entropy(scale * queries @ candidates.T, places)
+    return (loss + F.cross_entropy(scale * keys @ queries.T, places)) / 2 if symmetric else loss
+
+
+def sup_con(rows: Tensor, labels: Tensor, temperature: float, queued: Tensor, of_queued: Tensor) -> Tensor:
+    """Eq. 2 of Khosla et al., term by term."""
+    candidates, names, losses = torch.cat([rows, queued]), torch.cat([labels, of_queued]).tolist(), []
+    for i, label in enumerate(labels.tolist()):
+        others = [j for j in range(len(candidates)) if j != i]
+        positives = [j for j in others if names[j] == label]
+        terms = [
+            rows[i] @ candidates[p] / temperature - (candidates[others] @ rows[i] / temperature).exp().sum().log()
+            for p in positives
+        ]
+        losses += [-sum(terms) / len(terms)] if terms else []
+    return sum(losses) / len(losses)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def unit(rows: Tensor) -> Tensor:
+    return F.normalize(rows, dim=1)
+
+
+LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["one way", "symmetric"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["dot", "cosine"])
+@pytest.mark.parametrize("queue_size", [0, 20])
+def test_info_nce_is_the_textbook_formula(symmetric: bool, normalize: bool, queue_size: int) -> None:
+    """In three steps of a queue that overflows, with the gradients of queries, keys and scale."""
+    kept: Callable[[Tensor], Tensor] = unit if normalize else lambda rows: rows
+    options: dict[str, Any] = {"symmetric": symmetric, "normalize": normalize, "queue_size": queue_size}
+    loss = InfoNCELoss(0.2, learn_temperature=True, **options).double()
+    queued = None
+    for step in range(3):
+        queries, keys = normal(9, 5, seed=step), normal(9, 5, seed=9 + step)
+        assert loss.logit_scale is not None
+        inputs = (queries, keys, loss.logit_scale)
+        theirs = info_nce(kept(queries), kept(keys), loss.logit_scale.exp(), symmetric, queued)
+        alone = info_nce(kept(queries), kept(keys), loss.logit_scale.exp(), symmetric, None)
+        ours = loss(queries, keys)
+        assert_close(ours, theirs, **EXACT)
+        assert (abs(alone - ours) > 1e-3) == (queued is not None)  # the control: without the queue
+        expected = torch.autograd.grad(theirs, inputs)
+        assert_close(torch.autograd.grad(ours, inputs), expected, **EXACT)
+        fixed = InfoNCELoss(loss.temperature, **options | {"queue_size": 0})
+        assert_close(fixed(queries, keys), alone, **EXACT)
+        if queue_size:
+            held = kept(keys).detach()
+            queued = held if queued is None else torch.cat([queued, held])
+            queued = queued[-queue_size:]
+
+
+@pytest.mark.parametrize("queue_size", [0, 14])
+def test_sup_con_is_the_formula_of_the_paper(queue_size: int) -> None:
+    loss, queued, of_queued = SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double(), LABELS[:0]
+    for step in range(3):
+        rows, order = normal(11, 4, seed=step), torch.randperm(11, generator=torch.Generator().manual_seed(step))
+        labels = LABELS[order]
+        live = labels != -100
+        theirs = sup_con(unit(rows[live]), labels[live], 0.2, queued, of_queued)
+        ours = loss(rows, labels)
+        assert_close(ours, theirs, **EXACT)
+        assert_close(torch.autograd.grad(ours, rows), torch.autograd.grad(theirs, rows), **EXACT)
+        if queue_size:
+            queued = torch.cat([queued, unit(rows[live]).detach()])[-queue_size:]
+            of_queued = torch.cat([of_queued, labels[live]])[-queue_size:]
+
+
+def test_two_views_are_the_loss_of_simclr() -> None:
+    """Eq. 1 of Chen et al. over 2N rows. The control: the same with other pairs."""
+    views = normal(2, 8, 5)
+    rows = unit(views.flatten(0, 1))
+    logits = (rows @ rows.T / 0.5).masked_fill(torch.eye(16, dtype=torch.bool), -math.inf)
+    expected = F.cross_entropy(logits, torch.arange(16).roll(8))
+    labels = torch.arange(8).repeat(2)
+    assert_close(SupConLoss(0.5)(views.flatten(0, 1), labels), expected, **EXACT)
+    assert abs(SupConLoss(0.5)(views.flatten(0, 1), labels.sort().values) - expected) > 1e-3
+
+
+def test_gradcheck() -> None:
+    queries, keys = normal(5, 3), normal(5, 3, seed=1)
+    assert torch.autograd.gradcheck(lambda q, k: InfoNCELoss(symmetric=True)(q, k), (queries, keys))
+    assert torch.autograd.gradcheck(lambda z: SupConLoss()(z, LABELS[:5]), (queries,))
+    slope = torch.autograd.grad(InfoNCELoss()(queries, keys), queries, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="InfoNCELoss: expected a first derivative"):
+        slope.sum().backward()
+
+
+def test_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = normal(30, 4), normal(30, 4, seed=1)
+    labels = torch.arange(30) % 7
+
+    def outcome() -> tuple[Tensor, ...]:
+        values = InfoNCELoss(symmetric=True)(*inputs), SupConLoss()(inputs[0], labels)
+        return *values, *torch.autograd.grad(sum(values), inputs)
+
+    whole = outcome()
+    monkeypatch.setattr(contrast, "FEWEST_ANCHORS", 7)
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=1))
+    assert_close(outcome(), whole, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    queries, keys = normal(300, 16, dtype=dtype), normal(300, 16, seed=1, dtype=dtype)
+    loss = InfoNCELoss(0.05)(queries, keys)
+    expected = info_nce(unit(queries.double()), unit(keys.double()), 20.0, False, None)
+    assert loss.dtype == torch.float32
+    assert_close(loss.double(), expected, rtol=2e-6, atol=0)
+    ours, theirs = torch.autograd.grad(loss, queries)[0], torch.autograd.grad(expected, queries)[0]
+    assert ours.dtype == dtype
+    assert_close(ours, theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_the_scale_is_clamped_and_comes_back() -> None:
+    """Above the limit its gradient is 0, unless a step along it lowers the scale."""
+    queries = torch.eye(6).double()
+    for keys, is_held in ((queries, True), (queries.roll(1, 0), False)):
+        loss = InfoNCELoss(0.07, learn_temperature=True, max_logit_scale=30.0).double()
+        assert loss.logit_scale is not None
+        with torch.no_grad():
+            loss.logit_scale.fill_(math.log(50.0))
+        assert loss.temperature == pytest.approx(1 / 30)
+        value = loss(queries, keys)
+        assert_close(value.detach(), info_nce(queries, keys, 30.0, False, None), **EXACT)
+        value.backward()
+        slope = loss.logit_scale.grad.item()
+        assert slope == 0.0 if is_held else slope > 1.0
+    loss.temperature = 0.5
+    assert loss.logit_scale.item() == pytest.approx(math.log(2.0))
+
+
+def test_degenerate_batches_are_zero_and_connected() -> None:
+    for count in (0, 1):
+        rows, labels = normal(count, 3), torch.zeros(count, dtype=torch.int64)
+        for value in (InfoNCELoss(symmetric=True)(rows, rows), SupConLoss()(rows, labels)):
+            assert_close(value, torch.zeros_like(value), **EXACT)
+            assert_close(torch.autograd.grad(value, rows)[0], torch.zeros_like(rows), **EXACT)
+    rows = normal(4, 3).detach()
+    rows[2, 1] = math.nan
+    for loss in (InfoNCELoss(queue_size=8), SupConLoss(queue_size=8)):
+        assert loss(rows, rows if isinstance(loss, InfoNCELoss) else torch.arange(4)).isnan()
+        assert len(loss.queue) == 3  # the row that is not finite stays out
+
+
+def test_a_queue_is_saved_moved_and_left_alone_in_eval() -> None:
+    """Its width is that of the first rows, or of the state that is loaded."""
+    loss, rows = SupConLoss(queue_size=8), normal(6, 4)
+    labels = torch.arange(6) % 3
+    loss(rows, labels)
+    again = SupConLoss(queue_size=8)
+    again.load_state_dict(loss.state_dict())
+    assert torch.equal(again(rows, labels), loss(rows, labels))
+    held = len(loss.queue)
+    assert torch.equal(loss.eval()(rows, labels), SupConLoss()(rows, labels))
+    assert len(loss.queue) == held
+    with pytest.raises(ValueError, match=r"embeddings: expected shape \(N, 4\), as the queue, got .*\(6, 3\)"):
+        loss(rows[:, :3], labels)
+    with pytest.raises(ValueError, match="capacity of the saved queue"):
+        SupConLoss(queue_size=9).load_state_dict(loss.state_dict())
+    assert SupConLoss(queue_size=8, num_features=4).queue.rows().logits.shape == (0, 4)
+    loss.reset_queue()
+    assert len(loss.queue) == 0
+
+
+def test_the_parameter_of_a_model_may_be_the_scale() -> None:
+    loss, scale = InfoNCELoss(learn_temperature=True), torch.nn.Parameter(torch.tensor(1.0))
+    loss.logit_scale = scale
+    loss(normal(4, 3), normal(4, 3, seed=1)).backward()
+    assert scale.grad is not None
+    assert scale.grad.shape == ()
+
+
+# --- over processes --------------------------------------------------------------------------------------------------
+
+
+@on_ranks()
+def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
+    """The gradient of the scale is that of one process before any wrapper has touched it. Control: own keys only."""
+    world_size = dist.get_world_size()
+    counts = [5 + index for index in range(world_size)]
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    queries, keys = normal(sum(counts), 4), normal(sum(counts), 4, seed=1)
+    for symmetric in (False, True):
+        loss = InfoNCELoss(learn_temperature=True, symmetric=symmetric).double()
+        assert loss.logit_scale is not None
+        with CollectiveCounter() as forward:
+            value = loss(queries[own], keys[own])
+        with CollectiveCounter() as backward:
+            (slope,) = torch.autograd.grad(value, loss.logit_scale)
+        assert (forward.total, backward.total) == (4, 0)
+        whole = info_nce(unit(queries), unit(keys), loss.logit_scale.exp(), symmetric, None)
+        assert_close(value, whole, **EXACT)
+        assert_close(slope, torch.autograd.grad(whole, loss.logit_scale)[0], **EXACT)
+        part = info_nce(unit(queries[own]), unit(keys[own]), loss.logit_scale.exp(), symmetric, None)
+        assert abs(part - whole) > 0.1
+    with CollectiveCounter() as without, torch.no_grad():
+        loss(queries[own], keys[own])
+    assert without.total == 3  # nothing to reduce and scatter
+
+
+@on_ranks()
+def test_different_scales_and_widths_raise_on_every_process(rank: int) -> None:
+    """In the first and in the second step; the next step is right, and the queue is as it was."""
+    loss = InfoNCELoss(learn_temperature=True, queue_size=8)
+    rows = normal(4, 3, seed=rank)
+    for _ in range(2):
+        assert loss.logit_scale is not None
+        held, kept = len(loss.queue), loss.logit_scale.detach().clone()
+        with torch.no_grad():
+            loss.logit_scale += rank
+        kind, text = error_of(lambda: loss(rows, rows))
+        assert kind == "RuntimeError"
+        assert "InfoNCELoss: logit_scale: expected the same on every rank, got [2.6" in text
+        with torch.no_grad():
+            loss.logit_scale.copy_(kept)
+        assert error_of(partial(loss, *[normal(4, 3 + rank)] * 2))[0] == "ValueError"
+        assert len(loss.queue) == held
+        assert loss(rows, rows).isfinite()
+        loss.queue.assert_synchronized()
+    fixed = SupConLoss()
+    fixed.temperature = 0.1 * rank - 0.1
+    assert "temperature: expected a finite number > 0" in error_of(lambda: fixed(rows, torch.arange(4)))[1]
