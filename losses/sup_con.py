@@ -60,7 +60,7 @@ class SupConLoss(ContrastiveLoss):
         >>> import torch
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [-1.0, 1.0]])
         >>> SupConLoss(temperature=1.0)(embeddings, torch.tensor([0, 0, 1, 1]))
-        tensor(0.9127)
+        tensor(0.7326)
 
     Reference:
         Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, eq. 2 (the mean outside of the logarithm). Chen et
