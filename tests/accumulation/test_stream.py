@@ -42,6 +42,7 @@ class Case(NamedTuple):
 PLAIN = Case()
 CASES = {
     "binary": PLAIN,
+    "none": Case(reduction="none"),
     "weighted": Case(3, weighted=True),
     "multi_hot": Case(3, weighted=True, kind="multi_hot", reduction="sum"),
 }
@@ -385,7 +386,7 @@ def test_nothing_has_the_length_of_the_pool() -> None:
         ({"loss": fullrank.SmoothAPLoss(1, 0, 0.1, max_pool_size=5)}, "max_pool_size with stream=True: expected None"),
         ({"loss": fullrank.SmoothAPLoss(1, 0)}, "temperature with stream=True: expected a number, got None"),
         (
-            {"loss": fullrank.SmoothAPLoss(3, 0, 0.1, reduction="none")},
+            {"loss": fullrank.SmoothAPLoss(2, 0, 0.1, reduction="none")},
             "reduction with stream=True: expected 'mean' or 'sum', got 'none'",
         ),
         ({"targets": None}, "targets: expected a function of a micro-batch with stream=True"),

@@ -217,6 +217,24 @@ def test_extreme_scores(name: str, examples: int) -> None:
     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", POOLED)
+def test_a_hundred_thousand_classes_with_three_rows(name: str) -> None:
+    module = POOLED[name].module(100_000, queue_size=4, **POOLED[name].default)
+    logits = torch.randn(3, 100_000, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    # Partial AUC measures with the spread of the negatives, and class 5 has a single one.
+    expected = [99_999] if name == "pauc_at_budget" else [5, 99_999]
+    for _ in range(2):
+        loss, per_class, valid = module(logits, torch.tensor([5, 99_999, 5]), return_per_class=True)
+        loss.backward()
+    if not POOLED[name].needs_positives:
+        expected = list(range(100_000))
+    assert valid.nonzero()[:, 0].tolist() == expected
+    assert per_class.isfinite().nonzero()[:, 0].tolist() == expected
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
 def focal_stays_finite(loss: torch.nn.Module, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
     """No less than 0, with a finite gradient."""
     batch = cases.leaf(extreme_rows(3, rows, dtype))
