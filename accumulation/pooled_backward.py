@@ -23,8 +23,9 @@ would not meet it.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -95,8 +96,10 @@ def pooled_backward(
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
         loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
-            It may depend on no other tensor that requires grad: no wrapper would reduce that gradient. With
-            ``stream=True`` a :class:`~fullrank.SmoothAPLoss` itself, with a number for its temperature.
+            It may use parameters of ``model``, such as a learned temperature: their gradient is computed once, and the
+            last backward carries it to the wrapper. It may depend on no other tensor that requires grad, which no
+            wrapper would reduce. With ``stream=True`` a :class:`~fullrank.SmoothAPLoss` itself, with a number for its
+            temperature.
         group: the ranks that call this together, and that ``loss`` gathers over; None for those that ``model`` reduces
             its gradients over. A model that no wrapper reduces needs it on several ranks: it says that you add up the
             gradients.
@@ -117,7 +120,7 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window; a loss without a graph to the scores or with one to other leaves; scores that
+        ValueError: for an empty window; a loss without a graph to the scores or with one to leaves outside of ``model``; scores that
             are not from the forward of the DDP module, so that DDP would not reduce; a loss whose
             ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a job of
             several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
@@ -193,7 +196,7 @@ def pooled_backward(
             scored: _Scored | StreamedScores
             if table is None:
                 scored = _score(window, forward, devices)
-                value = _evaluate(window, loss, scored.leaf)
+                value, scored.learned = _evaluate(window, loss, scored.leaf)
             else:
                 assert targets is not None
                 rows_of = RowsOf(targets, sample_weight)
@@ -213,6 +216,7 @@ class _Scored:
     """The scores of the window as one leaf; and the second pass over the same micro-batches."""
 
     num_changed = 0.0  # targets and weights are not read by micro-batch
+    learned: Mapping[str, Tensor] = {}  # parameters of the model that the loss uses, later their gradients
 
     def __init__(self, micro_batches: Collection[Any], scores: list[Tensor], states: list[RngState]) -> None:
         self._micro_batches, self._states = micro_batches, states
@@ -231,9 +235,10 @@ class _Scored:
         return largest_score(self.leaf.detach())
 
     def start(self, value: Tensor) -> None:
-        """Let :meth:`gradient` be that of ``value``."""
-        (slope,) = torch.autograd.grad(value, self.leaf)
+        """Let :meth:`gradient` be that of ``value``, and :attr:`learned` the gradients of the parameters in it."""
+        slope, *others = torch.autograd.grad(value, [self.leaf, *self.learned.values()])
         self._slopes = slope.split(self._num_rows)
+        self.learned = dict(zip(self.learned, others))
 
     def second_pass(self) -> Iterator[Any]:
         """Yield each micro-batch under the random state that it had in the first pass."""
@@ -323,31 +328,48 @@ def _stream(
         raise
 
 
-def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> Tensor:
-    """Step 2: return the loss, a scalar with a graph to ``leaf`` and to no other leaf."""
+def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Step 2: return the loss, a scalar with a graph to ``leaf``, and the parameters of the model in its graph."""
 
-    def bring() -> Offer[Tensor]:
+    def bring() -> Offer[tuple[Tensor, dict[str, Tensor]]]:
         with gradients_divided_by(window.wrappers.divisor):
             value = loss(leaf, window.micro_batches)
         if not isinstance(value, Tensor):
             raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
         if value.numel() != 1:
             raise ValueError(expected("loss", "a scalar", value, "Reduce it."))
-        leaves = list(leaves_of(value)) if value.requires_grad else []
-        for other in leaves:
-            if other is not leaf:
-                owned = (f"the parameter {name!r}" for name, one in window.model.named_parameters() if one is other)
-                is_parameter = isinstance(other, nn.Parameter)
-                kind = "a parameter outside of model" if is_parameter else "another tensor that requires grad"
-                found = Words(f"a loss of {next(owned, f'{kind}, of shape {tuple(other.shape)},')} too")
-                fix = "Use it in forward and return the result in the scores: no other gradient reaches the parameters."
-                raise ValueError(expected("loss", "a function of the scores alone", found, fix))
-        if not leaves:
+        leaves = {id(one): one for one in leaves_of(value)} if value.requires_grad else {}
+        if leaves.pop(id(leaf), None) is None:
             fix = "Compute it from the scores that loss is given, without detach, item or no_grad."
             raise ValueError(expected("loss", "a loss with a graph to the scores", Words("one without"), fix))
-        return Offer(value)
+        learned = {name: one for name, one in window.model.named_parameters() if leaves.pop(id(one), None) is not None}
+        for other in leaves.values():
+            kind = "another tensor that requires grad, of"
+            if isinstance(other, nn.Parameter):
+                names = (name for name, one in _parameters_around(loss) if one is other)
+                kind = f"the parameter {next(names, '')!r} outside of model, of"
+            found = Words(f"a loss of {kind} shape {tuple(other.shape)}, too")
+            fix = (
+                "No wrapper would reduce its gradient: register the module that has it in the model before that is "
+                "wrapped, as in model.loss = loss, or use it in forward and return the result in the scores."
+            )
+            raise ValueError(expected("loss", "a function of the scores and of parameters of model", found, fix))
+        return Offer((value, learned), {"parameters of the loss": sorted(learned)})
 
     return agree_on(CALL, window.ranks, bring).value
+
+
+def _parameters_around(loss: Callable[..., Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a module that is ``loss``, or that the code of a function names, with their names."""
+    if isinstance(loss, nn.Module):
+        yield from loss.named_parameters()
+    elif inspect.isfunction(loss):
+        known = inspect.getclosurevars(loss)
+        for name, value in {**known.globals, **known.nonlocals}.items():
+            if isinstance(value, nn.Module):
+                yield from value.named_parameters(name)
+            elif isinstance(value, nn.Parameter):
+                yield name, value
 
 
 def _replay(
@@ -367,11 +389,14 @@ def _replay(
     off = torch.zeros(())  # the largest difference between the scores of both passes
 
     def replay_all() -> tuple[Tensor, Tensor]:
-        nonlocal off
+        nonlocal off, carried
         with _autocast_off(devices):
             scored.start(value if scaler is None else scaler.scale(value))
+        carried = {} if finds_unused else scored.learned
         for index, batch in enumerate(scored.second_pass()):
             is_last = index == len(window.micro_batches) - 1
+            if is_last and finds_unused:
+                _carry(window, scored.learned, [], [])
             used = window.switch(index)
             scores = forward(batch)
             shape, dtype = scored.form(index)
@@ -388,8 +413,10 @@ def _replay(
                 off = torch.maximum(off.to(scores.device), scored.difference(index, scores.detach()))
             grad = scored.gradient(index, batch, scores.detach())
             if not is_last:
+                # DDP that reduces in this backward waits for each parameter.
+                others = {name: torch.zeros_like(one) for name, one in carried.items()} if is_each else {}
                 with _autocast_off(devices):
-                    scores.backward(grad)
+                    _carry(window, others, [scores], [grad])
         return scores, grad  # of the last micro-batch, whose backward reduces and follows the header
 
     def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
@@ -400,6 +427,11 @@ def _replay(
         top = scored.top
         return Offer(last, facts, totals=(off, top * tolerance(scored.dtype), top, scored.num_changed))
 
+    # DDP with find_unused_parameters takes a parameter that the forward does not use for one that is ready. It reduces
+    # what the parameter holds by then.
+    finds_unused = any(module.find_unused_parameters for module in window.wrappers.ddp)
+    is_each = window.sync == "each" and bool(window.wrappers.ddp)
+    carried: Mapping[str, Tensor] = {}
     state = save_rng(devices)
     try:
         closed = _agree_after(window, window.is_lockstep, replay_all, close)
@@ -407,12 +439,23 @@ def _replay(
             _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
         scores, grad = closed.value
         with _autocast_off(devices):
-            scores.backward(grad)
+            _carry(window, carried, [scores], [grad])
     except BaseException:
         discard_gradients_(window.model)
         raise
     finally:
         restore_rng(state)
+
+
+def _carry(window: Window, learned: Mapping[str, Tensor], roots: list[Tensor], gradients: list[Tensor]) -> None:
+    """Back-propagate ``gradients`` from ``roots``, and those of parameters of the model from the parameters."""
+    found = dict(window.model.named_parameters())
+    for name, gradient in learned.items():
+        is_whole = hasattr(gradient, "full_tensor") and not hasattr(found[name], "full_tensor")
+        roots.append(found[name])
+        gradients.append(gradient.full_tensor() if is_whole else gradient)  # type: ignore[attr-defined]
+    if roots:
+        torch.autograd.backward(roots, gradients)
 
 
 _CAUSES = (

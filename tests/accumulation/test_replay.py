@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Rows, cut, part_of, split
+from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case, make_loss, make_step
 from on_ranks import on_ranks
@@ -595,17 +595,78 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
 
 
 def test_foreign_leaf_is_named() -> None:
-    """A parameter of the model that the loss uses; one used inside forward is fine."""
-    model = make_model()
-    with pytest.raises(ValueError, match=r"the parameter 'down\.bias'.*in forward"):
-        one_call(model=model, forward=model, loss=lambda scores, _: scores.sum() * model.down.bias.sum())
-    assert not has_gradients(model)
-    stored = model(torch.ones(2, 7, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"the parameter '\w+\."):
-        one_call(model=model, forward=model, loss=lambda scores, _: scores.sum() + stored.sum())
+    """Parameters outside of the model, by their names where the code of the loss names them."""
+    scaled = lambda weight, scores, _: (scores * weight).sum()  # noqa: E731
+    model, head, factor = make_model(), nn.Linear(1, 1).double(), nn.Parameter(torch.ones(1, dtype=torch.float64))
     offset = torch.ones(1, requires_grad=True, dtype=torch.float64)
-    with pytest.raises(ValueError, match="another tensor that requires grad"):
-        one_call(model=model, forward=model, loss=lambda scores, _: (scores + offset).sum())
+    wrong: dict[str, Any] = {
+        "the parameter 'head.weight' outside of model.* as in model.loss = loss": lambda scores, _: head(scores).sum(),
+        "the parameter 'factor' outside of model": lambda scores, _: (scores * factor).sum(),
+        "the parameter '' outside of model": functools.partial(scaled, factor),
+        "another tensor that requires grad": lambda scores, _: (scores + offset).sum(),
+    }
+    for text, loss in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            one_call(model=model, forward=model, loss=loss)
+        assert not has_gradients(model)
+
+
+def make_learned() -> nn.Module:
+    """Return a model that holds a loss with a learned temperature, which its forward does not use."""
+    model = Model(num_outputs=6)
+    model.contrast = fullrank.InfoNCELoss(0.3, symmetric=True, learn_temperature=True, queue_size=16).double()
+    return model
+
+
+def errors_of_learned(rank: int, kind: str) -> list[float]:
+    """Return the errors of loss and gradient in three steps of uneven and empty micro-batches."""
+    reference, model, errors = make_learned(), make_learned(), []
+    reference.contrast.gather_distributed = False
+    model.contrast.gradient_reduction = "sum" if kind == "summed" else "mean"
+    name, _, option = kind.partition(" ")
+    wrapped = wrap(model, name, **({"find_unused_parameters": True} if option == "unused" else {}))
+    for step in range(3):
+        rows = make_rows(step, 23)
+        own = part_of(rows, split(23, dist.get_world_size(), step), rank)
+        for one in (reference, model):
+            one.zero_grad()
+        value = fullrank.pooled_backward(
+            wrapped,
+            [part.features for part in cut(own, 3, rank)],
+            forward=wrapped,
+            loss=lambda scores, _: model.contrast(*scores.chunk(2, dim=1)),
+            sync="each" if option == "each" else "last",
+        )
+        whole = reference.contrast(*reference(rows.features).chunk(2, dim=1))
+        whole.backward()
+        errors += [error(gradient(model), gradient(reference)), float(abs(value - whole))]
+        for one in (reference, model):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+    return errors
+
+
+LEARNED = ["ddp", "ddp unused", "ddp each", "fsdp2", pytest.param("summed", marks=pytest.mark.full), "fsdp2 each"]
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_a_parameter_of_the_model_in_the_loss(kind: str) -> None:
+    """GradCache for CLIP: the gradient of a learned temperature is that of one process, in each of three steps."""
+    for errors in get_pool(2)(errors_of_learned, kind):
+        assert max(errors) <= 1e-12
+
+
+def test_a_parameter_of_the_forward_and_of_the_loss() -> None:
+    """Its two gradients are added. The control: that of the forward alone."""
+    model, rows = make_model(), torch.randn(8, 7, dtype=torch.float64)
+    loss = lambda scores, _: (scores * model.down.bias.sum()).square().sum()  # noqa: E731
+    fullrank.pooled_backward(model, [rows[:3], rows[3:]], forward=model, loss=loss)
+    found = gradient(model)
+    model.zero_grad()
+    loss(model(rows), None).backward()
+    assert error(found, gradient(model)) <= 1e-12
+    model.zero_grad()
+    (model(rows) * model.down.bias.sum().detach()).square().sum().backward()
+    assert error(found, gradient(model)) > 1e-3
 
 
 def test_refused_without_gradients_and_inside_a_backward() -> None:
