@@ -120,10 +120,10 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window; a loss without a graph to the scores or with one to leaves outside of ``model``; scores that
-            are not from the forward of the DDP module, so that DDP would not reduce; a loss whose
-            ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a job of
-            several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
+        ValueError: for an empty window; a loss without a graph to the scores or with one to leaves outside of
+            ``model``; scores that are not from the forward of the DDP module, so that DDP would not reduce; a loss
+            whose ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a
+            job of several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
             backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``); with ``stream=True`` scores that are
             infinite or spread over more than some 8,192 temperatures, or a table of more than 256 MiB, on every rank
             and after the first pass.
@@ -342,7 +342,9 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> tuple[T
         if leaves.pop(id(leaf), None) is None:
             fix = "Compute it from the scores that loss is given, without detach, item or no_grad."
             raise ValueError(expected("loss", "a loss with a graph to the scores", Words("one without"), fix))
-        learned = {name: one for name, one in window.model.named_parameters() if leaves.pop(id(one), None) is not None}
+        learned: dict[str, Tensor] = {
+            name: one for name, one in window.model.named_parameters() if leaves.pop(id(one), None) is not None
+        }
         for other in leaves.values():
             kind = "another tensor that requires grad, of"
             if isinstance(other, nn.Parameter):
@@ -387,6 +389,7 @@ def _replay(
     same error, because none of them waits in that reduction yet.
     """
     off = torch.zeros(())  # the largest difference between the scores of both passes
+    carried: Mapping[str, Tensor] = {}  # gradients of parameters for the last backward
 
     def replay_all() -> tuple[Tensor, Tensor]:
         nonlocal off, carried
@@ -431,7 +434,6 @@ def _replay(
     # what the parameter holds by then.
     finds_unused = any(module.find_unused_parameters for module in window.wrappers.ddp)
     is_each = window.sync == "each" and bool(window.wrappers.ddp)
-    carried: Mapping[str, Tensor] = {}
     state = save_rng(devices)
     try:
         closed = _agree_after(window, window.is_lockstep, replay_all, close)
