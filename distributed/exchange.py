@@ -132,13 +132,15 @@ def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None
     """Raise ValueError unless all tensors are on one device that ``group`` serves."""
     usable = backend_by_device(group)
     devices = {tensor.device.type for tensor in tensors if tensor is not None}
+    if devices == {"cpu"} <= usable.keys():
+        return
     if len(devices) > 1:
         raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
     if not devices <= usable.keys():
         fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
         raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
     for index, tensor in enumerate(tensors):
-        if tensor is not None and not tensor.is_cpu:
+        if tensor is not None:
             check_device_of_group(f"tensor {index}", tensor, group)
 
 

@@ -10,7 +10,6 @@ gets W equal gradients, whose average is the right one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
@@ -111,7 +110,8 @@ def gather_agreed(
         The agreement, whose ``tensors`` have the rows of all ranks.
     """
     agreed = agree_on(call, group, bring)
-    return replace(agreed, tensors=gather_after(call, group, agreed, gradient_reduction, backward))
+    rows = gather_after(call, group, agreed, gradient_reduction, backward)
+    return Agreement(agreed.value, agreed.rows, agreed.totals, rows)
 
 
 def gather_after(

@@ -15,7 +15,6 @@ unpack them in launches of their own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -68,7 +67,7 @@ def aligned(size: int) -> int:
 
 def row_bytes(tensor: Tensor) -> int:
     """Return the bytes of one row of ``tensor``."""
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
+    return tensor.shape[1:].numel() * tensor.element_size()
 
 
 def size_of(tensors: Sequence[Tensor], count: int) -> int:
@@ -78,7 +77,10 @@ def size_of(tensors: Sequence[Tensor], count: int) -> int:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return ``tensor`` as a flat tensor of uint8, sharing its memory where that is possible."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = tensor.detach()
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    flat = flat.contiguous()
     # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
@@ -104,7 +106,7 @@ def unpack(block: Tensor, tensors: Sequence[Tensor], counts: Sequence[int]) -> l
     for tensor in tensors:
         sizes = [count * row_bytes(tensor) for count in counts]
         output = torch.empty(sum(counts), *tensor.shape[1:], dtype=tensor.dtype)  # no view: it may change in place
-        content = bytes_of(output)
+        content = output.view(-1).view(torch.uint8)
         if min(counts) == max(counts):
             content.view(len(counts), -1).copy_(block[:, starts[0] : starts[0] + sizes[0]])
         else:
