@@ -48,9 +48,7 @@ def join_norms(norms: Tensor, norm_type: float, look: bool = False) -> Tensor:
 
 def local_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the p-norm of all elements of ``tensors``, one or more on one device, as a float64 scalar there."""
-    alike = by_dtype(tensor for tensor in tensors if tensor.numel() > 0).values()  # an empty one has no largest element
-    if not alike:
-        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    alike = by_dtype(tensors).values()
     if norm_type == math.inf:
         return torch.stack([_largest(same) for same in alike]).amax()
     measure = _norm_on_host if tensors[0].device.type == "cpu" else _norm_without_looking
@@ -61,10 +59,10 @@ def local_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     """Return the tensors of each dtype, in their order."""
     listed = list(tensors)
-    dtypes = dict.fromkeys(tensor.dtype for tensor in listed)
-    if len(dtypes) == 1:
-        return dict.fromkeys(dtypes, listed)
-    return {dtype: [tensor for tensor in listed if tensor.dtype == dtype] for dtype in dtypes}
+    dtypes = [tensor.dtype for tensor in listed]
+    if len(set(dtypes)) == 1:
+        return {dtypes[0]: listed}
+    return {dtype: [tensor for tensor in listed if tensor.dtype == dtype] for dtype in dict.fromkeys(dtypes)}
 
 
 def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
@@ -74,7 +72,7 @@ def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
     limits = torch.finfo(dtype)
     power = float(total.pow(norm_type))  # inf where Python would raise
     # A power that underflows is off by at most `tiny`. Above this mean that is less than one rounding of the sum.
-    if math.isfinite(total) and power >= limits.tiny / limits.eps * sum(tensor.numel() for tensor in tensors):
+    if math.isfinite(total) and power >= limits.tiny / limits.eps * sum([tensor.numel() for tensor in tensors]):
         return total
     return _norm_of_quotients(tensors, norm_type)
 
@@ -96,20 +94,19 @@ def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 def _row_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
     """Cut the elements (divided by ``unit``) into rows, and return the norms of all rows in ``dtype``."""
-    small = [tensor for tensor in tensors if tensor.numel() <= _ROW] if unit is None else []
+    small, long = [], []
+    for tensor in tensors:
+        (small if unit is None and tensor.numel() <= _ROW else long).append(tensor)
     found = [torch.stack(norms_of_each(small, norm_type, dtype))] if small else []
-    if len(small) < len(tensors):
-        found += _norms_of_long(tensors, norm_type, dtype, unit)
+    found += _norms_of_long(long, norm_type, dtype, unit)
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _norms_of_long(
     tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield vectors of the norms of rows, of the tensors that are longer than one; of all with ``unit``."""
+    """Yield vectors of the norms of the rows of each of ``tensors``."""
     for tensor in tensors:
-        if unit is None and tensor.numel() <= _ROW:
-            continue
         if not tensor.is_contiguous():
             # The order of elements does not matter, and a transposed tensor is contiguous in another order.
             tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
@@ -127,7 +124,10 @@ def _norms_of_long(
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
-    """Return the largest magnitude in ``tensors`` as float64; NaN if any element is NaN."""
+    """Return the largest magnitude in ``tensors`` as float64; NaN if any element is NaN; 0 without elements."""
+    device, tensors = tensors[0].device, [tensor for tensor in tensors if tensor.numel() > 0]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
     if tensors[0].dtype.is_complex:
         return torch.stack([torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors]).amax().double()
     # Ten times as fast as the inf-norm on the CPU.

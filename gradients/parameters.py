@@ -45,8 +45,11 @@ def list_entries(parameters: Any) -> list[Entry]:
         raise TypeError(expected("parameters", what, parameters))
     entries: dict[int, Entry] = {}
     for index, item in enumerate(parameters):
-        is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)
-        entry = item if isinstance(item, Entry) else Entry(*item) if is_pair else Entry(index, item)
+        entry = Entry(index, item)
+        if isinstance(item, Entry):
+            entry = item
+        elif isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
+            entry = Entry(*item)
         entries.setdefault(id(entry.parameter), entry)
     return list(entries.values())
 
