@@ -32,20 +32,20 @@ def within_group(script: str, folder: str) -> str:
     return lines.replace('"outputs', f'"{folder}')
 
 
-def own_pool(*modules: str, world_size: int = 2) -> Iterator[WorkerPool]:
-    """Two processes, or more, for the tests of one file: the body of a fixture."""
-    pool = WorkerPool(world_size)
+def own_pool(*modules: str) -> Iterator[WorkerPool]:
+    """Two processes for the tests of one file: the body of a fixture."""
+    pool = WorkerPool(2)
     try:
         for module in modules:
-            pool(launch, module, world_size)  # one by one: on a busy machine an import takes as long as a test may
+            pool(launch, module)  # one by one: on a busy machine an import takes as long as a test may
         yield pool
     finally:
         pool.close()
 
 
-def launch(rank: int, module: str, world_size: int) -> None:
+def launch(rank: int, module: str) -> None:
     """Set the environment that torchrun sets, and import a module of the framework."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in ranks.items()} | OFFLINE | {"TORCHELASTIC_RUN_ID": "test"})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
     import_module(module)

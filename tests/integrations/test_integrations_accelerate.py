@@ -219,8 +219,7 @@ def test_control_the_mean_of_two_pools_is_not_the_loss_of_both(workers: WorkerPo
         assert parameters > 0.05
 
 
-# A sharded pool in it: test_sharded_resume.py.
-@pytest.mark.parametrize("form", ["gathered", pytest.param("sharded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
     definitions = DEFINITIONS.replace(QUEUE[0], QUEUE[1].replace("queue_size=64", f"queue_size=64, pool={form!r}"))
     found = workers(fitted, definitions, SCRIPT, str(tmp_path))

@@ -444,8 +444,7 @@ def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path,
         assert max(errors) <= LIMIT
 
 
-# A sharded pool in it: test_sharded_resume.py.
-@pytest.mark.parametrize("form", ["gathered", pytest.param("sharded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
     for parameters, history, expected, best, resumed, missing in workers(fitted, SCRIPT, str(tmp_path), form):
         assert parameters <= LIMIT

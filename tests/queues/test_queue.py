@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from loss_cases import POOLED
 from torch import Tensor
-from workers import WorkerPool, get_pool
+from workers import WorkerPool
 
 import fullrank
 from fullrank import MemoryQueue
@@ -33,38 +33,6 @@ def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) ->
     loss.temperature = 0.4 / (index + 1)
     rows = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
     return loss(logits[rows], targets[rows]).item()
-
-
-def save_after(rank: int, steps: int, path: str) -> list[float]:
-    """Take steps, save on rank 0 after ``steps``, continue; return the losses after the save."""
-    loss, world_size = make_loss(), dist.get_world_size()
-    for index in range(steps):
-        step(loss, index, rank, world_size)
-    if rank == 0:
-        torch.save(loss.state_dict(), path)
-    return [step(loss, index, rank, world_size) for index in range(steps, steps + 4)]
-
-
-def resume(rank: int, steps: int, path: str) -> list[float]:
-    """Load what :func:`save_after` saved and take the steps after it."""
-    loss = make_loss()
-    loss.load_state_dict(torch.load(path, weights_only=True))
-    return [step(loss, index, rank, dist.get_world_size()) for index in range(steps, steps + 4)]
-
-
-def checkpoint_round_trip(rank: int, folder: str) -> list[Any]:
-    """Save with torch.distributed.checkpoint, load into a new loss; return whether it continues alike."""
-    import torch.distributed.checkpoint as dcp
-
-    loss, world_size = make_loss(), dist.get_world_size()
-    for index in range(3):
-        step(loss, index, rank, world_size)
-    dcp.save({"loss": loss.state_dict()}, checkpoint_id=folder)
-    fresh = make_loss()
-    state = {"loss": fresh.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    fresh.load_state_dict(state["loss"])
-    return [step(loss, 3, rank, world_size), step(fresh, 3, rank, world_size), len(fresh.queue)]
 
 
 def validate_together(rank: int, pool: str) -> list[float]:
@@ -307,35 +275,6 @@ def test_saved_state_is_a_copy_that_continues_bit_identically(tmp_path: Path) ->
     assert [step(twin, index, 0, 1) for index in range(4, 9)] == expected
     # The control: a new loss continues with other values.
     assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_continues_on_any_number(tmp_path: Path) -> None:
-    path = str(tmp_path / "loss.pt")
-    expected = get_pool(2)(save_after, 3, path)
-    assert expected[0] == expected[1]
-    assert get_pool(2)(resume, 3, path) == expected
-    assert get_pool(3)(resume, 3, path) == [expected[0]] * 3
-    alone = make_loss(gather=False)
-    alone.load_state_dict(torch.load(path, weights_only=True))
-    assert [step(alone, index, 0, 1) for index in range(3, 7)] == expected[0]
-
-
-def test_distributed_checkpoint(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    for kept, loaded, length in pool_of_two(checkpoint_round_trip, str(tmp_path / "dcp")):
-        assert kept == loaded
-        assert length == 40
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("capacity", 5), ("num_classes", 2), ("keep", "negatives"), ("ignore_index", -1)]
-)
-def test_a_state_of_another_queue_is_refused(name: str, value: object) -> None:
-    arguments: dict = {"capacity": 4, "num_classes": 1, "keep": "all", "ignore_index": -100}
-    state = MemoryQueue(**arguments).state_dict()
-    other = MemoryQueue(**{**arguments, name: value})
-    with pytest.raises(ValueError, match=rf"{name} of the saved queue: expected .* Construct it with {name}="):
-        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""What docs/migrating.md says of other packages: its blocks print it, and each number of another package is found.
+"""What docs/migrating.md says of other packages: a row for each line of it.
 
-A row names a line of a page. An installed package is run; the rule of another one is written out, as a control.
-What the lines say of this package alone is shown by the tests of the folders.
+What the page says of this package alone is shown by the tests of the folders.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import make_batch, num_valid, one_process, sum_loss
-from collective_counter import CollectiveCounter
-from subjects import Model, error
-from subjects import gradient as flat
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from workers import error_of, get_pool
 
 import fullrank
@@ -30,12 +23,6 @@ import fullrank
 pytestmark = pytest.mark.slow
 
 PAGE = "migrating.md"
-
-
-def section_run(section: str) -> dict[str, Any]:
-    """Return what the block of a section defines."""
-    with torch.random.fork_rng(devices=[]):
-        return pages.run_block(*pages.blocks(PAGE, section), {})
 
 
 def peer(name: str) -> Any:
@@ -214,48 +201,6 @@ def test_the_decay_of_the_temperature_after_a_resume() -> None:
             assert loaded.current_temperature == halfway
 
 
-# xorl and KempnerForge: their rules are written out
-
-
-def rules_on_a_rank(rank: int) -> dict[str, float]:
-    """Return how far a rule is from what its line says of it."""
-    parts = [[make_batch(r, call) for call in range(2)] for r in range(2)]
-    numbers = [[num_valid(batch) for batch in part] for part in parts]
-    total = sum(map(sum, numbers))
-    right = one_process(Model(), [*parts[0], *parts[1]]).gradient
-    # A server that adds up in place after each call adds the first call twice.
-    model, found = Model(), {}
-    for batch in parts[rank]:
-        sum_loss(model, batch).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-    first = one_process(Model(), [parts[0][0], parts[1][0]], total).gradient
-    found["sums of sums"] = error(flat(model) / total, right + first)
-    # Weighted auxiliary losses are means over the items of their micro-batch.
-    model, reference = DistributedDataParallel(Model()), Model()
-    for (step, batch), number in zip(
-        fullrank.accumulate(model, parts[rank], fullrank.count_valid_tokens), numbers[rank]
-    ):
-        step.backward(sum_loss(model, batch) + 0.1 * number * model(batch["tokens"]).square().mean())
-    for batch, number in zip([*parts[0], *parts[1]], [*numbers[0], *numbers[1]]):
-        auxiliary = 0.1 * number * reference(batch["tokens"]).square().mean()
-        ((sum_loss(reference, batch) + auxiliary) / total).backward()
-    found["auxiliary"] = error(flat(model), flat(reference))
-    # The larger norm of two stages is not the norm of both.
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 0.0]) if rank == 0 else torch.tensor([0.0, 4.0])
-    largest = weight.grad.norm()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    found["stages"] = float(fullrank.clip_grad_norm_([weight], 1.0, across=dist.group.WORLD)) - 5
-    found["largest"] = float(largest) - 4
-    return found
-
-
-def test_the_rules_of_other_loops() -> None:
-    for found in get_pool(2)(rules_on_a_rank):
-        assert max(map(abs, found.values())) <= 1e-12, found
-
-
 # transformers: tests/losses/test_causal_lm.py compares the losses
 
 
@@ -275,54 +220,6 @@ def test_the_lines_about_transformers() -> None:
         theirs(*outside, 4)
 
 
-# pytorch-metric-learning
-
-
-def test_the_query_itself() -> None:
-    """Theirs is among its own positives, which the labels of a random order make less of a loss."""
-    theirs = peer("pytorch_metric_learning.losses")
-    labels = torch.arange(4).repeat_interleave(4)  # the order and the numbers that theirs needs
-    embeddings = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    found = theirs.SmoothAPLoss(temperature=0.01)(embeddings, labels)
-    assert float(fullrank.RetrievalSmoothAPLoss(temperature=0.01)(embeddings, labels)) > float(found) + 0.1
-    perfect = F.one_hot(labels, 8).float()
-    for loss in (theirs.SmoothAPLoss(temperature=0.01), fullrank.RetrievalSmoothAPLoss(temperature=0.01)):
-        assert float(loss(perfect, labels)) == pytest.approx(0, abs=1e-3)
-    with pytest.raises(ValueError, match="same number"):
-        theirs.SmoothAPLoss()(torch.eye(4)[:3], torch.tensor([0, 0, 1]))
-    fullrank.RetrievalSmoothAPLoss()(torch.eye(4)[:3], torch.tensor([0, 0, 1]))
-
-
-def gathers_on_a_rank(rank: int) -> dict[str, float]:
-    """Return value and gradient of two ways to gather, relative to one process."""
-    theirs = importlib.import_module("pytorch_metric_learning.losses")
-    wrapper = importlib.import_module("pytorch_metric_learning.utils.distributed").DistributedLossWrapper
-    generator = torch.Generator().manual_seed(0)
-    rows, labels = torch.randn(12, 7, dtype=torch.float64, generator=generator), torch.arange(12) % 3
-    own, loss = slice(6 * rank, 6 * rank + 6), theirs.ContrastiveLoss(pos_margin=0, neg_margin=1)
-    alone, found = Model(num_outputs=3), {}
-    whole = loss(alone(rows), labels)
-    whole.backward()
-    for name in ("wrapper", "gather"):
-        model = Model(num_outputs=3)
-        embeddings = DistributedDataParallel(model)(rows[own])
-        if name == "wrapper":
-            value = wrapper(loss)(embeddings, labels[own])
-        else:
-            value = loss(fullrank.all_gather_with_grad(embeddings), fullrank.all_gather_no_grad(labels[own]))
-        value.backward()
-        found |= {f"{name} value": float(value / whole), f"{name} gradient": error(flat(model), flat(alone))}
-    return found
-
-
-def test_wrapped_losses() -> None:
-    peer("pytorch_metric_learning.losses")
-    for found in get_pool(2)(gathers_on_a_rank):
-        assert found["wrapper value"] == pytest.approx(2, rel=1e-6)
-        assert found["gather value"] == pytest.approx(1, rel=1e-6)
-        assert max(found["wrapper gradient"], found["gather gradient"]) < 1e-6
-
-
 # LibAUC: its gradient is written out
 
 
@@ -336,66 +233,3 @@ def test_the_partial_auc_of_libauc() -> None:
     for hardness, is_equal in ((0.5, True), (1.0, False)):
         ours = fullrank.PAUCAtBudgetLoss(num_classes=1, surrogate="dro", dro_lambda=hardness)(scores, targets)
         assert torch.allclose(gradient(ours, scores), expected, rtol=1e-9, atol=1e-12) == is_equal
-
-
-# GradCache: its rule is written out
-
-
-def by_their_rule(model: nn.Module, parts: list[Any], loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Representations without a graph, the gradient of the loss at them, and one backward for each part."""
-    with torch.no_grad():
-        leaf = torch.cat([model(*part) for part in parts])
-    leaf.requires_grad_()
-    value = loss(leaf)
-    cached = gradient(value, leaf).split([len(part[0]) for part in parts])
-    for part, own in zip(parts, cached):
-        (model(*part) * own).sum().backward()
-    return value.detach()
-
-
-def test_the_gradient_of_gradcache() -> None:
-    names = section_run("GradCache")
-    model, expected = names["model"], torch.cat([part.flatten() for part in names["found"]])
-    model.zero_grad()
-    value = by_their_rule(model, names["micro_batches"], names["contrastive"])
-    torch.testing.assert_close(value, names["loss"], rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(flat(model), expected, rtol=1e-12, atol=1e-14)
-
-
-def towers_on_a_rank(rank: int, code: str) -> tuple[float, float, int]:
-    """Return errors of the block's gradient and of half of it by the gather of own rows, and the reductions by DDP."""
-    names: dict[str, Any] = {}
-    exec(code.partition("\n\ntorch.manual_seed")[0], names)
-    torch.manual_seed(0)
-    queries, passages = torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
-    alone = names["Towers"]().double()
-    own = slice(6 * rank, 6 * rank + 6)
-    parts = list(zip(queries[own].split(4), passages[own].split(4)))
-
-    def whole(pairs: Tensor) -> Tensor:
-        query, passage = pairs.unbind(dim=1)
-        return F.cross_entropy(query @ passage.T, torch.arange(len(pairs)))
-
-    def detached(pairs: Tensor) -> Tensor:
-        gathered = [torch.empty_like(pairs) for _ in range(2)]
-        dist.all_gather(gathered, pairs.detach())
-        gathered[rank] = pairs
-        return whole(torch.cat(gathered))
-
-    model, other = names["Towers"]().double(), names["Towers"]().double()
-    for one in (model, other):
-        one.load_state_dict(alone.state_dict())
-    whole(alone(queries, passages)).backward()
-    wrapped = DistributedDataParallel(model)
-    with CollectiveCounter() as counter:
-        fullrank.pooled_backward(wrapped, parts, forward=lambda batch: wrapped(*batch), loss=names["contrastive"])
-    by_their_rule(other, parts, detached)
-    found = flat(other)
-    dist.all_reduce(found)  # DDP's sum and division
-    return error(flat(model), flat(alone)), error(found / 2, flat(alone) / 2), counter.counts["allreduce_.default"]
-
-
-def test_the_towers_over_two_ranks() -> None:
-    for ours, half, reductions in get_pool(2)(towers_on_a_rank, *pages.blocks(PAGE, "GradCache")):
-        assert max(ours, half) <= 1e-12
-        assert reductions == 1
