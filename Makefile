@@ -10,7 +10,7 @@ export PYTHON
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test full quick mutants lint types docs bench clean
+.PHONY: help demo test full quick mutants lint types docs bench gpu clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
@@ -24,6 +24,7 @@ help:
 	@echo "make types   mypy"
 	@echo "make docs    build the documentation into site/ (site/index.html), strictly and without the network"
 	@echo "make bench   run every script in benchmarks/, one after another"
+	@echo "make gpu     on a machine with CUDA: tests, checks, launches, speed and memory, into benchmarks/results/gpu.json"
 	@echo "make clean   remove .venv, site, build products and caches"
 	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
 
@@ -82,6 +83,10 @@ bench: $(BENCH_STAMP)
 		[ -f "$$script" ] || continue; \
 		found=1; echo "== $$script"; $(BIN)/python "$$script"; \
 	done; [ -n "$$found" ] || echo "no scripts in benchmarks/"
+
+# With the Python that you name: .venv has torch for the CPU.
+gpu:
+	@$(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv site build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache tests/.pytest_cache

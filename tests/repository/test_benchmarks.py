@@ -128,6 +128,20 @@ def test_it_writes_its_results(script: str, tmp_path: Path) -> None:
         assert (tmp_path / PICTURES[script]).read_bytes().startswith(b"<?xml")
 
 
+def test_the_script_for_gpus(tmp_path: Path) -> None:
+    """On the CPU, where its parts run too; without a device it says so in one line and measures nothing."""
+    if not torch.cuda.is_available():
+        done = run_script(FOLDER / "gpu.py", "--out", tmp_path, cwd=tmp_path, limit_s=60)
+        assert done.returncode == 0, done.stderr
+        assert "nothing was measured" in done.stdout
+        assert done.stdout.count("\n") == 1
+        assert not (tmp_path / "gpu.json").exists()
+    results = _run("gpu", tmp_path, "--device", "cpu")
+    assert [part["part"] for part in results["parts"]] == ["tests", "preflight", "preflight over processes", "steps"]
+    assert {part["status"] for part in results["parts"]} == {"0"}
+    assert all(results[name] for name in ("preflight", "steps", "speed", "gpu"))
+
+
 def test_intervals_are_of_the_differences(scripts: Callable[[str], Any]) -> None:
     runs = scripts("quality_runs")
     gain = runs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.7])  # 0.1, 0.1, 0.2
