@@ -1,4 +1,7 @@
-"""The pages of docs/ and README.md: their Python blocks, what the page says they print, and a way to run them."""
+"""The pages of docs/ and README.md: their Python blocks, what the page says they print, and a way to run them.
+
+``python tests/pages.py`` prints the words of each page, without its code.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +53,15 @@ def assert_printed(found: str, expected: str) -> None:
     assert NUMBER.sub("#", found).split() == NUMBER.sub("#", expected).split()
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (found, expected)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=0.04)
+
+
+def words(page: str) -> int:
+    """Return the number of words of a page outside of its fences; a word has a letter or a digit."""
+    prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    return sum(bool(re.search(r"\w", word)) for word in prose.split())
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        print(f"{words(page):6,}  {page}")
+    print(f"{sum(map(words, PAGES)):6,}  all")
