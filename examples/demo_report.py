@@ -1,4 +1,4 @@
-"""What the demo shows: progress, a table checked against scikit-learn, the gain over cross-entropy, a figure."""
+"""What the demo shows: progress, a table checked against scikit-learn, steps to the same precision, a figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from scipy.stats import t as student_t
-from sklearn.metrics import auc, average_precision_score, precision_recall_curve, roc_curve
+from sklearn.metrics import auc, average_precision_score, roc_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ LOOK = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "fullrank",
 }
-METRIC_LABELS = {"ap": "AP", "recall": "recall", "pauc": "pAUC"}
+REACHED = 0.97  # of the final average precision of cross-entropy
 
 
 class Figures(NamedTuple):
@@ -132,107 +132,130 @@ def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float,
     print(f"  largest difference {largest:.1e}, {word}.")
 
 
-class Gain(NamedTuple):
-    """A metric of a loss minus that of cross-entropy."""
+class Against(NamedTuple):
+    """A loss compared with cross-entropy, seed by seed; intervals are 95 %, by Student's t."""
 
-    by_seed: np.ndarray  # [seeds]
-    mean: float
-    width: float  # half of the 95 % interval of the mean, by Student's t
+    steps: float  # to reach ``REACHED`` of the final average precision of cross-entropy, median over seeds; or infinite
+    ratio: np.ndarray  # [seeds] these steps divided by those of cross-entropy
+    interval: tuple[float, float, float]  # geometric mean of the ratio, and its ends
+    gain: float  # of the final average precision
+    width: float
+
+    @property
+    def verdict(self) -> str:
+        """One sentence that holds whatever the figures are."""
+        mean, low, high = self.interval
+        if not math.isfinite(self.steps):
+            speed = f"does not reach {REACHED:.0%} of it"
+        else:
+            word = "fewer steps" if high < 1 else "more steps" if low > 1 else "no fewer steps that could be measured"
+            speed = (
+                f"{self.steps:.0f} steps to {REACHED:.0%} of it, {mean:.2f} [{low:.2f}, {high:.2f}] of its own: {word}"
+            )
+        final = "better" if self.gain > self.width else "worse" if self.gain < -self.width else "no difference measured"
+        return f"{speed}; in the end {self.gain:+.3f} +- {self.width:.3f}: {final}"
 
 
-def gains(runs: Mapping[str, Sequence[Run]], metric: str) -> dict[str, Gain]:
-    """Return the gain of each other loss over cross-entropy; empty without cross-entropy or with a single seed."""
+def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, Against]:
+    """Return each other loss against cross-entropy; empty without cross-entropy or with a single seed."""
     base = runs.get("cross_entropy", ())
+    if len(base) < 2:
+        return {}
+    goals = [REACHED * run.curve[-1][1] for run in base]
+    own = np.array([steps_to(run.curve, goal) for run, goal in zip(base, goals, strict=True)])
     found = {}
+    quantile = student_t.ppf(0.975, len(base) - 1) / math.sqrt(len(base))
     for name, many in runs.items():
-        if name == "cross_entropy" or len(base) < 2:
+        if name == "cross_entropy":
             continue
-        pairs = zip(many, base, strict=True)
-        values = [getattr(one.exact, metric) - getattr(other.exact, metric) for one, other in pairs]
-        error = np.std(values, ddof=1) / math.sqrt(len(values))
-        width = float(student_t.ppf(0.975, len(values) - 1) * error)
-        found[name] = Gain(np.array(values), float(np.mean(values)), width)
+        steps = np.array([steps_to(run.curve, goal) for run, goal in zip(many, goals, strict=True)])
+        gains = np.array([one.exact.ap - other.exact.ap for one, other in zip(many, base, strict=True)])
+        logs = np.log(steps / own)
+        mean, width = (logs.mean(), quantile * logs.std(ddof=1)) if np.isfinite(logs).all() else (math.inf, math.inf)
+        interval = (
+            (math.exp(mean), math.exp(mean - width), math.exp(mean + width)) if math.isfinite(mean) else (mean,) * 3
+        )
+        width = float(quantile * gains.std(ddof=1))
+        found[name] = Against(float(np.median(steps)), steps / own, interval, float(gains.mean()), width)
     return found
 
 
+def steps_to(curve: Sequence[tuple[int, float]], goal: float) -> float:
+    """Return the step at which a curve first reaches ``goal``, between two evaluations; infinite if it does not."""
+    before, low = 0, 0.0
+    for step, value in curve:
+        if value >= goal:
+            return before + (step - before) * (goal - low) / (value - low)
+        before, low = step, value
+    return math.inf
+
+
 def print_verdict(runs: Mapping[str, Sequence[Run]]) -> None:
-    """Print for each loss whether it is better than cross-entropy."""
-    if not gains(runs, "ap"):
+    """Print one sentence for each loss."""
+    found = compare(runs)
+    if not found:
         return
-    print("\nMinus cross-entropy, seed by seed: mean and 95 % interval\n")
-    for metric, label in METRIC_LABELS.items():
-        for name, gain in gains(runs, metric).items():
-            word = "better" if gain.mean > gain.width else "worse" if gain.mean < -gain.width else "not measurable"
-            cell = f"{gain.mean:+.3f} +- {gain.width:.3f}"
-            better, worse = (gain.by_seed > 0).sum(), (gain.by_seed < 0).sum()
-            print(f"  {label:<8}{STYLES[name].label:<24}{cell:<18}{better} seeds better, {worse} worse: {word}")
+    final = np.mean([run.curve[-1][1] for run in runs["cross_entropy"]])
+    print(f"\nAgainst cross-entropy, whose average precision ends at {final:.3f}, seed by seed, 95 % intervals\n")
+    for name, against in found.items():
+        print(f"  {STYLES[name].label}: {against.verdict}")
 
 
 def plot(runs: Mapping[str, Sequence[Run]], path: Path, subject: str) -> None:
-    """Save precision-recall curves, training curves, and what the other losses add to cross-entropy."""
+    """Save the training curves, and how many steps the other losses take to the precision of cross-entropy."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = gains(runs, "ap")
-    panels = 3 if found else 2
+    found = compare(runs)
+    heights = [3.5, 1.0 + 0.5 * len(found)] if found else [3.5]
+    is_faster = bool(found) and all(against.interval[2] < 1 for against in found.values())
+    claim = "the same average precision in fewer steps" if is_faster else "average precision by step"
     with mpl.rc_context(LOOK):
-        figure, axes = plt.subplots(panels, 1, figsize=(5.5, 3.5 * panels), layout="constrained")
+        figure, axes = plt.subplots(
+            len(heights), 1, figsize=(5.5, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+        )
         figure.get_layout_engine().set(h_pad=0.12)
-        _draw_training(axes[0], runs)
-        _draw_precision_recall(axes[1], runs)
+        _draw_training(axes[0, 0], runs)
         if found:
-            _draw_gains(axes[2], found)
-        seeds = len(next(iter(runs.values())))
-        figure.suptitle(f"{subject}: test rows, mean over {count(seeds, 'seed')}", fontsize=12)
+            _draw_steps(axes[1, 0], found)
+        figure.suptitle(f"{subject}:\n{claim}", fontsize=12)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
 
-def _draw_precision_recall(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Draw the precision at each positive that is found; the area under the steps is the average precision."""
-    for name, many in runs.items():
-        num_positives = int(many[0].targets.sum())
-        recall = np.arange(1, num_positives + 1) / num_positives
-        precision = np.mean([_precision_at(one, recall) for one in many], axis=0)
-        edges, heights = np.append(0, recall), np.append(precision[0], precision)
-        axes.step(edges, heights, color=STYLES[name].color)
-    axes.set(xlabel="recall (share of positives found)", ylabel="precision (share of found rows that are positive)")
-    axes.set(xlim=(0, 1), ylim=(0, 1.02), title="Precision and recall after training")
-
-
-def _precision_at(run: Run, recall: np.ndarray) -> np.ndarray:
-    """Return the precision at the highest threshold that reaches each ``recall``."""
-    precision, reached, _ = precision_recall_curve(run.targets, run.scores)
-    return precision[::-1][np.searchsorted(reached[::-1], recall - 1e-9)]
-
-
 def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Draw the average precision on the test rows over the steps; a label at the end of each line."""
-    ends = {}
-    for name, many in runs.items():
-        steps = [step for step, _ in many[0].curve]
-        ap = np.array([[value for _, value in one.curve] for one in many]).mean(axis=0)
-        axes.plot(steps, ap, color=STYLES[name].color)
-        ends[name] = float(ap[-1])
-    height = -math.inf
-    for name, end in sorted(ends.items(), key=lambda pair: pair[1]):
-        height = max(end, height + 0.075)  # labels of lines that end close together
-        axes.annotate(STYLES[name].label, (steps[-1] * 1.02, height), color=STYLES[name].color, va="center")
-    axes.set(xlabel="optimizer step", ylabel="average precision", title="Average precision in training")
-    axes.set(xlim=(0, steps[-1] * 1.5), ylim=(0, 1.05))
-    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= steps[-1]])
+    """Draw the average precision on the test rows over the steps."""
+    curves = {name: np.array([[value for _, value in one.curve] for one in many]) for name, many in runs.items()}
+    steps = [step for step, _ in next(iter(runs.values()))[0].curve]
+    for name in sorted(curves, key=lambda name: -curves[name][:, -1].mean()):
+        axes.plot(steps, curves[name].mean(axis=0), color=STYLES[name].color, label=STYLES[name].label)
+    if "cross_entropy" in curves:
+        goal, note = REACHED * curves["cross_entropy"][:, -1].mean(), f"{REACHED:.0%} of the end of cross-entropy"
+        axes.axhline(goal, color=STYLES["cross_entropy"].color, linewidth=1, linestyle=(0, (4, 3)), label=note)
+    axes.legend(loc="lower right", framealpha=0.9, edgecolor="none")
+    seeds = count(len(next(iter(runs.values()))), "seed")
+    axes.set(xlabel="optimizer step", title=f"Average precision on test rows, mean over {seeds}")
+    axes.set(xlim=(0, steps[-1]), ylim=(0, 1.05))
 
 
-def _draw_gains(axes: Axes, found: Mapping[str, Gain]) -> None:
-    """Draw a dot for each seed, and the mean with its interval."""
-    axes.axvline(0, color=STYLES["cross_entropy"].color, linewidth=1.2)
-    for row, (name, gain) in enumerate(found.items()):
+def _draw_steps(axes: Axes, found: Mapping[str, Against]) -> None:
+    """Draw for each loss a dot for each seed, and the mean with its interval."""
+    axes.axvline(1, color=STYLES["cross_entropy"].color, linewidth=1.2)
+    for row, (name, against) in enumerate(found.items()):
         color = STYLES[name].color
-        axes.plot(gain.by_seed, np.full(len(gain.by_seed), row + 0.12), "o", color=color, alpha=0.5, markeredgewidth=0)
-        axes.errorbar(gain.mean, row - 0.12, xerr=gain.width, fmt="D", color=color, capsize=4)
+        mean, low, high = against.interval
+        if not math.isfinite(mean):
+            axes.text(0.05, row, "does not get there", color=color, va="center")
+            continue
+        axes.plot(
+            against.ratio, np.full(len(against.ratio), row + 0.14), "o", color=color, alpha=0.5, markeredgewidth=0
+        )
+        axes.errorbar(mean, row - 0.12, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4)
+    ends = [end for against in found.values() for end in against.interval if math.isfinite(end)]
     axes.set_yticks(range(len(found)), [STYLES[name].label.replace(" + ", "\n+ ") for name in found])
-    axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="average precision minus that of cross-entropy")
-    axes.set(title="Gain: seeds, mean, 95 % interval")
+    axes.set(ylim=(len(found) - 0.5, -0.5), xlim=(0, 1.1 * max(1.0, *ends) if ends else 1.1))
+    axes.set(xlabel="divided by those of cross-entropy")
+    axes.set_title("Steps to the dashed line: seeds, mean, 95 % interval")

@@ -30,8 +30,8 @@ PROVED = {
 }
 # label, fullrank, detached gather, no gather
 PROOF_LINE = re.compile(r"^  (\S.*?\S) +(\d\.\de[+-]\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
-# metric, loss, difference, width of the interval
-VERDICT_LINE = re.compile(r"^  (AP|recall|pAUC) +(\S.*?\S) +([+-]\d\.\d+) \+- (\d\.\d+) ", re.MULTILINE)
+# loss, difference in the end, width of its interval
+VERDICT_LINE = re.compile(r"^  ([^:\n]+): .*; in the end ([+-]\d\.\d+) \+- (\d\.\d+): ", re.MULTILINE)
 # label, gap
 GAP_LINE = re.compile(r"^    (\S.*\S) +(\d\.\de[+-]\d+)$", re.MULTILINE)
 
@@ -66,12 +66,36 @@ def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable
     assert "The promise is at most 1e-12: kept." in done.stdout
     (difference,) = re.findall(r"largest difference (\S+), they agree", done.stdout)
     assert float(difference) <= 1e-6
-    found = {(metric, label) for metric, label, _, _ in VERDICT_LINE.findall(done.stdout)}
-    others = [style.label for name, style in modules("train_ddp").STYLES.items() if name != "cross_entropy"]
-    assert found == {(metric, label) for metric in ("AP", "recall", "pAUC") for label in others}
+    demo = modules("train_ddp")
+    others = [demo.STYLES[name].label for name in demo.DEFAULT if name != "cross_entropy"]
+    assert [label for label, _, _ in VERDICT_LINE.findall(done.stdout)] == others  # one verdict for each
     assert "\r" not in done.stdout  # a log is no terminal: one line for each loss, nothing redrawn
     assert f"Figure: {output}" in done.stdout
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_verdict_follows_the_figures(modules: Callable[[str], Any], tmp_path: Path) -> None:
+    """Steps are found between two evaluations, and the title claims fewer steps only if there are."""
+    report = modules("demo_report")
+    assert report.steps_to([(10, 0.4), (20, 0.6), (30, 0.9)], 0.5) == pytest.approx(15)
+    assert report.steps_to([(10, 0.4)], 0.2) == pytest.approx(5)
+    assert report.steps_to([(10, 0.4)], 0.5) == float("inf")
+
+    def runs(rate: float, end: float) -> list[Any]:
+        """Curves of three seeds that rise to ``end`` in 10 / rate steps."""
+        figures = [report.Figures(end + 0.001 * seed, 0.0, 0.0) for seed in range(3)]
+        return [
+            report.Run(None, None, [(k, ap * min(1, k * rate / 10)) for k in range(1, 21)], one, one)
+            for one in figures
+            for ap in one[:1]
+        ]
+
+    found = report.compare({"cross_entropy": runs(0.5, 0.8), "weighted": runs(1.0, 0.8), "sum": runs(0.5, 0.1)})
+    assert found["weighted"].interval[0] == pytest.approx(0.5, abs=1e-6)
+    assert "fewer steps; in the end +0.000 +- 0.000: no difference measured" in found["weighted"].verdict
+    assert found["sum"].verdict.startswith("does not reach 97% of it; in the end -0.700")
+    slower = report.compare({"cross_entropy": runs(1.0, 0.8), "weighted": runs(0.5, 0.8)})["weighted"]
+    assert "of its own: more steps" in slower.verdict  # the control
 
 
 def test_the_recipe_is_the_sum_of_its_two_losses(modules: Callable[[str], Any]) -> None:
