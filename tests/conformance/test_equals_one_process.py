@@ -91,7 +91,7 @@ def cases() -> list[Any]:
     found = []
     for verb, kinds in WRAPPERS_OF.items():
         for kind in kinds:
-            is_common = kind in ("plain", "ddp", "fsdp2")
+            is_common = kind == "ddp" or (kind in ("plain", "fsdp2") and verb in MOST_USED)
             found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [pytest.mark.slow]))
             found.append(pytest.param(3, verb, kind, "float64", marks=pytest.mark.full))
             marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and verb in MOST_USED else [pytest.mark.full]

@@ -591,9 +591,9 @@ def rows() -> list[Any]:
         if (verb, name) != ("pooled_backward", "no model in the last")
         and (verb, name, is_everyone) != ("accumulate each", "module in every one", False)
     ]
-    fast = {*LOCAL_LOOPS, *SKIPPED, *FINISHED}
+    fast = {(name, "ddp") for name in (*LOCAL_LOOPS, *SKIPPED)} | {(name, "plain") for name in FINISHED}
     marks = {2: pytest.mark.slow, 3: pytest.mark.full, 4: pytest.mark.slow}
-    return [pytest.param(*row, marks=[] if row[1] in fast and row[3] == 2 else marks[row[3]]) for row in found]
+    return [pytest.param(*row, marks=[] if row[1:3] in fast and row[3] == 2 else marks[row[3]]) for row in found]
 
 
 @pytest.mark.parametrize(("verb", "name", "kind", "world_size", "left", "is_everyone"), rows())

@@ -42,6 +42,7 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 CONTRASTIVE = ["info_nce", "sup_con"]
 LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", *CONTRASTIVE]
+FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
 
 def assert_exact(pool: WorkerPool, *cases: Case) -> None:
@@ -132,7 +133,9 @@ def test_weighted_mean_over_ranks_is_that_of_torch_over_all_rows(rank: int) -> N
     assert abs(mean_of_means - whole) > 1e-3
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=[] if loss in FEW else [pytest.mark.slow]) for loss in LOSSES]
+)
 def test_loss_inside_the_wrapped_module(pool_of_two: WorkerPool, loss: str) -> None:
     for dtype in LIMITS:
         assert_exact(pool_of_two, Case(loss, dtype=dtype, loss_inside=True))

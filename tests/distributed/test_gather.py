@@ -27,6 +27,7 @@ import fullrank
 
 UNEVEN = {2: [3, 5], 3: [4, 0, 2]}
 DTYPES = ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
+FEW = ["bool", "int64", "bfloat16", "float32"]  # of the fast tests
 
 
 def layouts() -> list[list[int]]:
@@ -46,7 +47,9 @@ def rows_of_all(counts: list[int], dtype: str, trailing: tuple[int, ...]) -> Ten
     return torch.cat([rows_of(rank, count, dtype, trailing) for rank, count in enumerate(counts)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=[] if dtype in FEW else [pytest.mark.slow]) for dtype in DTYPES]
+)
 @on_ranks()
 def test_every_dtype_and_shape_in_rank_order(rank: int, dtype: str) -> None:
     """Contiguous or not, with gradient or without; after the header at first, then in the room behind it."""

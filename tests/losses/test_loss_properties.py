@@ -123,10 +123,17 @@ INVARIANCES: dict[str, tuple[Callable[[Rows], Changed], bool, bool]] = {
 }
 
 
+def marks_of(index: int, number: int) -> list[Any]:
+    """The fast tests have the first inputs, `make test` the second too and, of the others, one in turn."""
+    if number == 0:
+        return []
+    return [pytest.mark.slow if number == 1 or (index + number) % 3 == 0 else pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [
-        pytest.param(name, inputs, marks=[pytest.mark.full] * (number > 1 and (index + number) % 3 > 0))
+        pytest.param(name, inputs, marks=marks_of(index, number))
         for index, name in enumerate(VARIANTS)
         for number, inputs in enumerate(["classes", "multi_hot", "binary", "imbalanced", "tied"])
     ],
