@@ -28,7 +28,6 @@ from fullrank import (
     accumulate,
     all_reduce_grads_,
     maybe_no_sync,
-    sequence_sync_group,
     sum_gradients_,
 )
 
@@ -301,28 +300,6 @@ def test_two_sums_that_fail_over_groups_that_overlap(rank: int) -> None:
     assert kind == "ValueError"
     assert "number of parameters: 2 on rank 0, 3 on ranks 1, 2." in text
     assert error_of(lambda: deferred.finish([dist.group.WORLD])) == ("none", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["all", "none", "ring_only", "ulysses_only"])
-@on_ranks(4)
-def test_context_parallel(rank: int, mode: str) -> None:
-    """Sequences are cut over two ranks; ``mode`` says what is folded into FSDP's mesh; the count is of all."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
-    expected = one_process(Model(), all_batches("full", 2)).gradient
-    context, alone = mesh["context"].get_group(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"]
-    ring, ulysses = (alone, context) if mode == "ring_only" else (context, alone)
-    model = Model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if mode == "all" else mesh["data"])
-    deferred = DeferredMean(model, group=mesh)
-    for batch in halves(make_window("full", data_rank), part):
-        logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
-        deferred.backward(functional.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
-    deferred.finish([sequence_sync_group(mode, ring=ring, ulysses=ulysses, unified=context)])
-    assert error(gradient(model), expected) <= LIMITS["float64"]
 
 
 MISTAKES = [

@@ -100,9 +100,10 @@ def test_control_the_quantiles_of_one_part_are_others() -> None:
     assert not torch.equal(alone.levels.base, expected)
 
 
-def test_a_class_without_a_member() -> None:
-    scores = torch.ones(2, 5)
-    member = torch.tensor([[True], [False]]).expand(2, 5)
+def test_classes_with_one_member_and_without() -> None:
+    scores = torch.ones(3, 5)
+    scores[1, 3] = 7.0
+    member = torch.tensor([[True] * 5, [False, False, False, True, False], [False] * 5])
     found = select_levels(scores, member, [0.5], "linear", lambda counts: counts, torch.zeros(0))
-    assert found.members.tolist() == [5.0, 0.0]
-    assert found.levels.value[0, 0] == 1.0
+    assert found.members.tolist() == [5.0, 1.0, 0.0]
+    assert found.levels.value[:2, 0].tolist() == [1.0, 7.0]

@@ -154,17 +154,18 @@ def test_experts(rank: int) -> None:
     assert error(flat(expert), own.flatten()) <= LIMIT
 
 
-@pytest.mark.parametrize("folded", ["all", "none", "ulysses_only"])
+@pytest.mark.parametrize("folded", ["all", "none", "ring_only", "ulysses_only"])
 @on_ranks(4)
 def test_context_parallelism(rank: int, folded: str) -> None:
-    """With sequences cut over two ranks of a ring; the control leaves the recipe's own sum out."""
+    """With sequences cut over two ranks, of Ulysses if the ring is folded; the control leaves the recipe's sum out."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
-    data_rank, part = mesh["data"].get_local_rank(), mesh["ring"].get_local_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "own"))["own"]
-    ring, (recipe,) = mesh["ring"].get_group(), blocks("Context parallelism")
-    groups = {"ring_group": ring, "ulysses_group": alone, "unified_group": ring}
+    context, (recipe,) = mesh["context"].get_group(), blocks("Context parallelism")
+    ring, ulysses = (alone, context) if folded == "ring_only" else (context, alone)
+    groups = {"ring_group": ring, "ulysses_group": ulysses, "unified_group": context}
     without = recipe.replace("all_reduce_grads_(model, group)", "")
     for code, is_right in ((recipe, True), *([(without, False)] if folded == "none" else [])):
         model = Model()

@@ -1,14 +1,9 @@
-"""What benchmarks/steps.py and benchmarks/costs.py measure: what the strict simulated device counts makes visible.
-
-What they time is not looked at: a test that times fails at random.
-"""
+"""What benchmarks/steps.py counts is what the strict simulated device counts."""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,6 @@ from device import DEVICE, Backend, count
 from scripts import run_script
 from torch import Tensor
 
-from fullrank.kernels.costs import TABLE, Costs, costs_of
 from fullrank.preflight import checks
 
 pytestmark = pytest.mark.full
@@ -74,37 +68,3 @@ def test_steps_are_measured_over_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Steps, forward and backward") == 1
     assert {step["waits"] for step in json.loads((tmp_path / "steps.json").read_text())["steps"]} == {None}
-
-
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The script with few rows, and times that grow from step to step: of the tried values the first is the fastest."""
-
-    def run_once(tried: dict[str, Callable[[], object]], repeats: int, place: torch.device) -> dict[str, list[float]]:
-        assert place == DEVICE
-        for step in tried.values():
-            step()
-        return {name: [float(number)] for number, name in enumerate(tried, 1)}
-
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("costs")
-    monkeypatch.setattr(module, "interleave", run_once)
-    monkeypatch.setattr(module.Measurement, "rows", lambda self, rows: rows // 100)
-    monkeypatch.setattr(module, "NARROW", 0.02)
-    return module
-
-
-def test_costs_are_measured_on_an_accelerator(costs: Any) -> None:
-    before = copy.copy(TABLE)
-    records = costs.measure_costs(DEVICE, repeats=1)
-    assert before == TABLE
-    assert [record["constant"] for record in records] == list(Costs._fields)
-    assert {record["constant"]: record["in_use"] for record in records} == costs_of(DEVICE)._asdict()
-    found = {record["constant"]: record["measured"] for record in records}
-    assert found["lanes"] == costs_of(DEVICE).lanes // 4
-    assert found["interleaved"] is False
-    assert found["searches_at_once"] is None
-    entry = costs.entry_of(DEVICE, records)
-    made = eval(entry[entry.index("Costs(") :].rstrip(","), {"Costs": Costs})
-    assert isinstance(made, Costs)
-    assert isinstance(made.interleaved, bool)
