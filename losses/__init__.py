@@ -9,6 +9,7 @@ from .distributed_loss import DistributedLoss
 from .focal import FocalLoss
 from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
 from .info_nce import InfoNCELoss
+from .ndcg import NDCGLoss
 from .pauc_at_budget import pauc_at_budget
 from .pauc_at_budget_loss import PAUCAtBudgetLoss
 from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool
@@ -33,6 +34,7 @@ __all__ = [
     "LossWithClasses",
     "LossWithClassesAndStats",
     "LossWithStats",
+    "NDCGLoss",
     "PAUCAtBudgetLoss",
     "PerClass",
     "Pool",

@@ -27,6 +27,7 @@ NOT_LOSSES = {
     "LossWithClasses": "a result",
     "LossWithClassesAndStats": "a result",
     "LossWithStats": "a result",
+    "NDCGLoss": "of graded relevance, tested in test_ndcg.py",
     "PerClass": "what a formula returns",
     "Pool": "what a formula is given",
     "RankingLoss": "the base of the pooled losses, without a formula",

@@ -54,6 +54,11 @@ def _embeddings(generator: torch.Generator, rank: int) -> Arguments:
     return {"embeddings": rows["logits"], "labels": rows["targets"]}
 
 
+def _grades(generator: torch.Generator, rank: int) -> Arguments:
+    rows = _queries(generator, rank)
+    return {"logits": rows["logits"], "relevance": rows["targets"], "indexes": rows["indexes"]}
+
+
 def _pairs(generator: torch.Generator, rank: int) -> Arguments:
     return {"queries": _rows(generator, rank)["logits"], "keys": _rows(generator, rank)["logits"]}
 
@@ -166,6 +171,17 @@ _DIFFERENT_EMBEDDINGS = {
 }
 
 
+_BAD_GRADES = {
+    "negative": _wrong("relevance", lambda y: -1 - y, "ValueError", "relevance: expected numbers >= 0, finite, or"),
+    "not finite": _wrong("relevance", lambda y: y / 0.0, "ValueError", "relevance: expected numbers >= 0"),
+    "shape": _wrong("relevance", lambda y: y[1:], "ValueError", "relevance: expected shape"),
+    "columns": _wrong("logits", lambda x: x.expand(-1, 2), "ValueError", "logits: expected shape (N,) or (N, 1)"),
+    "integers": _wrong("logits", lambda x: x.detach().long(), "TypeError", "logits: expected a floating-point"),
+    "float indexes": _wrong("indexes", lambda i: i.double(), "TypeError", "indexes: expected a tensor of integers"),
+    "number of indexes": _wrong("indexes", lambda i: i[:-1], "ValueError", "indexes: expected shape"),
+    "sparse": _wrong("logits", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+    "elsewhere": _wrong("relevance", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as logits"),
+}
 _BAD_PAIRS = {
     "not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
     "integers": _wrong(
@@ -339,6 +355,18 @@ CALLS = {
         _embeddings,
         _BAD_EMBEDDINGS,
         _DIFFERENT_EMBEDDINGS,
+    ),
+    "ndcg": Call(
+        ("NDCGLoss",),
+        "NDCGLoss",
+        fullrank.NDCGLoss,
+        _grades,
+        _BAD_GRADES,
+        {
+            "indexes": _wrong("indexes", lambda i: None, "ValueError", "tensors: "),
+            "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N) with gradient on cpu"),
+            "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
+        },
     ),
     "info_nce": Call(
         ("InfoNCELoss",),

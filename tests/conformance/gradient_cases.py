@@ -63,6 +63,8 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.CrossEntropyLoss(
             weight, reduction=case.reduction, label_smoothing=0.1, gather_distributed=gather, **options
         )
+    if case.loss == "ndcg":
+        return fullrank.NDCGLoss(case.temperature, reduction=case.reduction, gather_distributed=gather, **options)
     if case.loss in CONTRASTIVE:
         queue = {"queue_size": case.queue_size, "gather_distributed": gather, **options}
         if case.loss == "sup_con":

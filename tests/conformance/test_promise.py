@@ -40,8 +40,8 @@ def rank_zero_validates_alone(rank: int, wrapped: bool) -> list[float]:
 
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
-CONTRASTIVE = ["info_nce", "sup_con"]
-LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", *CONTRASTIVE]
+UNWEIGHTED = ["info_nce", "sup_con", "ndcg"]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", *UNWEIGHTED]
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
 
@@ -57,7 +57,7 @@ def assert_exact(pool: WorkerPool, *cases: Case) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool, dtype: str) -> None:
     """Uneven and empty shards, ignored rows, queue filling over four optimizer steps."""
-    if weighted and loss in CONTRASTIVE:
+    if weighted and loss in UNWEIGHTED:
         pytest.skip("takes no weights")
     assert_exact(pool, Case(loss, dtype=dtype, weighted=weighted))
 
@@ -66,7 +66,7 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, loss: str) -> None:
     for index, dtype in enumerate(LIMITS, start=LOSSES.index(loss)):
-        assert_exact(pool_of_four, Case(loss, dtype=dtype, weighted=index % 2 == 1 and loss not in CONTRASTIVE))
+        assert_exact(pool_of_four, Case(loss, dtype=dtype, weighted=index % 2 == 1 and loss not in UNWEIGHTED))
 
 
 @pytest.mark.slow

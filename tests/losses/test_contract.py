@@ -28,6 +28,7 @@ from fullrank.losses import (
     CrossEntropyLoss,
     InfoNCELoss,
     LossWarmupWrapper,
+    NDCGLoss,
     RetrievalSmoothAPLoss,
     SigmoidFocalLoss,
     SmoothAPLoss,
@@ -80,6 +81,7 @@ SUBJECTS = {
         LossWarmupWrapper, ROWS, {"warmup_loss": CrossEntropyLoss(), "main_loss": SmoothAPLoss(3)}
     ),
     "RetrievalSmoothAPLoss": Subject(RetrievalSmoothAPLoss, EMBEDDINGS, {}),
+    "NDCGLoss": Subject(NDCGLoss, {"logits": LOGITS[:, 0], "relevance": TARGETS, "indexes": BINARY}, {}),
     "InfoNCELoss": Subject(InfoNCELoss, {"queries": LOGITS, "keys": LOGITS}, {"queue_size": 8}),
     "SupConLoss": Subject(SupConLoss, EMBEDDINGS, {"queue_size": 8}),
     "retrieval_smooth_ap": Subject(losses.retrieval_smooth_ap, EMBEDDINGS),
@@ -108,7 +110,17 @@ PAUC = ["PAUCAtBudgetLoss", "pauc_at_budget"]
 SIGMOID, SOFTMAX = ["SigmoidFocalLoss", "sigmoid_focal"], ["SoftmaxFocalLoss", "softmax_focal"]
 CROSS_ENTROPY, BINARY_CROSS_ENTROPY = ["CrossEntropyLoss"], ["BCEWithLogitsLoss"]
 OF_TORCH = [*CROSS_ENTROPY, *BINARY_CROSS_ENTROPY]
-GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], *OF_TORCH, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss"]
+OF_EMBEDDINGS = ["RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss"]
+GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], *OF_TORCH, *OF_EMBEDDINGS, "NDCGLoss"]
+    *MODULES,
+    SIGMOID[0],
+    SOFTMAX[0],
+    *OF_TORCH,
+    "RetrievalSmoothAPLoss",
+    "InfoNCELoss",
+    "SupConLoss",
+    "NDCGLoss",
+]
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
@@ -355,7 +367,7 @@ def test_what_is_refused_at_the_forward(name: str) -> None:
         trusting(LOGITS, TARGETS[:3])
 
 
-@pytest.mark.parametrize("name", [*ORDER, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss"])
+@pytest.mark.parametrize("name", [*ORDER, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss", "NDCGLoss"])
 def test_a_bad_temperature_set_later_is_refused(name: str) -> None:
     kind, call, settings = SUBJECTS[POOLED[name].module.__name__ if name in POOLED else name]
     for value, error in ((-1.0, ValueError), (0.0, ValueError), (NAN, ValueError), ("0.1", TypeError)):

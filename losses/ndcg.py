@@ -1,0 +1,280 @@
+"""Smooth NDCG: a loss of graded relevance, for one ranking or one ranking per query."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..distributed.exchange import check_rows
+from ..distributed.gather import gather_agreed
+from ..distributed.header import DeviceCheck, Offer, State, refuse_in_backward
+from ..distributed.torch_private import not_compiled, note_kind
+from ..errors import check_choice, check_count, check_int, check_tensor, expected
+from ..kernels.sigmoid_sums import sigmoid_sums
+from ..kernels.soft_ranks import move_infinities
+from ..kernels.spread import spread_of
+from .arguments import completed
+from .distributed_loss import (
+    SAME_TEMPERATURE,
+    CurrentTemperature,
+    GroupOptions,
+    loaded_temperature,
+    saved_temperature,
+)
+from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
+from .queries import group_rows
+from .targets import may_hold
+from .tensors import check_device, compute_dtype, is_integer
+
+SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
+MOST_GRADES = 4096  # whole numbers below it are counted, which takes less than to sort them
+LARGEST_EXPONENT = 1000.0  # 2 to this power, times any number of rows, is a number of float64
+
+
+@completed()
+class NDCGLoss(CurrentTemperature):
+    r"""One minus the smooth normalised discounted cumulative gain, with graded relevance.
+
+    With :math:`r_i = 1 + \sum_{j \ne i} \sigma((x_j - x_i)/\tau)`, the soft rank of row i among the rows of its query,
+    and :math:`g_i` its gain,
+
+    .. math:: L = 1 - \frac{1}{I} \sum_i \frac{g_i}{\log_2(1 + r_i)},
+
+    where I is the same sum in the best order. At a small temperature it is one minus ``ndcg_score`` of scikit-learn and
+    ``RetrievalNormalizedDCG`` of torchmetrics, for scores without ties.
+
+    Args:
+        temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
+            automatic: 0.1 times the spread of the scores. May be assigned between steps.
+        gain: of a relevance: ``"linear"``, the relevance itself, or ``"exponential"``, 2 to its power, minus 1.
+        top: count the first k places alone, as NDCG@k does: a row counts fully up to rank k, and less and less up to
+            k + 1. Rows beyond have no gradient of their own, so start a training without it. None counts all.
+        reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), in the order of their
+            sorted indexes.
+        ignore_index: rows with this relevance take no part.
+
+    Shape:
+        logits (N,) or (N, 1), relevance (N,) or (N, 1), indexes (N,); N may differ between ranks and may be 0. Output
+        scalar, or (queries,) with ``reduction="none"``.
+
+    Degenerate:
+        A query without a relevance above 0 is left out of the mean and the sum, and NaN under ``"none"``. With no valid
+        query the loss is 0 with zero gradients.
+
+    Numerics:
+        Half precision is computed in float32, sums in float64. The soft ranks take time linear in the rows of a query,
+        or quadratic for few rows. Queries are padded to similar lengths, which at most doubles the rows.
+
+    Distributed:
+        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. A query may have
+        rows on several ranks. Every rank gets the same value.
+
+    Example:
+        >>> import torch
+        >>> loss = NDCGLoss(temperature=0.01)
+        >>> loss(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([0, 1, 3]))
+        tensor(0.4131)
+
+    Reference:
+        Qin, Liu and Li, A General Approximation Framework for Direct Optimization of Information Retrieval Measures,
+        Information Retrieval 13, 2010, eq. 16 and 18.
+    """
+
+    def __init__(
+        self,
+        temperature: float | None = None,
+        *,
+        gain: Literal["linear", "exponential"] = "linear",
+        top: int | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        gather_distributed: bool | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        super().__init__(gather_distributed, **options)
+        self.temperature = check_temperature(temperature, automatic=True)
+        self.gain = check_choice("gain", gain, ("linear", "exponential"))
+        self.top = None if top is None else check_count("top", top, 1)
+        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
+        self.ignore_index = check_int("ignore_index", ignore_index)
+
+    @not_compiled
+    def forward(self, logits: Tensor, relevance: Tensor, indexes: Tensor | None = None) -> Tensor:
+        """Return the loss of the rows of all ranks.
+
+        Args:
+            logits: (N,) or (N, 1) raw scores of this rank; N may differ between ranks and may be 0.
+            relevance: (N,) or (N, 1) numbers >= 0, or ``ignore_index``; higher is more relevant.
+            indexes: (N,) integers, the query of each row, on every rank or on none; the same index on two ranks is the
+                same query. Without them all rows of all ranks are one query.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit; on every rank.
+            RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
+        """
+        call, group = type(self).__name__, self._resolve_group()
+        refuse_in_backward(call)
+
+        def bring() -> Offer[None]:
+            self._check_not_gathered(group, logits=logits, relevance=relevance)
+            check_temperature(self.temperature, automatic=True)
+            *tensors, check = self._checked(logits, relevance, indexes)
+            facts = {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
+            return Offer(None, facts, check=check, tensors=tuple(tensors))
+
+        if group is None:
+            offer = bring()
+            if offer.check is not None:
+                offer.check.read()
+            assert offer.tensors is not None
+            loss = self._loss(*offer.tensors)
+        else:
+            given = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction).tensors
+            loss = self._loss(*given)
+        return note_kind(loss, over_ranks=group is not None)
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
+
+    def _checked(
+        self, logits: Tensor, relevance: Tensor, indexes: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, DeviceCheck | None]:
+        """Return scores (N,), relevance (N,) in the dtype of the computation, indexes, and a check of values."""
+        check_tensor("logits", logits)
+        check_tensor("relevance", relevance)
+        check_rows([logits])
+        if not logits.is_floating_point():
+            raise TypeError(expected("logits", "a floating-point tensor", logits, "Use logits.float()."))
+        count = logits.shape[:1]
+        if logits.ndim == 0 or tuple(logits.shape) not in ((*count,), (*count, 1)):
+            fix = "One score per row; the query of each row goes to indexes."
+            raise ValueError(expected("logits", "shape (N,) or (N, 1)", logits, fix))
+        if relevance.is_complex():
+            raise TypeError(expected("relevance", "a tensor of real numbers", relevance))
+        if tuple(relevance.shape) not in ((*count,), (*count, 1)):
+            what = f"shape ({count[0]},), one entry per row of logits"
+            raise ValueError(expected("relevance", what, relevance, "Use flatten() on both, and indexes."))
+        check_device("relevance", relevance, logits)
+        if indexes is not None:
+            check_tensor("indexes", indexes, "a tensor or None")
+            if not is_integer(indexes):
+                raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
+            if tuple(indexes.shape) != (*count,):
+                raise ValueError(expected("indexes", f"shape ({count[0]},), one entry per row of logits", indexes))
+            check_device("indexes", indexes, logits)
+            indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
+        grades = relevance.detach().reshape(-1).to(compute_dtype(logits.dtype))
+        return logits.reshape(-1), grades, indexes, self._check_of(grades)
+
+    def _check_of(self, grades: Tensor) -> DeviceCheck | None:
+        """Return whether a relevance is out of range; None if all are known to be right, or are not looked at."""
+        most = LARGEST_EXPONENT if self.gain == "exponential" else torch.finfo(grades.dtype).max
+        if not self.validate_args or grades.is_meta or grades.numel() == 0:
+            return None
+        if grades.device.type == "cpu":  # the common case takes one pass
+            low, high = torch.stack(grades.aminmax()).tolist()
+            if low >= 0 and high <= most:
+                return None
+        bad = ~((grades >= 0) & (grades <= most)) & (grades != self.ignore_index)
+
+        def error() -> Exception:
+            limit = f"at most {most:g} with exponential gain" if self.gain == "exponential" else "finite"
+            what = f"numbers >= 0, {limit}, or ignore_index={self.ignore_index}"
+            return ValueError(expected("relevance", what, grades[bad][0].item()))
+
+        return DeviceCheck(bad.any(), error)
+
+    def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None) -> Tensor:
+        """Return the loss of rows that have been checked."""
+        dtype, member = compute_dtype(logits.dtype), None
+        scores = logits.to(dtype)
+        # A mask that is not needed takes less than to wait for an accelerator.
+        if grades.device.type != "cpu" or may_hold(grades, self.ignore_index):
+            member = grades != self.ignore_index
+            scores, grades = (torch.where(member, column, 0.0) for column in (scores, grades))
+        temperature = self.temperature
+        if temperature is None:
+            temperature = SPREAD_MULTIPLE * spread_of(scores[None], None if member is None else member[None])
+        self._last_temperature = temperature
+        if indexes is None:
+            whole = None if member is None else member[None]
+            values, valid = self._of_queries(scores[None], grades[None], whole, temperature)
+        else:
+            number, blocks = group_rows(indexes)
+            values = scores.new_zeros(number, dtype=torch.float64) + scores[:0].sum()  # connected without a block too
+            valid = grades.new_zeros(number, dtype=torch.bool)
+            for block in blocks:
+                inside = block.present if member is None else block.take(member)
+                found, holds = self._of_queries(block.take(scores), block.take(grades), inside, temperature)
+                values = values.index_copy(0, block.queries, found)
+                valid[block.queries] = holds
+        return reduce_values(PerClass(values, valid), self.reduction, dtype)
+
+    def _of_queries(
+        self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of each query (q,) float64, 0 where not valid, and which are valid.
+
+        Args:
+            scores: (q, L), 0 where a place is no member.
+            grades: (q, L), the relevance, 0 where a place is no member.
+            member: (q, L) bool: the place holds a row; None for all.
+            temperature: the width of the sigmoid.
+        """
+        undefined = None
+        if not bool(scores.detach().sum().isfinite()):
+            undefined = scores.isnan().any(dim=1)  # [q]
+            scores, _, clashes = move_infinities(scores, grades > 0, member, temperature)
+            undefined = undefined | clashes
+        rows = scores
+        if len(scores) == 1:  # only the rows with a gain need their ranks
+            places = grades[0].nonzero()[:, 0]
+            rows, grades = scores.index_select(1, places), grades.index_select(1, places)
+        weights = torch.ones_like(scores) if member is None else member.to(scores.dtype)
+        above = sigmoid_sums(rows, scores.contiguous(), weights[:, :, None], temperature)[:, :, 0]  # [q, P]
+        ranks = above.double() + 0.5  # a row is half above itself
+        discount = 1 / (1 + ranks).log2()
+        if self.top is not None:
+            discount = discount * (self.top + 1 - ranks).clamp(0, 1)
+        ideal = self._ideal(grades)
+        valid = ideal > 0
+        values = 1 - (self._gains(grades) * discount).sum(dim=1) / torch.where(valid, ideal, 1.0)
+        values = torch.where(valid, values, 0.0)
+        return values if undefined is None else values.masked_fill(undefined, math.nan), valid
+
+    def _gains(self, grades: Tensor) -> Tensor:
+        """Return the gains of relevances, in float64."""
+        return grades.double().exp2() - 1 if self.gain == "exponential" else grades.double()
+
+    def _ideal(self, grades: Tensor) -> Tensor:
+        """Return the discounted cumulative gain (q,) of the best order of relevances (q, P)."""
+        count = grades.shape[1] if self.top is None else min(self.top, grades.shape[1])
+        discount = 1 / (torch.arange(count, dtype=torch.float64, device=grades.device) + 2).log2()
+        if count < grades.shape[1]:
+            return self._gains(grades.topk(count, dim=1).values) @ discount
+        if len(grades) == 1 and grades.numel() > MOST_GRADES and float(grades.amax()) < MOST_GRADES:
+            whole = grades[0].to(torch.int64)
+            if torch.equal(whole.to(grades.dtype), grades[0]):
+                so_far = torch.cat([discount.new_zeros(1), discount.cumsum(0)])
+                best_first = torch.bincount(whole).flip(0)  # how many rows have each relevance
+                ends = best_first.cumsum(0)
+                levels = torch.arange(len(ends) - 1, -1, -1, device=grades.device)
+                return (self._gains(levels) @ (so_far[ends] - so_far[ends - best_first]))[None]
+        return self._gains(grades.sort(dim=1, descending=True).values) @ discount
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training: the temperature."""
+        return {"temperature": saved_temperature(self.temperature)}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        self.temperature = loaded_temperature(state["temperature"])
+
+    def _arguments(self) -> str:
+        names = ("gain", "top", "reduction", "ignore_index", "gradient_reduction")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -1,0 +1,109 @@
+"""NDCG: the definition written out with loops, scikit-learn and torchmetrics at small temperatures, queries."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from sklearn.metrics import ndcg_score
+from torch import Tensor
+from torch.testing import assert_close
+
+from fullrank import NDCGLoss
+from fullrank.losses import ndcg
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+IGNORED = -100
+
+
+def by_definition(scores: Tensor, relevance: Tensor, temperature: float, gain: str, top: int | None) -> Tensor:
+    """Return the loss of one query from its soft ranks, pair by pair."""
+    rows = [i for i, grade in enumerate(relevance.tolist()) if grade != IGNORED]
+    gains = {i: float(relevance[i]) if gain == "linear" else 2.0 ** float(relevance[i]) - 1 for i in rows}
+    found = scores.new_zeros(())
+    for i in rows:
+        rank = 1 + sum(torch.sigmoid((scores[j] - scores[i]) / temperature) for j in rows if j != i)
+        counted = 1.0 if top is None else (top + 1 - rank).clamp(0, 1)
+        found = found + counted * gains[i] / torch.log2(1 + torch.as_tensor(rank))
+    best = sorted(gains.values(), reverse=True)[:top]
+    return 1 - found / sum(g / math.log2(2 + place) for place, g in enumerate(best))
+
+
+def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores that are at least 1 apart, relevance with ignored rows, and queries."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randperm(count, generator=generator).double().requires_grad_()
+    relevance = torch.randint(0, 5, (count,), generator=generator)
+    relevance[::7] = IGNORED
+    return scores, relevance, torch.randint(-2, 3, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("top", [None, 3])
+@pytest.mark.parametrize("gain", ["linear", "exponential"])
+def test_value_and_gradient_are_those_of_the_definition(gain: str, top: int | None) -> None:
+    scores, relevance, indexes = rows_of(40)
+    loss = NDCGLoss(1.5, gain=gain, top=top)
+    expected = by_definition(scores, relevance, 1.5, gain, top)
+    ours = loss(scores[:, None], relevance.float())
+    assert_close(ours, expected, **EXACT)
+    assert_close(torch.autograd.grad(ours, scores), torch.autograd.grad(expected, scores), **EXACT)
+    of_each = [by_definition(scores[indexes == i], relevance[indexes == i], 1.5, gain, top) for i in range(-2, 3)]
+    ours, theirs = loss(scores, relevance, indexes), torch.stack(of_each).mean()
+    assert_close(ours, theirs, **EXACT)
+    assert_close(torch.autograd.grad(ours, scores), torch.autograd.grad(theirs, scores), **EXACT)
+    assert abs(loss(scores, relevance) - loss(scores, relevance, indexes)) > 1e-3  # the control: one query
+
+
+@pytest.mark.parametrize("top", [None, 1, 10])
+@pytest.mark.parametrize("count", [30, 5_000])
+def test_small_temperatures_give_scikit_learn_and_torchmetrics(
+    count: int, top: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchmetrics.retrieval import RetrievalNormalizedDCG  # slow to import
+
+    monkeypatch.setattr(ndcg, "MOST_GRADES", 100)  # so that relevances are counted
+    scores, relevance, indexes = rows_of(count)
+    kept = relevance != IGNORED
+    x, y, query = (column[kept].detach().numpy() for column in (scores, relevance, indexes))
+    assert_close(1 - NDCGLoss(0.01, top=top)(scores, relevance).item(), ndcg_score(y[None], x[None], k=top), **EXACT)
+    spread = NDCGLoss(top=top)
+    spread(scores, relevance)
+    assert spread.current_temperature == pytest.approx(0.037 * count, rel=0.15)
+    whole = NDCGLoss(0.01, top=top, reduction="none")(scores, relevance, indexes)
+    for index, value in zip(range(-2, 3), whole):
+        own = query == index
+        assert_close(1 - value.item(), ndcg_score(y[own][None], x[own][None], k=top), **EXACT)
+    metric = RetrievalNormalizedDCG(top_k=top)
+    value = metric(torch.from_numpy(x) + 1, torch.from_numpy(y), torch.from_numpy(query) + 2)
+    assert_close(1 - whole.mean().item(), value.item(), rtol=0, atol=1e-6)  # the metric is float32
+
+
+def test_degenerate_and_infinite_rows() -> None:
+    scores, relevance, indexes = rows_of(20)
+    for given in ((scores[:0], relevance[:0]), (scores, relevance * 0), (scores, relevance * 0, indexes)):
+        value = NDCGLoss()(*given)
+        assert value.item() == 0.0
+        assert not torch.autograd.grad(value, scores, allow_unused=True)[0].any()
+    infinite = scores.detach().clone()
+    infinite[1], infinite[2] = math.inf, -math.inf
+    finite = infinite.clamp(-1e3, 1e3)
+    assert_close(NDCGLoss(0.5)(infinite, relevance), NDCGLoss(0.5)(finite, relevance), **EXACT)
+    infinite[3] = math.nan
+    assert NDCGLoss(0.5)(infinite, relevance).isnan()
+    values = NDCGLoss(0.5, reduction="none")(infinite, relevance, indexes)
+    assert values.isnan().sum() == 1
+
+
+def test_half_precision_and_what_is_refused() -> None:
+    scores, relevance, _ = rows_of(30)
+    half = scores.detach().half().requires_grad_()
+    loss = NDCGLoss(2.0)(half, relevance)
+    assert loss.dtype == torch.float32
+    assert_close(loss.double(), NDCGLoss(2.0)(scores, relevance), rtol=1e-6, atol=0)
+    assert torch.autograd.grad(loss, half)[0].dtype == torch.float16
+    with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
+        NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
+    for options in ({"top": 0}, {"gain": "square"}, {"temperature": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            NDCGLoss(**options)
