@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from ..distributed.exchange import check_rows
 from ..distributed.gather import gather_agreed
-from ..distributed.header import DeviceCheck, Offer, State, refuse_in_backward
+from ..distributed.header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import check_choice, check_count, check_int, check_tensor, expected
 from ..kernels.sigmoid_sums import sigmoid_sums
@@ -120,31 +120,25 @@ class NDCGLoss(CurrentTemperature):
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def bring() -> Offer[None]:
+        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
             self._check_not_gathered(group, logits=logits, relevance=relevance)
             check_temperature(self.temperature, automatic=True)
-            *tensors, check = self._checked(logits, relevance, indexes)
+            checked = self._checked(logits, relevance, indexes)
             facts = {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
-            return Offer(None, facts, check=check, tensors=tuple(tensors))
+            return Offer(checked, facts, check=self._check_of(checked[1]), tensors=checked)
 
         if group is None:
-            offer = bring()
-            if offer.check is not None:
-                offer.check.read()
-            assert offer.tensors is not None
-            loss = self._loss(*offer.tensors)
-        else:
-            given = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction).tensors
-            loss = self._loss(*given)
-        return note_kind(loss, over_ranks=group is not None)
+            return note_kind(self._loss(*agree_on(call, None, bring).value))
+        gathered = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
+        return note_kind(self._loss(*gathered.tensors), over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
     def _checked(
         self, logits: Tensor, relevance: Tensor, indexes: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, DeviceCheck | None]:
-        """Return scores (N,), relevance (N,) in the dtype of the computation, indexes, and a check of values."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return scores (N,), relevance (N,) in the dtype of the computation, and indexes."""
         check_tensor("logits", logits)
         check_tensor("relevance", relevance)
         check_rows([logits])
@@ -169,7 +163,7 @@ class NDCGLoss(CurrentTemperature):
             check_device("indexes", indexes, logits)
             indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
         grades = relevance.detach().reshape(-1).to(compute_dtype(logits.dtype))
-        return logits.reshape(-1), grades, indexes, self._check_of(grades)
+        return logits.reshape(-1), grades, indexes
 
     def _check_of(self, grades: Tensor) -> DeviceCheck | None:
         """Return whether a relevance is out of range; None if all are known to be right, or are not looked at."""

@@ -112,15 +112,6 @@ CROSS_ENTROPY, BINARY_CROSS_ENTROPY = ["CrossEntropyLoss"], ["BCEWithLogitsLoss"
 OF_TORCH = [*CROSS_ENTROPY, *BINARY_CROSS_ENTROPY]
 OF_EMBEDDINGS = ["RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss"]
 GATHERING = [*MODULES, SIGMOID[0], SOFTMAX[0], *OF_TORCH, *OF_EMBEDDINGS, "NDCGLoss"]
-    *MODULES,
-    SIGMOID[0],
-    SOFTMAX[0],
-    *OF_TORCH,
-    "RetrievalSmoothAPLoss",
-    "InfoNCELoss",
-    "SupConLoss",
-    "NDCGLoss",
-]
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
