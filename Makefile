@@ -6,6 +6,8 @@ STAMP := .venv/.installed
 DEMO_STAMP := .venv/.installed-demo
 BENCH_STAMP := .venv/.installed-bench
 export PYTHON
+# What decides the contents of .venv, and of the extension that pip builds.
+BUILD := setup.cfg setup.py constraints.txt pyproject.toml $(wildcard kernels/native/pairs.*c)
 # The package is the repository root, so a type checker finds it under its name only through a link.
 TYPECHECK := .venv/typecheck
 
@@ -29,12 +31,12 @@ help:
 	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
 
 # Without bytecode: the demo imports a small part of what is installed, and Python compiles that part when it does.
-$(DEMO_STAMP): setup.cfg constraints.txt pyproject.toml
+$(DEMO_STAMP): $(BUILD)
 	@echo "installing what the demo needs into .venv: 1.2 GB with torch for the CPU, a few minutes the first time"
 	@.ci/install demo --no-compile
 	@touch $@
 
-$(STAMP): setup.cfg constraints.txt pyproject.toml
+$(STAMP): $(BUILD)
 	@echo "installing what the checks need into .venv: 2.1 GB with torch for the CPU, a few minutes the first time"
 	@.ci/install test,demo,integrations,docs
 	@mkdir -p $(TYPECHECK)

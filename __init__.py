@@ -15,6 +15,7 @@ from .gradients import (
     sum_gradients_,
     total_grad_norm,
 )
+from .kernels.native import KERNELS
 from .losses import (
     BCEWithLogitsLoss,
     CombinedLoss,
@@ -35,6 +36,7 @@ from .losses import (
 from .queues import MemoryQueue
 
 __version__ = "0.1.0"
+__config__ = {"kernels": KERNELS}  # "native" where the extension was built, else "torch"
 
 
 def __getattr__(name: str) -> ModuleType:

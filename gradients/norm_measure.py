@@ -94,7 +94,8 @@ def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 def _row_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
     """Cut the elements (divided by ``unit``) into rows, and return the norms of all rows in ``dtype``."""
-    small, long = [], []
+    small: list[Tensor] = []
+    long: list[Tensor] = []
     for tensor in tensors:
         (small if unit is None and tensor.numel() <= _ROW else long).append(tensor)
     found = [torch.stack(norms_of_each(small, norm_type, dtype))] if small else []

@@ -13,6 +13,7 @@ Limits that bound memory or accuracy on every device alike, such as ``MOST_EMPTY
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class Costs(NamedTuple):
     """The costs of one kind of device; seconds are for forward and backward together."""
 
     pair: float  # seconds: one pair of scores, summed directly
+    native_pair: float  # seconds: the same in C, where that was built
     fixed: float  # seconds: bins, for any number of rows
     row: float  # seconds: one row (of one column of weights), placed in its bin and read from it
     coarse_bin: float  # seconds: one coarse bin (of one class and column of weights)
@@ -40,9 +42,14 @@ class Costs(NamedTuple):
         """Return whether summing the pairs directly is faster than bins for the rows, with ``num_bins`` coarse bins."""
         return num_pairs * self.pair < self.fixed + self.row * num_rows + self.coarse_bin * num_bins
 
+    def most_native_pairs(self, num_rows: int) -> int:
+        """Return up to how many pairs a direct sum in C is faster than bins for the rows."""
+        return int((self.fixed + self.row * num_rows) / self.native_pair)
+
 
 _CPU = Costs(
     pair=4e-9,
+    native_pair=1e-9,
     fixed=1.3e-3,
     row=13e-9,
     coarse_bin=4e-6,
@@ -64,6 +71,7 @@ _CPU = Costs(
 # neighbouring rows at the same time, so these go to different tables: ties would all be added at one address.
 _ACCELERATOR = Costs(
     pair=5e-11,
+    native_pair=math.inf,
     fixed=6e-4,
     row=2e-10,
     coarse_bin=5e-8,

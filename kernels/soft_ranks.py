@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import native
 from .bins import find_bins
 from .costs import costs_of
 from .node_tables import order_for
@@ -77,6 +79,11 @@ def smooth_ap_and_gradient(
     if method == "plain" or (method == "auto" and plain_is_faster(scores)):
         return of_all_pairs(scores, positive, member, weight, temperature, with_grad)
     costs, num_rows = costs_of(scores.device), scores.shape[1]
+    if method in ("auto", "direct"):
+        most = costs.most_native_pairs(scores.numel()) if method == "auto" else sys.maxsize
+        found = native.smooth_ap(scores, positive, member, weight, temperature, with_grad, most)
+        if found is not None:
+            return found
 
     def pairs_are_best(number: int, num_bins: int = 0) -> bool:
         few = costs.pairs_are_faster(number * num_rows, scores.numel(), num_bins)

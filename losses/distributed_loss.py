@@ -22,6 +22,7 @@ from ..distributed.group import (
 from ..distributed.header import State
 from ..distributed.torch_private import not_compiled
 from ..errors import expected
+from ..kernels import native
 from .arguments import completed
 
 # What to do when ranks differ in state that several losses have.
@@ -138,6 +139,9 @@ class DistributedLoss(nn.Module):
         return {
             "name": State(self.name, _SAME_ORDER),
             "arguments": State(self._arguments(), SAME_ARGUMENTS),
+            "kernels": State(
+                native.KERNELS, "Build the extension on every rank, or set FULLRANK_NATIVE=0 on all of them."
+            ),
             "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
             **self._surrounding_facts,
         }

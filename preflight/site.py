@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..kernels import native
 from ..kernels.precision import full_products
 
 
@@ -138,6 +139,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "built for": ", ".join(f"{name} {version}" for name, version in toolkits.items() if version) or "cpu",
         "collectives": "nccl " + ".".join(map(str, module.nccl.version())) if has_nccl else "-",
         "python": platform.python_version(),
+        "kernels": native.KERNELS,
         "device": _name(device),
         "threads": str(torch.get_num_threads()),
         "float32 products": products(device),

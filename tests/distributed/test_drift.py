@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import gradient_cases
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from workers import WorkerPool, error_of, get_pool
 
 import fullrank
+from fullrank.kernels import native
 from fullrank.losses.ranking import RankingLoss
 
 POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro")
@@ -318,3 +320,14 @@ def test_assert_synchronized_over_a_group(rank: int) -> None:
     assert " on rank 1." in text
     if rank != 1:
         queue.assert_synchronized(group)
+
+
+@on_ranks(2)
+def test_kernels_of_another_form(rank: int) -> None:
+    """Their results differ in the last bits, so ranks must not mix them: in the first step and in the second."""
+    loss, logits, targets = fullrank.SmoothAPLoss(queue_size=0), torch.randn(4, 1), torch.tensor([0, 1, 0, 1])
+    for forms in (("native", "torch"), ("torch", "torch"), ("torch", "native")):
+        with mock.patch.object(native, "KERNELS", forms[rank]):
+            kind, text = error_of(lambda: loss(logits, targets))
+        assert kind == ("none" if forms[0] == forms[1] else "RuntimeError")
+        assert forms[0] == forms[1] or f"kernels: '{forms[0]}' on rank 0, '{forms[1]}' on rank 1" in text

@@ -13,7 +13,7 @@ from score_sets import ROWS, SETS, generator, normal
 from torch import Tensor
 
 import fullrank
-from fullrank.kernels import node_tables, soft_ranks, soft_ranks_binned
+from fullrank.kernels import native, node_tables, soft_ranks, soft_ranks_binned
 from fullrank.kernels.bins import cover, cover_bulk, find_bins, locate, most_bins
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.soft_ranks import smooth_ap_sums
@@ -228,6 +228,7 @@ def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_pairs_for_small_pools_and_bins_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FUNCTIONS", {})
     taken: list[str] = []
     for name in ("smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"):
         original = getattr(soft_ranks, name)

@@ -1,0 +1,39 @@
+"""What setup.cfg cannot say: the optional library of kernels/native. All else stands in setup.cfg."""
+
+import os
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+# Each flag lets the compiler use vector instructions; none lets it change the order of a sum. Others take its defaults.
+FLAGS = [] if sys.platform == "win32" else ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
+
+
+class BuildLibrary(build_ext):
+    """Builds a library for ``ctypes``, not a module: its name must not look like one."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".library"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols
+
+
+class BuildModules(build_py):
+    """Leaves this file out, which lies in the folder of the package."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
+
+
+pairs = Extension(
+    "fullrank.kernels.native.pairs",
+    ["kernels/native/pairs.c"],
+    depends=["kernels/native/pairs.inc"],
+    extra_compile_args=FLAGS,
+    export_symbols=["smooth_ap_float32", "smooth_ap_float64"],
+    optional=True,  # without a compiler torch computes the same
+)
+setup(ext_modules=[pairs], cmdclass={"build_ext": BuildLibrary, "build_py": BuildModules})
