@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange, check_rows
+from ..distributed.gather import gather_after
 from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
 from ..distributed.torch_private import func_transforms_are_active, note_kind
@@ -181,7 +182,7 @@ class ContrastiveLoss(HoldsQueue):
         """Return what ``own`` is on all ranks. The rows travel as they were given, which may be in half precision."""
         if exchange is None:
             return [one.detach() for one in own]
-        return [self._comparable(one) for one in exchange.rows([one.detach() for one in agreed.tensors], agreed.rows)]
+        return [self._comparable(one) for one in gather_after(exchange.call, exchange.group, agreed)]
 
     def _queued(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queued rows (Q, D), in the dtype of ``like``, and their targets (Q,)."""

@@ -58,9 +58,10 @@ class InfoNCELoss(ContrastiveLoss):
         Half precision is computed in float32, sums in float64. O(N M D) time for M candidates and O(M D) memory.
 
     Distributed:
-        Four collectives forward: the header, one payload with the keys of all ranks, one reduce-scatter of their
-        gradients if they have any, two sums. None backward. Each rank computes the terms of its own queries, with
-        ``symmetric`` also of its own keys, for which the queries travel too. Every rank gets the same value.
+        Three collectives forward: the header with the keys of all ranks, one reduce-scatter of their gradients if they
+        have any, two sums; keys that do not fit behind the header take one more. None backward. Each rank computes the
+        terms of its own queries, with ``symmetric`` also of its own keys, for which the queries travel too. Every rank
+        gets the same value.
 
     Example:
         >>> import torch

@@ -71,8 +71,8 @@ class NDCGLoss(CurrentTemperature):
         or quadratic for few rows. Queries are padded to similar lengths, which at most doubles the rows.
 
     Distributed:
-        Two collectives forward: the header, and one payload with the rows of all ranks. None backward. A query may have
-        rows on several ranks. Every rank gets the same value.
+        One collective forward, the header with the rows of all ranks, or two if they do not fit. None backward. A query
+        may have rows on several ranks. Every rank gets the same value.
 
     Example:
         >>> import torch

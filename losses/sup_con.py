@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange
+from ..distributed.gather import gather_after
 from ..distributed.header import Offer, State, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_positive
@@ -52,9 +53,9 @@ class SupConLoss(ContrastiveLoss):
         Half precision is computed in float32, sums in float64. O(N M D) time for M rows and O(M D) memory.
 
     Distributed:
-        Four collectives forward: the header, one payload with the rows of all ranks, one reduce-scatter of gradients if
-        there are any, two sums. None backward. Each rank computes the terms of its own rows, and every rank gets the
-        same value.
+        Three collectives forward: the header with the rows of all ranks, one reduce-scatter of gradients if there are
+        any, two sums; rows that do not fit behind the header take one more. None backward. Each rank computes the terms
+        of its own rows, and every rank gets the same value.
 
     Example:
         >>> import torch
@@ -115,8 +116,9 @@ class SupConLoss(ContrastiveLoss):
         if group is not None:
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
-            arrived = exchange.rows([rows.detach(), names], agreed.rows)
-            everyone = self._comparable(arrived[0]), arrived[1]
+            with torch.no_grad():
+                arrived, names = gather_after(call, group, agreed)
+                everyone = self._comparable(arrived), names
         loss = self._add_up(self._part(own, *everyone, first), [own], agreed, exchange)
         if self._enqueues:
             self.queue.enqueue(*everyone)
