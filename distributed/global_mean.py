@@ -38,7 +38,9 @@ class _GlobalRatio(torch.autograd.Function):
 
 def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
     """Return ``total / count``, or ``total`` where the count is 0, because the total is then an empty sum."""
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    if isinstance(count, (int, float)):
+        return total / (count or 1)
+    count = count.to(total)
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
 

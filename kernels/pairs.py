@@ -1,12 +1,32 @@
-"""Pairs of scores: how many are summed at a time, and the sigmoid of their difference."""
+"""Pairs of scores: what Smooth-AP sums, how many at a time, and the sigmoid of their difference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .costs import costs_of
+
+
+class Problem(NamedTuple):
+    """The rows of a call of Smooth-AP and what each positive weighs."""
+
+    scores: Tensor  # [C, M]
+    positive: Tensor  # [C, M] bool
+    member: Tensor | None  # [C, M] bool: the rows that take part, None for all
+    class_of: Tensor  # [P] int64, ascending: class of each positive of a valid class
+    row_of: Tensor  # [P] int64: its row
+    share: Tensor  # [P] float64: its weight in the mean of its class
+    temperature: float
+
+
+def numpy_can_sum(scores: Tensor, num_pairs: int) -> bool:
+    """Return whether numpy, which starts an operation faster than torch, sums ``num_pairs`` of ``scores`` faster."""
+    is_number = scores.dtype in (torch.float32, torch.float64)
+    return scores.is_cpu and is_number and num_pairs <= costs_of(scores.device).pairs_at_once
 
 
 def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import Backward, anchor_of, first_order_only, second_derivative
+from ..errors import Backward, first_order_only, second_derivative
 from .precision import full_products, products_are_rounded
 from .torch_private import func_transforms_are_active, is_batched
 
@@ -61,7 +61,8 @@ def register(
         fake: returns empty tensors in the shapes and dtypes of the outputs of ``forward``, for the compiler and for
             tensors on the meta device.
         saved: takes the inputs and the output of ``forward``; returns the tensors and the other values that
-            ``backward`` needs.
+            ``backward`` needs. One of the tensors must be an input or the first output: a second derivative finds a
+            path to the inputs through it, and raises.
         backward: takes the gradient of the first output, then what ``saved`` returned; returns the gradients of the
             leading inputs. The remaining inputs have no gradient.
         fake_backward: the same as ``fake`` for ``backward``. With it ``backward`` is an operator too, which it must be
@@ -77,12 +78,9 @@ def register(
         backward_operator.register_fake(fake_backward)
         compiled_backward = backward_operator
 
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs, anchor: Tensor | None = None
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs) -> None:
         tensors, ctx.values = saved(inputs, output)
-        ctx.num_saved = len(tensors)
-        ctx.save_for_backward(*tensors, *([] if anchor is None else [anchor]))
+        ctx.save_for_backward(*tensors)
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the outputs without a gradient
@@ -90,7 +88,7 @@ def register(
     def gradients(compute: Callable[..., Outputs]) -> Backward:
         @first_order_only
         def of_inputs(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-            found = () if grad is None else compute(grad, *ctx.saved_tensors[: ctx.num_saved], *ctx.values)
+            found = () if grad is None else compute(grad, *ctx.saved_tensors, *ctx.values)
             return *found, *[None] * (num_inputs - len(found))
 
         return of_inputs
@@ -99,15 +97,12 @@ def register(
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, anchor: Tensor | None, *inputs: Any) -> Tensor | Outputs:
+        def forward(ctx: Any, *inputs: Any) -> Tensor | Outputs:
             output = forward(*inputs)
-            setup_context(ctx, inputs, output, anchor)
+            setup_context(ctx, inputs, output)
             return output
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-            return None, *eager_backward(ctx, grad, *others)
-
+        backward = staticmethod(eager_backward)
         jvp = staticmethod(_refuse_forward_mode)
 
     operator.register_autograd(gradients(compiled_backward), setup_context=setup_context)
@@ -118,9 +113,7 @@ def register(
             return operator(*inputs)
         if func_transforms_are_active():
             return transformed(*inputs)
-        # A second derivative with respect to the first input finds a path to it, and raises, through the anchor.
-        anchor = anchor_of(inputs[0]) if inputs[0].requires_grad and torch.is_grad_enabled() else None
-        return Eager.apply(anchor, *inputs)
+        return Eager.apply(*inputs)
 
     return differentiable
 
@@ -188,6 +181,8 @@ def _refuse_vmap(*_: Any, **__: Any) -> Any:
 
 def check_not_batched(*tensors: Tensor | None) -> None:
     """Raise RuntimeError when one of ``tensors`` is a batch of ``torch.vmap``, whose values no branch may depend on."""
+    if torch.compiler.is_compiling() or not func_transforms_are_active():
+        return
     for tensor in tensors:
         if isinstance(tensor, Tensor) and is_batched(tensor):
             raise RuntimeError(_VMAP)

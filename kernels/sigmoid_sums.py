@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from .bins import find_bins, locate
 from .costs import costs_of
 from .multipole import Line, Tables
 from .node_tables import order_for
-from .pairs import chunks_of_pairs, sigmoid_and_slope, slope_of
+from .pairs import chunks_of_pairs, numpy_can_sum, sigmoid_and_slope, slope_of
 from .registration import check_not_batched, register
 from .torch_private import func_transforms_are_active
 
@@ -121,15 +122,19 @@ class _Request(NamedTuple):
         """Queries and keys, once for each column of weights."""
         return (self.queries.numel() + self.keys.numel()) * self.weights.shape[2]
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the pairs are summed directly, wherever the scores are."""
+        few = costs_of(self.queries.device).pairs_are_faster(self.num_pairs, self.num_rows)
+        return self.method == "direct" or self.num_pairs == 0 or (self.method == "auto" and few)
+
     def ends(self) -> Tensor | None:
         """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
 
         None where the pairs are summed directly in any case. Waits for the device, once for all of them.
         """
         queries, keys = self.queries, self.keys
-        if self.method == "direct" or self.num_pairs == 0:
-            return None
-        if self.method == "auto" and costs_of(queries.device).pairs_are_faster(self.num_pairs, self.num_rows):
+        if self.is_direct:
             return None
         low = torch.minimum(queries.amin(dim=1), keys.amin(dim=1))
         high = torch.maximum(queries.amax(dim=1), keys.amax(dim=1))
@@ -155,6 +160,22 @@ class _Request(NamedTuple):
         for c, q in chunks_of_pairs(self.queries, self.keys):
             divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
             yield c, q, (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
+
+    @numpy.errstate(all="ignore")
+    def on_host(self) -> tuple[Any, Any, Any] | None:
+        """Return s and s' of all pairs (C, Q, K) and the divisor of the differences, arrays; None if numpy is slower.
+
+        A few pairs take numpy a fraction of the time of torch.
+        """
+        if not numpy_can_sum(self.queries, self.num_pairs):
+            return None
+        queries, keys = self.queries.detach().numpy(), self.keys.detach().numpy()
+        divisor = self.temperature if self.temperatures is None else self.temperatures.numpy()[:, None, None]
+        difference = (keys[:, None, :] - queries[:, :, None]) / divisor
+        small = numpy.exp(-abs(difference))
+        large = 1 / (1 + small)
+        small *= large
+        return numpy.where(difference > 0, large, small), small * large, divisor
 
 
 def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -193,6 +214,9 @@ def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
         of_each = _split(parts, queries, keys, weights, request.temperatures)
         some = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in of_each)
         return torch.cat([_sums_of(part, part.ends()) for part in some])
+    host = request.on_host()
+    if host is not None:
+        return torch.from_numpy(host[0] @ weights.detach().numpy())
     sums = None
     for c, q, difference, _ in request.chunks():
         found = torch.sigmoid(difference) @ weights[c]
@@ -222,7 +246,9 @@ def _gradients(
     """
     grad = grad.contiguous()
     request = _Request(queries, keys, weights, temperature, method, temperatures)
-    tables = _tables_if_faster(request, request.ends() if bool(ends.isnan().any()) else ends)
+    tables = None
+    if not request.is_direct:
+        tables = _tables_if_faster(request, request.ends() if bool(ends.isnan().any()) else ends)
     if tables is not None:
         of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
@@ -238,6 +264,13 @@ def _gradients(
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
     nothing = weights.new_empty(0)
+    host = request.on_host()
+    if host is not None:
+        sigmoid, slope, divisor = host
+        incoming, given = grad.numpy(), weights.detach().numpy()
+        slope *= incoming @ given.swapaxes(1, 2) / divisor
+        of_queries, of_keys = torch.from_numpy(-slope.sum(axis=2)), torch.from_numpy(slope.sum(axis=1))
+        return of_queries, of_keys, torch.from_numpy(sigmoid.swapaxes(1, 2) @ incoming) if with_weights else nothing
 
     def zeros() -> tuple[Tensor, Tensor, Tensor]:
         return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else nothing

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,9 +15,11 @@ from . import native
 from .bins import find_bins
 from .costs import costs_of
 from .node_tables import order_for
+from .pairs import Problem, numpy_can_sum
 from .registration import register
 from .soft_ranks_binned import smooth_ap_binned
-from .soft_ranks_pairs import Problem, smooth_ap_direct, smooth_ap_sorted
+from .soft_ranks_host import smooth_ap_of_one_class
+from .soft_ranks_pairs import smooth_ap_direct, smooth_ap_sorted
 from .soft_ranks_plain import loss_and_gradient as of_all_pairs
 from .soft_ranks_plain import plain_is_faster, scaled, smooth_ap_plain
 
@@ -89,6 +92,12 @@ def smooth_ap_and_gradient(
         few = costs.pairs_are_faster(number * num_rows, scores.numel(), num_bins)
         return method == "direct" or number * num_rows == 0 or (method == "auto" and few)
 
+    if scores.shape[0] == 1 and member is None and weight is None and numpy_can_sum(scores, num_rows):
+        rows = positive.numpy()[0].nonzero()[0]
+        if 0 < len(rows) < num_rows and pairs_are_best(len(rows)):
+            of_pairs = smooth_ap_of_one_class(scores, positive, rows, temperature, with_grad)
+            if of_pairs is not None:
+                return *of_pairs, torch.from_numpy(numpy.array([True]))
     edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
         problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
@@ -188,19 +197,15 @@ def _list_in_order(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, seen: Seen
 ) -> tuple[Problem, Tensor, bool]:
     """Do the same as :func:`_list_positives` for one class, of which ``seen`` is known, without a wait."""
-    rank = positive[0].view(torch.uint8)
-    if member is not None:
-        rank = rank + member[0].view(torch.uint8)  # 2 for positives, 1 for negatives, 0 for rows that take no part
-    rows = rank.argsort(stable=True, descending=True)[: seen.num_member]
     is_valid = 0 < seen.num_positive < seen.num_member and seen.mass > 0
-    row_of = rows[: seen.num_positive if is_valid else 0]
+    row_of = torch.nonzero_static(positive[0], size=seen.num_positive if is_valid else 0)[:, 0]
     if weight is None:
         share = torch.full(row_of.shape, 1 / max(1, seen.num_positive), dtype=torch.float64, device=scores.device)
     else:
         mass = weight.reshape(-1)[row_of].double()
         share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)  # in the order of the rows
     class_of = torch.zeros_like(row_of)
-    problem = Problem(scores, positive, member, class_of, row_of, share, temperature, rows)
+    problem = Problem(scores, positive, member, class_of, row_of, share, temperature)
     return problem, torch.full((1,), is_valid, device=scores.device), is_valid
 
 
@@ -298,6 +303,6 @@ _smooth_ap = register(
         torch.empty_like(scores) if others[4] else scores.new_empty(0),  # with_grad
         scores.new_empty(scores.shape[0], dtype=torch.bool),
     ),
-    saved=lambda inputs, outputs: ((outputs[1],), ()),
-    backward=lambda grad_loss, gradient: (scaled(gradient, grad_loss),),
+    saved=lambda inputs, outputs: (outputs[:2], ()),
+    backward=lambda grad_loss, loss, gradient: (scaled(gradient, grad_loss),),
 )

@@ -35,7 +35,7 @@ from .node_tables import (
     make_kernel,
     sources_of,
 )
-from .soft_ranks_pairs import Problem
+from .pairs import Problem
 
 
 def smooth_ap_binned(
@@ -61,7 +61,7 @@ def smooth_ap_binned(
             overwritten.
         factor: (C,) what the weights in ``sums`` are multiplied by.
     """
-    scores, positive, member, class_of, row_of, share, temperature, _ = problem
+    scores, positive, member, class_of, row_of, share, temperature = problem
     gradient = scores.new_empty(scores.shape if with_grad else 0)
     runs = runs_of_classes(bins)
     if len(runs) == 1:

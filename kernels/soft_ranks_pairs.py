@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,96 +20,47 @@ from torch import Tensor
 
 from .costs import costs_of
 from .node_tables import CUTOFF
-from .pairs import chunk_size
+from .pairs import Problem, chunk_size, numpy_can_sum
+from .soft_ranks_host import smooth_ap_on_host
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
 _FEW = 16  # pairs per row that may be summed beyond the cutoff
 
 
-class Problem(NamedTuple):
-    """The rows of a call of Smooth-AP and what each positive weighs."""
-
-    scores: Tensor  # [C, M]
-    positive: Tensor  # [C, M] bool
-    member: Tensor | None  # [C, M] bool: the rows that take part, None for all
-    class_of: Tensor  # [P] int64, ascending: class of each positive of a valid class
-    row_of: Tensor  # [P] int64: its row
-    share: Tensor  # [P] float64: its weight in the mean of its class
-    temperature: float
-    rows: Tensor | None = None  # [n] int64: the positives, then the negatives, of the only class; None if not listed
-
-
 def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
-    scores, positive, member, class_of, row_of, share, temperature, _ = problem
-    if scores.shape[0] == 1:
-        return _direct_of_one_class(problem, with_grad)
+    scores, positive, member, class_of, row_of, share, temperature = problem
+    if row_of.numel() > 0 and numpy_can_sum(scores, scores.shape[1]):
+        found = smooth_ap_on_host(problem, with_grad)
+        if found is not None:
+            return found
     loss = share.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
     step = chunk_size(scores, scores.shape[1])
     ones = positive.to(scores.dtype)  # on the host a product with bools takes five times as long
+
+    def of_classes(rows: Tensor, c: Tensor) -> Tensor:
+        return rows if len(rows) == 1 else rows.index_select(0, c)
+
     for first in range(0, share.shape[0], step):
         c, row = class_of[first : first + step], row_of[first : first + step]
-        difference = (scores.index_select(0, c) - scores[c, row][:, None]).div_(temperature)  # [p, M]
+        difference = (of_classes(scores, c) - scores[c, row][:, None]).div_(temperature)  # [p, M]
         if member is not None:
-            difference.masked_fill_(~member.index_select(0, c), -math.inf)
+            difference.masked_fill_(~of_classes(member, c), -math.inf)
         difference.scatter_(1, row[:, None], -math.inf)  # j = i does not count
         sigmoid = difference.sigmoid()
-        is_positive = ones.index_select(0, c)
+        is_positive = of_classes(ones, c)
         among_positives = sigmoid * is_positive
-        n = (sigmoid - among_positives).sum(dim=1)
-        weight = share[first : first + step]
-        term, push, pull = _terms(among_positives.sum(dim=1), n, weight.to(n.dtype), temperature)
-        loss.index_add_(0, c, weight * term)
+        n, r = (sigmoid - among_positives).sum(dim=1), among_positives.sum(dim=1) + 1
+        total, weight = r + n, share[first : first + step]
+        loss.index_add_(0, c, weight * (n / total))
         if with_grad:
+            factor = weight.to(n.dtype) / total / (total * temperature)
             slope = difference.neg_().sigmoid_().mul_(sigmoid)  # exact in both tails
-            slope *= torch.lerp(pull[:, None], push[:, None], is_positive)
+            slope *= torch.lerp((r * factor)[:, None], -(n * factor)[:, None], is_positive)
             gradient.index_add_(0, c, slope)
             gradient.index_put_((c, row), -slope.sum(dim=1), accumulate=True)
     return loss, gradient
-
-
-def _direct_of_one_class(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Do the same for C = 1. All positives have the same keys; with the positive keys first, masks become slices."""
-    scores, positive, member, _, row_of, share, temperature, order = problem
-    if order is None or row_of.numel() == 0:
-        negative = ~positive[0] if member is None else member[0] & ~positive[0]
-        order = torch.cat([row_of, negative.nonzero()[:, 0]])
-    keys, weight, count = scores[0].index_select(0, order), share.to(scores.dtype), row_of.numel()
-    loss, gradient = share.new_zeros(1), torch.zeros_like(keys)
-    step = chunk_size(scores, keys.numel())
-    for first in range(0, count, step):
-        own = slice(first, min(first + step, count))
-        difference = (keys - keys[own, None]).div_(temperature)  # [p, K]
-        difference.diagonal(first).fill_(-math.inf)  # j = i does not count
-        sigmoid = difference.sigmoid()
-        sums = sigmoid[:, :count].sum(dim=1), sigmoid[:, count:].sum(dim=1)
-        term, push, pull = _terms(*sums, weight[own], temperature)
-        loss += (share[own] * term).sum()
-        if with_grad:
-            slope = difference.neg_().sigmoid_().mul_(sigmoid)  # exact in both tails
-            slope[:, :count].mul_(push[:, None])  # not *=, which would also copy the product onto itself
-            slope[:, count:].mul_(pull[:, None])
-            gradient += slope.sum(dim=0)
-            gradient[own].sub_(slope.sum(dim=1))
-    if not with_grad:
-        return loss, scores.new_empty(0)
-    return loss, torch.zeros_like(scores).index_copy_(1, order, gradient[None])
-
-
-def _terms(above: Tensor, n: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return n / (r + n) of each positive (p,), and its factor on the slope of a positive and of a negative.
-
-    Args:
-        above: (p,) sum of the sigmoids over the other positives, r - 1.
-        n: (p,) the same over the negatives.
-        weight: (p,) share of the positive in the mean.
-        temperature: > 0.
-    """
-    r = above + 1
-    total = r + n
-    factor = weight / total / (total * temperature)
-    return n / total, (n * factor).neg_(), r * factor
 
 
 def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -119,7 +69,7 @@ def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
     If no two rows are within the cutoff of each other, the whole gradient is smaller than what the cutoff leaves out.
     There are few such pairs, so they are summed as far as the dtype of the scores can hold their gradient.
     """
-    scores, positive, member, class_of, row_of, share, temperature, _ = problem
+    scores, positive, member, class_of, row_of, share, temperature = problem
     num_classes, num_rows = scores.shape
     ordered, order = scores.contiguous().sort(dim=1)
     is_positive = positive.gather(1, order)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import torch
 from torch import Tensor
 
 from .bins import chunks
 from .costs import costs_of
+from .pairs import numpy_can_sum
 from .quantiles import Levels
 from .registration import register
 
@@ -75,6 +77,8 @@ def _gradient(
 
     The slopes are computed as they are where a row is near its level, and relative to that of the nearest row if not.
     """
+    if numpy_can_sum(scores, base.shape[1] * scores.numel()):
+        return (_on_host(grad, scores, base, offset, taus, rows),)
     grad, base, offset = grad.t(), base.t(), None if offset is None else offset.t()  # [L, C]
     finite = _are_finite(base, offset)
     origin = torch.where(finite, base, 0.0)
@@ -107,6 +111,27 @@ def _gradient(
             total = slope.mul_(scale) if total is None else total.addcmul_(slope, scale)
     assert total is not None  # there is a level
     return (total,)
+
+
+@numpy.errstate(all="ignore")
+def _on_host(
+    grad: Tensor, scores: Tensor, base: Tensor, offset: Tensor | None, taus: Tensor, rows: Tensor | None
+) -> Tensor:
+    """Return the same in numpy, with slopes relative to that of the nearest row, in float64."""
+    x, levels, shifts = scores.detach().numpy(), base.numpy(), 0.0 if offset is None else offset.numpy()
+    is_finite = numpy.isfinite(levels + shifts)
+    levels, shifts = numpy.where(is_finite, levels.astype(float), 0.0), numpy.where(is_finite, shifts, 0.0)
+    distance = abs(x[:, None, :] - levels[:, :, None] - shifts[:, :, None])  # [C, L, M]
+    if rows is not None:
+        distance = numpy.where(rows.numpy()[:, None, :], distance, math.inf)
+    nearest = distance.min(axis=2, keepdims=True, initial=math.inf)
+    nearest = numpy.where(nearest == math.inf, 0.0, nearest)  # without a row no slope counts
+    widths = taus.numpy().astype(float)[:, None, None]
+    slopes = numpy.exp((nearest - distance) / widths)
+    slopes /= (1 + slopes * numpy.exp(-nearest / widths)) ** 2
+    sums = slopes.sum(axis=2)
+    slopes *= numpy.where(is_finite & (sums > 0), grad.numpy() / sums, 0.0)[:, :, None]
+    return torch.from_numpy(slopes.sum(axis=1).astype(x.dtype))
 
 
 def _write_slopes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
@@ -89,7 +88,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         values = F.binary_cross_entropy_with_logits(
             x, targets.to(x.dtype), weight, pos_weight=pos_weight, reduction=reduction
         )
-        count = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
+        count: Tensor | float = float(x.numel())
         if sample_weight is not None:
             given, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, self.validate_args)
             checks += [] if check is None else [check]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Literal
 
 import torch
@@ -130,14 +131,15 @@ class CrossEntropyLoss(TorchLikeLoss):
                 fix = "Use targets.argmax(dim=1) for one-hot targets; BCEWithLogitsLoss for several labels per row."
                 raise TypeError(expected("targets", "class indices (N, *), or probabilities as floats", targets, fix))
             checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
-            y, weight, counted = targets.to(x.dtype), self._weights_of(x), x.new_ones(shape)
+            y, weight, counted = targets.to(x.dtype), self._weights_of(x), None
         else:
             y, valid, checks = check_classes(inputs, targets, self.ignore_index, self.validate_args)
-            # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the gradient.
-            x, y = x.masked_fill(~valid.unsqueeze(1), 0.0), y.masked_fill(~valid, self.ignore_index)
+            if valid is not None:
+                # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the gradient.
+                x, y = x.masked_fill(~valid.unsqueeze(1), 0.0), y.masked_fill(~valid, self.ignore_index)
             weight, counted = self._weights_of(x), valid
             if weight is not None:
-                counted = torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
+                counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
         is_weighted, unit = sample_weight is not None, None
         # A sum of torch rather than of its elements: that has the bits of its mean.
         reduction = "none" if is_weighted or self.reduction == "none" else "sum"
@@ -148,9 +150,9 @@ class CrossEntropyLoss(TorchLikeLoss):
             given, check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
             checks += [] if check is None else [check]
             unit = weight_unit(given)
-            values, counted = values * (given / unit), counted * (given / unit)
-        count = counted.sum() if self.reduction == "mean" else x.new_zeros(())
-        return Elements(values, count, unit, combined(checks))
+            values, counted = values * (given / unit), given / unit if counted is None else counted * (given / unit)
+        count = float(math.prod(shape)) if counted is None else counted.sum()
+        return Elements(values, count if self.reduction == "mean" else 0.0, unit, combined(checks))
 
     def _weights_of(self, x: Tensor) -> Tensor | None:
         """Return the weights of the classes of logits (N, C, *), as torch needs them."""

@@ -20,7 +20,7 @@ class Elements(NamedTuple):
     """Element losses, weighted, 0 where ignored; and the divisor of their sum. Both are in units of ``unit``."""
 
     values: Tensor  # [N, *], compute dtype
-    divisor: Tensor  # scalar: number of elements, or their mass of weights; 0 for a plain sum
+    divisor: Tensor | float  # scalar: number of elements, or their mass of weights; 0 for a plain sum
     unit: Tensor | None = None  # scalar, what the weights were divided by; None without weights
     check: DeviceCheck | None = None  # checks of values that have not been read
 
@@ -150,7 +150,7 @@ class FocalLoss(DistributedLoss):
             if unit is None:
                 return part_of_mean(values.sum(), divisor, facts, check)
             # The units may differ between ranks. In float64 nothing overflows.
-            return part_of_mean(values.sum().double() * unit, divisor.double() * unit, facts, check)
+            return part_of_mean(values.sum().double() * unit, unit.double() * divisor, facts, check)
 
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":

@@ -103,7 +103,7 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         classes: Tensor | int = 1  # binary mode has this class alone
         if rule.num_classes > 1:
             classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
-        positive, member = batch.targets[None] == classes, None  # [C, M]
+        positive, member = batch.targets.unsqueeze(0) == classes, None  # [C, M]
         # A mask that is not needed takes less than to wait for an accelerator.
         is_host = batch.targets.device.type == "cpu"
         if not batch.complete and (not is_host or may_hold(batch.targets, rule.ignore_index)):
@@ -232,7 +232,8 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
     if reduction == "none":
         return values.masked_fill(~valid, math.nan).to(dtype)
     if values.numel() == 1:
-        loss = values.reshape(())
+        # Not a view of float64 values: a kernel has saved them, and the loss may be changed in place.
+        loss = values.sum(dtype=dtype) if values.dtype == torch.float64 else values.reshape(())
     elif reduction == "mean":
         loss = values.sum() / (valid | values.isnan()).sum().clamp_min(1)
     else:

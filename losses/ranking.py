@@ -151,7 +151,7 @@ class RankingLoss(QueuedLoss):
         """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
         assert self.spread_multiple is not None
         scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
-        if has_values(pool.scores):
+        if temperature != self._last_temperature and has_values(pool.scores):
             self._last_temperature = temperature
         return scaled, temperature
 

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ..kernels.bins import Bins, cover, most_bins
 from ..kernels.node_tables import Order, order_for
+from ..kernels.pairs import Problem
 from ..kernels.registration import exact
 from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.soft_ranks import ends_of, move_infinities
 from ..kernels.soft_ranks_binned import find_places, moments_of, smooth_ap_binned
-from ..kernels.soft_ranks_pairs import Problem
 from .pool import PerClass, Pool
 from .sharded import PoolFacts, needs_gradient, with_gradient
 

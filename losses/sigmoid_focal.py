@@ -85,34 +85,40 @@ def _elements(
     targets = aligned(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
-    checks = [check_of_soft_targets(targets)] if validate_args and has_values(targets) else []
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
+    are_hard = x.device.type == "cpu" and has_values(x) and has_values(y) and torch.equal(y, (y > 0).to(y.dtype))
+    checks = [] if are_hard or not (validate_args and has_values(targets)) else [check_of_soft_targets(targets)]
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
     # Nothing cancels then, even for infinite logits. Only other targets need the general form.
-    is_hard = (y == 0) | (y == 1)
-    hard = F.logsigmoid(torch.where(y > 0.5, x, -x))
-    x_soft = torch.where(is_hard, torch.zeros_like(x), x)
-    missed = torch.sigmoid(x_soft) * (1 - y) + torch.sigmoid(-x_soft) * y  # 1 - p_t, a sum of numbers >= 0
-    cross_entropy = torch.where(is_hard, -hard, -y * F.logsigmoid(x_soft) - (1 - y) * F.logsigmoid(-x_soft))
-    # Hard elements read 0.5 here and soft ones log 0.5, so that neither branch has an infinite slope for the other.
-    focus_of_hard = focus(torch.where(is_hard, hard, torch.full_like(x, -math.log(2))), gamma)
-    focus_of_soft = power(torch.where(is_hard, torch.full_like(x, 0.5), missed), gamma)
-    values = torch.where(is_hard, focus_of_hard, focus_of_soft) * cross_entropy
+    if are_hard:
+        hard = F.logsigmoid(x * (2 * y - 1))
+        values = -hard if gamma == 0 else -hard * focus(hard, gamma)
+    else:
+        is_hard = (y == 0) | (y == 1)
+        hard = F.logsigmoid(torch.where(y > 0.5, x, -x))
+        x_soft = torch.where(is_hard, torch.zeros_like(x), x)
+        missed = torch.sigmoid(x_soft) * (1 - y) + torch.sigmoid(-x_soft) * y  # 1 - p_t, a sum of numbers >= 0
+        values = torch.where(is_hard, -hard, -y * F.logsigmoid(x_soft) - (1 - y) * F.logsigmoid(-x_soft))
+        # Hard elements read 0.5 here and soft ones log 0.5, so that neither branch has an infinite slope for the other.
+        focus_of_hard = focus(torch.where(is_hard, hard, torch.full_like(x, -math.log(2))), gamma)
+        focus_of_soft = power(torch.where(is_hard, torch.full_like(x, 0.5), missed), gamma)
+        values = torch.where(is_hard, focus_of_hard, focus_of_soft) * values
     counted = None  # [N, *] the share of each element in the divisor; None for all 1
     if alpha >= 0:
-        alpha_t = alpha * y + (1 - alpha) * (1 - y)
+        alpha_t = (1 - alpha) + (2 * alpha - 1) * y
         values = values * alpha_t
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
+    is_mean = reduction.startswith("mean")
     if sample_weight is None:
-        mass = torch.full((), values.numel(), dtype=x.dtype, device=x.device) if counted is None else counted.sum()
-        return Elements(values, mass * reduction.startswith("mean"), None, combined(checks))
+        mass = float(values.numel()) if counted is None else counted.sum()
+        return Elements(values, mass * is_mean, None, combined(checks))
     weight, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, validate_args)
     checks += [] if check is None else [check]
     unit = weight_unit(weight)
     weight = weight / unit
     mass = (weight if counted is None else weight * counted).sum()
-    return Elements(values * weight, mass * reduction.startswith("mean"), unit, combined(checks))
+    return Elements(values * weight, mass * is_mean, unit, combined(checks))
 
 
 def check_of_soft_targets(targets: Tensor) -> DeviceCheck:

@@ -119,32 +119,39 @@ def _elements(
 ) -> Elements:
     targets, valid, checks = check_classes(inputs, targets, rule.ignore_index, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
-    # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
-    x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    classes = torch.where(valid, targets, torch.zeros_like(targets))
+    classes = targets
+    if valid is not None:
+        # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
+        x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
+        classes = torch.where(valid, targets, torch.zeros_like(targets))
     alpha = _class_weights(x, classes, rule)
     values = _element_losses(x, classes, rule)
     if alpha is not None:
         values = values * alpha
-    weight, unit = valid.to(x.dtype), None
+    weight, unit = None if valid is None else valid.to(x.dtype), None
     if sample_weight is not None:
         given, check = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
         checks += [] if check is None else [check]
         unit = weight_unit(given)
-        weight = weight * (given / unit)
+        weight = given / unit if weight is None else weight * (given / unit)
     counted = weight
     if rule.reduction == "mean_positive":
-        counted = weight * (targets != rule.background_class)
+        foreground = (targets != rule.background_class).to(x.dtype)
+        counted = foreground if weight is None else weight * foreground
     elif rule.reduction == "mean_weighted" and alpha is not None:
-        counted = weight * alpha.detach()
-    count = counted.sum() if rule.reduction.startswith("mean") else counted.new_zeros(())
-    return Elements(values * weight, count, unit, combined(checks))
+        counted = alpha.detach() if weight is None else weight * alpha.detach()
+    count = float(values.numel()) if counted is None else counted.sum()
+    values = values if weight is None else values * weight
+    return Elements(values, count if rule.reduction.startswith("mean") else 0.0, unit, combined(checks))
 
 
 def check_classes(
     inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
-) -> tuple[Tensor, Tensor, list[DeviceCheck]]:
-    """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not."""
+) -> tuple[Tensor, Tensor | None, list[DeviceCheck]]:
+    """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not.
+
+    None in place of the second if the host knows that all of them are.
+    """
     check_inputs(inputs, targets)
     if inputs.ndim < 2:
         raise ValueError(expected("inputs", "shape (N, C, *)", inputs))
@@ -159,6 +166,10 @@ def check_classes(
         raise ValueError(expected("targets", f"shape {shape} for inputs (N, C, *)", targets, fix))
     check_exact(targets, inputs.shape[1])
     given, targets = targets, targets.to(torch.int64)
+    if targets.device.type == "cpu" and has_values(targets) and targets.numel() and not given.is_floating_point():
+        low, high = (int(end) for end in targets.aminmax())
+        if low >= 0 and high < inputs.shape[1] and not low <= ignore_index <= high:
+            return targets, None, []
     if not (validate_args and has_values(targets)):
         return targets, targets != ignore_index, []
     ignored, outside = targets == ignore_index, (targets < 0) | (targets >= inputs.shape[1])
@@ -180,11 +191,11 @@ def check_element_weight(
 def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:
     """Return the focal loss of each element (N, *) before class weights: logits (N, C, *), class indices in range."""
     log_p = F.log_softmax(x, dim=1)
-    log_p_target = log_p.gather(1, classes.unsqueeze(1)).squeeze(1)  # [N, *]
-    cross_entropy = -log_p_target
+    of_target = F.nll_loss(log_p, classes, reduction="none")  # [N, *]
+    cross_entropy = of_target
     if rule.label_smoothing > 0:
         cross_entropy = (1 - rule.label_smoothing) * cross_entropy - rule.label_smoothing * log_p.mean(dim=1)
-    return focus(log_p_target, rule.gamma) * cross_entropy
+    return cross_entropy if rule.gamma == 0 else focus(-of_target, rule.gamma) * cross_entropy
 
 
 def _class_weights(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor | None:

@@ -28,10 +28,10 @@ from ..errors import Words, expected
 from ..kernels.bins import MOST_EMPTY, Bins, cover, locate
 from ..kernels.costs import costs_of
 from ..kernels.node_tables import Order, order_for
+from ..kernels.pairs import Problem
 from ..kernels.registration import exact
 from ..kernels.soft_ranks import ends_of
 from ..kernels.soft_ranks_binned import find_places, moments_of, read_gradient, runs_of_classes, solve
-from ..kernels.soft_ranks_pairs import Problem
 from .batch import check_batch
 from .pool import PerClass, one_vs_rest, reduce_values
 from .sharded_smooth_ap import shares_of_moments

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..errors import Words, expected
-from ..kernels.torch_private import is_batched
+from ..kernels.torch_private import func_transforms_are_active, is_batched
 
 
 def has_values(tensor: Tensor) -> bool:
     """Return True if a branch may depend on values: not while compiling, on the meta device or under ``torch.vmap``."""
-    return not (torch.compiler.is_compiling() or tensor.is_meta or is_batched(tensor))
+    compiling = torch.compiler.is_compiling() or tensor.is_meta
+    return not (compiling or (func_transforms_are_active() and is_batched(tensor)))
 
 
 def weight_unit(weight: Tensor) -> Tensor:
