@@ -112,8 +112,15 @@ def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[
     return errors
 
 
-def tensor_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
-    """Return the errors with two data ranks of two tensor-parallel ranks each, by the group the count is made over."""
+# tests/conformance has float32 for every verb.
+each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
+
+
+@pytest.mark.full
+@each_dtype
+@on_ranks(4)
+def test_tensor_parallel_copies_count_once(rank: int, dtype: str) -> None:
+    """Two data ranks of two tensor-parallel ranks each, by the group the count is made over."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -131,7 +138,10 @@ def tensor_parallel_errors(rank: int, dtype: str) -> dict[str, float]:
         errors[name] = error(gradient(model), expected.gradient)
         errors[f"{name} loss"] = error(loss, expected.loss)
     errors |= _loss_parallel_errors(kept, mesh, make_window("full", data_rank), expected)
-    return errors
+    wrong = {name: errors.pop(name) for name in ("world", "world loss")}
+    assert_exact(errors, dtype)
+    assert abs(wrong["world"] - 0.5) <= LIMITS[dtype]  # every token was counted twice, every loss added twice
+    assert wrong["world loss"] <= LIMITS[dtype]
 
 
 def _loss_parallel_errors(dtype: torch.dtype, mesh: Any, batches: list[Batch], expected: Result) -> dict[str, float]:
@@ -153,10 +163,6 @@ def _loss_parallel_errors(dtype: torch.dtype, mesh: Any, batches: list[Batch], e
         "loss parallel": error(gradient(model), expected.gradient),
         "loss parallel loss": error(step.mean_loss(), expected.loss),
     }
-
-
-# tests/conformance has float32 for every verb.
-each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 
 
 @each_dtype
@@ -289,16 +295,6 @@ def test_experts_whose_gradients_are_averaged_are_refused(rank: int) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     text = error_of(lambda: run_window(model, make_window("full", rank)))[1]
     assert "got divisors [2.0, 4.0]. Call sum_gradients_(model) once" in text
-
-
-@pytest.mark.full
-@each_dtype
-def test_tensor_parallel_copies_count_once(pool_of_four: WorkerPool, dtype: str) -> None:
-    for errors in pool_of_four(tensor_parallel_errors, dtype):
-        wrong = {name: errors.pop(name) for name in ("world", "world loss")}
-        assert_exact(errors, dtype)
-        assert abs(wrong["world"] - 0.5) <= LIMITS[dtype]  # every token was counted twice, every loss added twice
-        assert wrong["world loss"] <= LIMITS[dtype]
 
 
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:

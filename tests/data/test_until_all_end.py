@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -239,8 +240,9 @@ def test_a_rank_without_anything_to_yield(pool: WorkerPool) -> None:
         assert text.startswith("until_all_end failed on rank 0: batch: expected tensors")
 
 
-def ends_in_another_epoch(rank: int) -> list[int]:
-    """Return the rows of each step; rank 0 has a batch in the first epoch alone, and loops change their batches."""
+@on_ranks(2)
+def test_the_last_batch_is_known_in_the_next_epoch(rank: int) -> None:
+    """Rank 0 has a batch in the first epoch alone, and loops change their batches."""
     batches = [{"x": ROWS}] if rank == 0 else [{"x": ROWS}, {"x": ROWS}]
     loader, found = until_all_end(batches), []
     for epoch in range(2):
@@ -250,15 +252,12 @@ def ends_in_another_epoch(rank: int) -> list[int]:
             found.append(len(dict(batch)["x"]))
             if not found[-1]:
                 batch.pop("x")
-    return found
+    assert found == ([3, 3, 3, 3] if rank else [3, 0, 0, 0])
 
 
-def test_the_last_batch_is_known_in_the_next_epoch(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(ends_in_another_epoch) == [[3, 0, 0, 0], [3, 3, 3, 3]]
-
-
-def leaves_early(rank: int) -> tuple[str, str]:
-    """Return the error where rank 0 leaves the loop and calls something else."""
+@on_ranks()
+def test_a_rank_that_leaves_early_raises_on_all(rank: int) -> None:
+    """Rank 0 leaves the loop and calls something else."""
 
     def train() -> None:
         for step, _ in enumerate(until_all_end([ROWS] * 3)):
@@ -266,26 +265,16 @@ def leaves_early(rank: int) -> tuple[str, str]:
                 break
         fullrank.all_gather_no_grad(ROWS)
 
-    return error_of(train)
-
-
-def test_a_rank_that_leaves_early_raises_on_all(pool: WorkerPool) -> None:
-    (kind, text), *others = pool(leaves_early)
+    kind, text = error_of(train)
     assert kind == "RuntimeError"
     assert "until_all_end on rank" in text
-    assert set(others) == {(kind, text)}
 
 
-def of_workers(rank: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the steps of a DataLoader of torch."""
+@on_ranks(2)
+def test_a_loader_of_torch(rank: int) -> None:
     rows = TensorDataset(torch.arange(3.0 + 4 * rank)[:, None].expand(-1, 2), torch.arange(3 + 4 * rank))
-    return [tuple(batch[0].shape) for batch in until_all_end(DataLoader(rows, batch_size=2))]
-
-
-def test_a_loader_of_torch(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(of_workers)
-    assert first == [(2, 2), (1, 2), (0, 2), (0, 2)]
-    assert second == [(2, 2), (2, 2), (2, 2), (1, 2)]
+    shapes = [tuple(batch[0].shape) for batch in until_all_end(DataLoader(rows, batch_size=2))]
+    assert shapes == [[(2, 2), (1, 2), (0, 2), (0, 2)], [(2, 2), (2, 2), (2, 2), (1, 2)]][rank]
 
 
 def test_data_and_integrations_are_attributes() -> None:

@@ -403,9 +403,11 @@ def test_nan_is_where_a_gathered_pool_has_it(pool_of_two: WorkerPool, loss: str)
             assert (outcome.nan_rows > 0) == ("finite" not in name), name
 
 
-def without_gradient(rank: int, form: str) -> list[bool]:
-    """Return whether calls without gradient give the values of those with one, and leave the queue as they do."""
-    found = []
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
+@on_ranks(2)
+def test_calls_without_gradient(rank: int, form: str) -> None:
+    """They give the values of those with one. In training mode their rows enter the queue that the next step reads."""
     for name in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
         case = Case(name, queue_size=60)
         steps = [make_step(case, index) for index in range(3)]
@@ -419,17 +421,8 @@ def without_gradient(rank: int, form: str) -> list[bool]:
                 with context():
                     values = [loss(own.logits, own.targets) for own in owns[:2]]
                 last = loss_and_gradient(loss, owns[2])
-                found.append(all(bool(value == wanted[0]) for value, wanted in zip(values, expected)))
-                found.append(all(map(torch.equal, last, expected[2])))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["moments", "positives", "gather", "sums"])
-def test_calls_without_gradient(pool_of_two: WorkerPool, form: str) -> None:
-    """In training mode, so that their rows enter the queue that the next training step reads and writes."""
-    for found in pool_of_two(without_gradient, form):
-        assert all(found)
+                assert all(bool(value == wanted[0]) for value, wanted in zip(values, expected))
+                assert all(map(torch.equal, last, expected[2]))
 
 
 DEGENERATE: dict[str, tuple[int, int, int]] = {  # rows of all ranks, classes, and the target of every row

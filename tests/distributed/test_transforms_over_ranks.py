@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from on_ranks import on_ranks
 from torch import Tensor
 from workers import WorkerPool, error_of
 
@@ -79,14 +80,6 @@ def transformed(rank: int, odd: int | None) -> dict[tuple[str, str, int], tuple[
     return found
 
 
-def without_check(rank: int) -> list[tuple[str, str]]:
-    """Return the errors of every transform around ``gather_rows`` on all ranks, without the check."""
-    call, rows = make_calls()["gather_rows"], rows_of(rank, 0)
-    unseen = dict.fromkeys(("func_transforms_are_active", "has_tangent"), lambda *_: False)
-    with mock.patch.multiple(header, **unseen):
-        return [error_of(lambda apply=apply: apply(call, rows)) for apply in TRANSFORMS.values()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "odd",
@@ -106,8 +99,12 @@ def test_a_transform_raises_one_sentence_on_every_rank(pool_of_two: WorkerPool, 
             assert text.endswith("as with gather_distributed=False.")
 
 
-def test_control_without_the_check_torch_raises(pool_of_two: WorkerPool) -> None:
-    for errors in pool_of_two(without_check):
-        for _, text in errors:
+@on_ranks(2)
+def test_control_without_the_check_torch_raises(rank: int) -> None:
+    call, rows = make_calls()["gather_rows"], rows_of(rank, 0)
+    unseen = dict.fromkeys(("func_transforms_are_active", "has_tangent"), lambda *_: False)
+    with mock.patch.multiple(header, **unseen):
+        for apply in TRANSFORMS.values():
+            text = error_of(lambda apply=apply: apply(call, rows))[1]
             assert text
             assert "gather_distributed=False" not in text

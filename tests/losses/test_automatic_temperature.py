@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 from loss_cases import step
+from on_ranks import on_ranks
 from reference import Rows
 from torch import Tensor
 from workers import WorkerPool, error_of
@@ -303,18 +304,13 @@ def test_ranks_find_the_temperature_and_the_gradient_of_one_process(pool: Worker
             assert worst <= 1e-12
 
 
-def settings_that_differ(rank: int) -> list[tuple[str, str]]:
-    """Return the errors of losses that are automatic on rank 0 alone."""
+@on_ranks(2)
+def test_ranks_compare_the_setting(rank: int) -> None:
+    """The losses are automatic on rank 0 alone."""
     value = None if rank == 0 else 0.05
-    losses = [*(make(1, temperature=value) for make in MODULES.values()), RetrievalSmoothAPLoss(value)]
-    return [error_of(lambda loss=loss: loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))) for loss in losses]
-
-
-def test_ranks_compare_the_setting(pool_of_two: WorkerPool) -> None:
-    results = pool_of_two(settings_that_differ)
-    assert results[0] == results[1]
-    for error, text in results[0]:
-        assert error == "RuntimeError"
+    for loss in [*(make(1, temperature=value) for make in MODULES.values()), RetrievalSmoothAPLoss(value)]:
+        kind, text = error_of(lambda loss=loss: loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1])))
+        assert kind == "RuntimeError"
         assert "temperature: None on rank 0, 0.05 on rank 1" in text
         assert "a number or None" in text
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
-from workers import WorkerPool, error_of
+from workers import error_of
 
 import fullrank
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss
@@ -236,33 +237,25 @@ def test_the_device_is_read_once_for_a_comparison_of_many_weights(monkeypatch: p
 # Over ranks; tests/distributed has the promise and the faults of all losses.
 
 
-def differing_weights(rank: int, loss: str, step: int) -> tuple[str, str, bool]:
-    """Return the error of ranks whose weights differ in ``step``, and whether the next step is as if nothing was."""
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("loss", ["classes", "binary"])
+@on_ranks()
+def test_weights_that_differ_raise_on_every_rank(rank: int, loss: str, step: int) -> None:
+    """The next step is as if nothing had been."""
     make = (
         (lambda: CrossEntropyLoss(torch.ones(3))) if loss == "classes" else (lambda: BCEWithLogitsLoss(torch.ones(3)))
     )
     found, twin = make(), make()
-    error = ("none", "")
     for index in range(step + 2):
         logits = numbers(4 + rank, 3, seed=10 * index + rank)
         targets = torch.arange(4 + rank) % 3 if loss == "classes" else logits.sigmoid()
         if index == step:
             found.weight[0] += rank  # such as weights that each rank has counted in its own rows
-            error = error_of(lambda given=(logits, targets): found(*given))
+            kind, text = error_of(lambda given=(logits, targets): found(*given))
             found.weight[0] -= rank
         else:
-            equal = torch.equal(found(logits, targets), twin(logits, targets))
-    return *error, equal
-
-
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("loss", ["classes", "binary"])
-def test_weights_that_differ_raise_on_every_rank(pool: WorkerPool, loss: str, step: int) -> None:
-    outcomes = pool(differing_weights, loss, step)
-    assert len(set(outcomes)) == 1
-    kind, text, equal = outcomes[0]
+            assert torch.equal(found(logits, targets), twin(logits, targets))
     assert kind == "RuntimeError"
     assert "weight=[1.0, 1.0, 1.0]" in text
     assert "weight=[2.0, 1.0, 1.0]" in text
     assert "Construct it with the same arguments on every rank." in text
-    assert equal

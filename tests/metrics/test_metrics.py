@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
+from on_ranks import on_ranks
 from sklearn.metrics import roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAveragePrecision
 from torchmetrics.utilities.distributed import gather_all_tensors
-from workers import class_of, get_pool
+from workers import error_of
 
 from fullrank.kernels.quantiles import INTERPOLATIONS
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
@@ -97,8 +98,11 @@ def compute_in_every_way(rank, shards, more_shards):
     return [_values(results) for results in rounds], kept, len(calls) / len(own)
 
 
-def compute_in_subgroups(rank, shards):
-    """Values of ranks 0 and 1 together, and of the others, by the argument of Metric, by clone and by ``sync``."""
+@pytest.mark.slow
+@on_ranks(3)
+def test_process_group(rank):
+    """Values of ranks 0 and 1 together, and of the other, by the argument of Metric, by clone and by ``sync``."""
+    shards, (logits, targets) = [[20, 5], [], [30]], make_rows(55)
     groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, dist.get_world_size())))]
     group = groups[0 if rank < 2 else 1]
     by_argument, by_sync = make_metrics(process_group=group), make_metrics(sync_on_compute=False)
@@ -111,11 +115,20 @@ def compute_in_subgroups(rank, shards):
     for metric in by_sync:
         with metric.sync_context(process_group=group):
             synced.append(metric.compute())
-    return [_values(results) for results in (*found, synced)]
+    own = slice(0, 25) if rank < 2 else slice(25, 55)
+    alone = make_metrics(sync_on_compute=False)
+    expected = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in alone]
+    for results in (*found, synced):
+        _close(_values(results), expected)
 
 
-def count_collectives(rank, shards):
-    """Collectives of: compute, compute again, compute after the first rank has new rows, compute again."""
+@on_ranks(2)
+def test_the_value_is_cached_while_no_rank_has_new_rows(rank):
+    """Collectives of: compute, compute again, compute after the first rank has new rows, compute again.
+
+    A header per compute, and two collectives more when rows travel: here more than there is room for.
+    """
+    shards = [[50], []]
     metric = make_metrics(process_group=dist.new_group())[1]
     update_with_shard(metric, rank, shards)
     counts = []
@@ -127,18 +140,24 @@ def count_collectives(rank, shards):
                 value = metric.compute()
             counts.append(counter.total)
         assert metric.compute() is value
-    return counts
+    assert counts == [3, 1, 3, 1]
 
 
-def forward_values(rank, shards, on_step):
-    """Values of forward on the last update of this rank, then those of compute."""
-    batch_values, values = [], []
-    logits, targets = make_rows(total_rows(shards))
-    own = slice(total_rows(shards[:rank]), total_rows(shards[: rank + 1]))
+@pytest.mark.parametrize("on_step", [False, True])
+@on_ranks(2)
+def test_forward_across_ranks(rank, on_step):
+    """The values of forward, and those of compute after it."""
+    batch_values, values, (logits, targets) = [], [], make_rows(101)
+    own = (slice(0, 40), slice(40, 101))[rank]
     for metric in make_metrics(dist_sync_on_step=on_step):
         batch_values.append(metric(logits[own], targets[own]))
         values.append(metric.compute())
-    return _values(batch_values), _values(values)
+    whole, local = (
+        [_value(metric, logits[of], targets[of]).reshape(-1).tolist() for metric in make_metrics(sync_on_compute=False)]
+        for of in (slice(None), own)
+    )
+    _close(_values(batch_values), whole if on_step else local)
+    _close(_values(values), whole)
 
 
 def warnings_of_compute(rank, shards):
@@ -154,18 +173,16 @@ def warnings_of_compute(rank, shards):
     return texts, _values(results)
 
 
-def error_of_different_arguments(rank):
-    """Class and text of the exception when the ranks hold different metrics."""
+@on_ranks(2)
+def test_ranks_with_different_arguments_all_raise(rank):
     metric = RecallAtQuantile(1, quantile=0.1 * (rank + 1))
     metric.update(torch.zeros(2, 1), torch.tensor([0, 1]))
-    try:
-        metric.compute()
-    except Exception as error:
-        # The local rows are still there, and the next round is a clean one.
-        metric.reset()
-        dist.barrier()
-        return class_of(error), str(error)
-    return None
+    kind, text = error_of(metric.compute)
+    metric.reset()  # the local rows are still there, and the next round is a clean one
+    dist.barrier()
+    assert kind == "RuntimeError"
+    assert "quantile=0.1" in text
+    assert "quantile=0.2" in text
 
 
 TOLERANCE = {"rtol": 0, "atol": 1e-9}  # sums of float64 quotients, in another order than the reference's
@@ -596,11 +613,6 @@ def _one_process(*rounds):
     return results
 
 
-def test_the_value_is_cached_while_no_rank_has_new_rows(pool_of_two):
-    # A header per compute, and two collectives more when rows travel: here more than there is room for.
-    assert pool_of_two(count_collectives, [[50], []]) == [[3, 1, 3, 1]] * 2
-
-
 @pytest.mark.parametrize("case", SHARDS)
 def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
     # In the second round only the first rank has rows: the others' values of the first are out of date all the same.
@@ -623,40 +635,9 @@ def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
             assert (mean - torch.tensor(value, dtype=torch.float64)).abs().max() > 1e-3
 
 
-@pytest.mark.slow
-def test_process_group():
-    logits, targets = make_rows(55)
-    for rank, ways in enumerate(get_pool(3)(compute_in_subgroups, [[20, 5], [], [30]])):
-        own = slice(0, 25) if rank < 2 else slice(25, 55)
-        expected = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
-        for actual in ways:
-            _close(actual, expected)
-
-
-@pytest.mark.parametrize("on_step", [False, True])
-def test_forward_across_ranks(pool_of_two, on_step):
-    shards = [[40], [61]]
-    whole = _one_process((shards, 0))
-    logits, targets = make_rows(101)
-    for own, (batch_values, values) in zip(
-        (slice(0, 40), slice(40, 101)), pool_of_two(forward_values, shards, on_step)
-    ):
-        local = [_value(metric, logits[own], targets[own]).reshape(-1).tolist() for metric in make_metrics()]
-        _close(batch_values, whole if on_step else local)
-        _close(values, whole)
-
-
 def test_only_a_metric_without_a_row_on_any_rank_warns(pool_of_two):
     assert [texts for texts, _ in pool_of_two(warnings_of_compute, [[50], []])] == [[], []]
     for texts, values in pool_of_two(warnings_of_compute, [[], []]):
         assert len(texts) == len(values)
         assert all("found no row on any rank" in text for text in texts)
         assert all(math.isnan(value) for value in itertools.chain(*values))
-
-
-def test_ranks_with_different_arguments_all_raise(pool_of_two):
-    one, two = pool_of_two(error_of_different_arguments)
-    assert one == two
-    assert one[0] == "RuntimeError"
-    assert "quantile=0.1" in one[1]
-    assert "quantile=0.2" in one[1]

@@ -304,6 +304,8 @@ def test_rows_of_the_wrong_shape() -> None:
         queue.enqueue(torch.ones(2, 1), torch.ones(2).long(), sample_weight=torch.ones(3))
     with pytest.raises(TypeError, match="targets: expected integers or bools"):
         queue.enqueue(torch.ones(2, 1), torch.ones(2))
+    with pytest.raises(TypeError, match="logits: expected a floating-point tensor"):
+        queue.enqueue(torch.ones(2, 1).long(), torch.ones(2).long())
     assert len(queue) == 0
 
 

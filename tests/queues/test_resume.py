@@ -16,11 +16,12 @@ import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from scripts import run_under_agent
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from workers import WorkerPool, get_pool
+from workers import WorkerPool, error_of, get_pool
 
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss, LossWarmupWrapper, SmoothAPLoss
 
@@ -124,19 +125,6 @@ def load_on_rank_zero_only(rank: int, folder: str, name: str) -> tuple[str, list
     if rank != 0:
         loss = load(folder, name, fill)
     return text, steps_after(loss, fill)
-
-
-def temperature_on_rank_zero_only(rank: int) -> str:
-    """Return the error of a loss without a queue of which one rank has loaded a cooler one."""
-    cooled, loss = (make_loss("smooth_ap", 0, max_pool_size=None) for _ in range(2))
-    cooled.temperature *= 0.7
-    if rank == 0:
-        loss.load_state_dict(cooled.state_dict())
-    try:
-        step(loss, 0, torch.float64)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
 
 
 class Job:
@@ -501,10 +489,16 @@ def test_a_rank_that_has_not_loaded_is_named(saved: tuple[str, list[list[float]]
     assert losses == expected[CASES.index((name, "wrapped"))]
 
 
-def test_a_temperature_that_one_rank_has_loaded_is_named(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(temperature_on_rank_zero_only)
-    assert first == second
-    assert "temperature: 0.21 on rank 0, 0.3 on rank 1" in first
+@on_ranks(2)
+def test_a_temperature_that_one_rank_has_loaded_is_named(rank: int) -> None:
+    """Of a loss without a queue."""
+    cooled, loss = (make_loss("smooth_ap", 0, max_pool_size=None) for _ in range(2))
+    cooled.temperature *= 0.7
+    if rank == 0:
+        loss.load_state_dict(cooled.state_dict())
+    kind, text = error_of(lambda: step(loss, 0, torch.float64))
+    assert kind == "RuntimeError"
+    assert "temperature: 0.21 on rank 0, 0.3 on rank 1" in text
 
 
 def test_an_epoch_that_has_begun_does_not_empty_a_loaded_queue() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 from workers import WorkerPool, error_of, get_pool
 
@@ -183,25 +184,19 @@ def test_a_gathered_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> N
     assert run == pytest.approx(whole, rel=1e-12)
 
 
-def load_another(rank: int, folder: str, kind: str, own: str) -> list[str]:
-    """Load the checkpoint ``own`` on the last rank and another one on the others; return what a call raises."""
-    loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded")
-    name = own if rank == dist.get_world_size() - 1 else "first"
-    state = torch.load(Path(folder, f"{name}{rank if kind == 'own' else ''}"), weights_only=True)
-    found = []
-    for _ in range(2):  # the second time as well
-        loss.load_state_dict(state)
-        found.append(error_of(lambda: loss(*rows_of(9, rank, dist.get_world_size())))[0])
-    return found
-
-
 @pytest.mark.parametrize("kind", ["whole", "own"])
-def test_ranks_that_load_different_checkpoints_raise(tmp_path: Path, kind: str) -> None:
-    """Those of two trainings that stored as many rows in every step."""
+@on_ranks(2)
+def test_ranks_that_load_different_checkpoints_raise(rank: int, tmp_path: Path, kind: str) -> None:
+    """Those of two trainings that stored as many rows in every step; the second time as well."""
     for name, first in (("first", 0), ("second", 3)):
-        get_pool(2)(train, str(tmp_path), "sharded", "", name, first, kind == "whole")
-    for own, expected in (("second", ["RuntimeError"] * 2), ("first", ["none"] * 2)):
-        assert get_pool(2)(load_another, str(tmp_path), kind, own) == [expected] * 2
+        train(rank, str(tmp_path), "sharded", "", name, first, kind == "whole")
+    for own, expected in (("second", "RuntimeError"), ("first", "none")):
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded")
+        name = own if rank == 1 else "first"
+        state = torch.load(Path(tmp_path, f"{name}{rank if kind == 'own' else ''}"), weights_only=True)
+        for _ in range(2):
+            loss.load_state_dict(state)
+            assert error_of(lambda loss=loss: loss(*rows_of(9, rank, 2)))[0] == expected  # type: ignore[misc]
 
 
 def resume_on_as_many(rank: int, name: str, keeps_owners: bool) -> tuple[bool, bool]:
@@ -241,9 +236,11 @@ def test_as_many_ranks_go_on_bit_identically(name: str, pool: WorkerPool) -> Non
         assert not same_rows
 
 
-def gather_twice(rank: int, wrapped: bool) -> list[bool]:
-    """Gather a queue three times, with a step before the first and the last; return whether a gathered pool's is it."""
-    found = []
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "wrapped"])
+@on_ranks(2)
+def test_a_queue_is_gathered_again(rank: int, wrapped: bool) -> None:
+    """Three times, with a step before the first and the last: a rank whose state is up to date takes part all the same,
+    as the others may not know."""
     kinds: tuple[Any, Any] = ("gathered", "sharded")
     losses: list[Any] = [fullrank.SmoothAPLoss(1, queue_size=40, pool=pool) for pool in kinds]
     if wrapped:
@@ -257,35 +254,21 @@ def gather_twice(rank: int, wrapped: bool) -> list[bool]:
         states = [loss.state_dict() for loss in losses]
         for name, value in states[0].items():
             if name.endswith("queue._extra_state"):
-                found += [torch.equal(value[part], states[1][name][part]) for part in ("logits", "checksum")]
-    return found
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "wrapped"])
-def test_a_queue_is_gathered_again(wrapped: bool) -> None:
-    """A rank whose state is up to date takes part all the same: the others may not know."""
-    for found in get_pool(2)(gather_twice, wrapped):
-        assert found == [True] * 6
-
-
-def no_row_stored(rank: int, dtype: torch.dtype, count: int) -> list[bool]:
-    """Enqueue nothing, from ``count`` ignored rows on the last rank; return what a gathered and a sharded queue say."""
-    found = []
-    for pool in ("gathered", "sharded"):
-        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)  # type: ignore[arg-type]
-        own = count if rank else 0
-        rows = torch.zeros(own, 1, dtype=dtype), torch.full((own,), -100)
-        loss(*rows, sample_weight=torch.ones(own, dtype=dtype))
-        loss.gather_queue()
-        state = loss.state_dict()["queue._extra_state"]
-        found += [state["is_double"], state["has_weights"]]
-    return found
+                assert all(torch.equal(value[part], states[1][name][part]) for part in ("logits", "checksum"))
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_without_a_stored_row_the_state_is_that_of_a_gathered_queue(count: int) -> None:
-    for is_double, has_weights, *of_parts in get_pool(2)(no_row_stored, torch.float64, count):
-        assert [is_double, has_weights] == of_parts == [count > 0] * 2
+@on_ranks(2)
+def test_without_a_stored_row_the_state_is_that_of_a_gathered_queue(rank: int, count: int) -> None:
+    """From ``count`` ignored rows on the last rank."""
+    own = count if rank else 0
+    rows = torch.zeros(own, 1, dtype=torch.float64), torch.full((own,), -100)
+    for pool in ("gathered", "sharded"):
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)  # type: ignore[arg-type]
+        loss(*rows, sample_weight=torch.ones(own, dtype=torch.float64))
+        loss.gather_queue()
+        state = loss.state_dict()["queue._extra_state"]
+        assert [state["is_double"], state["has_weights"]] == [count > 0] * 2
 
 
 def elsewhere(rank: int, folder: str) -> list[tuple[str, str]]:
@@ -360,27 +343,21 @@ def test_a_fault_in_gather_queue_is_raised_on_every_rank(fault: str, error: str,
                 assert message.startswith(text.format(odd=odd)), message
 
 
-def alone_and_later(rank: int, folder: str) -> list[tuple[str, str]]:
-    """Gather the queue of several ranks alone; load own rows before there is a group to compare with."""
-    own, other = (torch.load(Path(folder, f"own{r}"), weights_only=True) for r in (rank, 1 - rank))
-    found = []
-    for state in (own, other):
+@on_ranks(2)
+def test_own_rows_load_before_the_group_exists(rank: int, tmp_path: Path) -> None:
+    """What does not fit shows in the first step with the group; a queue of several ranks is not gathered alone."""
+    train(rank, str(tmp_path), "sharded", "", "own", 0, False)
+    refused = "ValueError", "SmoothAPLoss failed on rank 0: queue: expected the rows of rank 0 of 2, got those of"
+    for place, (kind, text) in ((rank, ("none", "")), (1 - rank, refused)):
         loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded", gather_distributed=False)
-        loss.load_state_dict(state)
-        found.append(error_of(loss.gather_queue))
+        loss.load_state_dict(torch.load(tmp_path / f"own{place}", weights_only=True))
+        gathered = error_of(loss.gather_queue)
+        assert gathered[0] == "RuntimeError"
+        assert "gather_queue: expected a call on all ranks of the queue, got rank" in gathered[1]
         loss.gather_distributed = None
-        found.append(error_of(lambda loss=loss: loss(*rows_of(3, rank, 2))))  # type: ignore[misc]
-    return found
-
-
-def test_own_rows_load_before_the_group_exists(tmp_path: Path) -> None:
-    get_pool(2)(train, str(tmp_path), "sharded", "", "own", 0, False)
-    for gather, first, gather_other, first_other in get_pool(2)(alone_and_later, str(tmp_path)):
-        assert gather[0] == gather_other[0] == "RuntimeError"
-        assert "gather_queue: expected a call on all ranks of the queue, got rank" in gather[1]
-        assert first[0] == "none"
-        assert first_other[0] == "ValueError"
-        assert "SmoothAPLoss failed on rank 0: queue: expected the rows of rank 0 of 2, got those of" in first_other[1]
+        found = error_of(lambda loss=loss: loss(*rows_of(3, rank, 2)))  # type: ignore[misc]
+        assert found[0] == kind
+        assert text in found[1]
 
 
 @pytest.mark.parametrize("pool", ["gathered", "sharded"])
