@@ -4,11 +4,12 @@ Usage: python benchmarks/costs.py [--device DEVICE] [--quick] [--repeats 5] [--o
 
 Prints an entry for ``TABLE`` in kernels/costs.py: each measured constant, with the value in use next to it.
 
-The seconds (pair, fixed, row, coarse_bin) are solved from the times of Smooth-AP, forward and backward, at four sizes.
-Each size (the other constants) is the fastest of a quarter of the value in use, that value and four times as much, with
-all other constants unchanged. ``many_rows`` is the smallest tried number of rows at which the narrower bins are faster,
-``plain_pairs`` the largest tried number of pairs up to which summing them all is faster, and ``interleaved`` the faster
-of the two. ``searches_at_once`` only bounds memory, so it is not measured.
+The seconds (pair, native_pair, fixed, row, coarse_bin) are solved from the times of Smooth-AP, forward and backward, at
+four sizes. Each size (the other constants) is the fastest of a quarter of the value in use, that value and four times
+as much, with all other constants unchanged. ``many_rows`` is the smallest tried number of rows at which the narrower
+bins are faster, ``plain_pairs`` the largest tried number of pairs up to which summing them all is faster, and
+``interleaved`` the faster of the two. ``searches_at_once`` only bounds memory, so it is
+not measured.
 
 Runs in one process alone, because ranks on shared processors would disturb each other; measure on a quiet machine. The
 full run takes a few minutes and writes costs.json; a quick one takes seconds and writes only where ``--out`` says. Do
@@ -22,11 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from report import CPU, Record, Run, Step, interleave
 from torch import Tensor
 
+from fullrank.kernels import native
 from fullrank.kernels.bins import find_bins
 from fullrank.kernels.costs import TABLE, Costs, costs_of
 from fullrank.kernels.node_tables import order_for
@@ -55,13 +58,17 @@ class Measurement:
         scores = torch.randn(classes, rows, generator=numbers).to(self.device).requires_grad_()
         return scores, (torch.rand(classes, rows, generator=numbers) < share).to(self.device)
 
-    def step(self, pool: tuple[Tensor, Tensor], temperature: float, method: str) -> Callable[[], None]:
-        """Return forward and backward of Smooth-AP as one call."""
+    def step(
+        self, pool: tuple[Tensor, Tensor], temperature: float, method: str, in_c: bool = False
+    ) -> Callable[[], None]:
+        """Return forward and backward of Smooth-AP as one call, ``in_c`` with the extension where it was built."""
         scores, positive = pool
+        functions = native.FUNCTIONS if in_c else {}
 
         def run() -> None:
             scores.grad = None
-            smooth_ap_sums(scores, positive, None, None, temperature, method)[0].sum().backward()
+            with mock.patch.object(native, "FUNCTIONS", functions):
+                smooth_ap_sums(scores, positive, None, None, temperature, method)[0].sum().backward()
 
         return run
 
@@ -87,12 +94,13 @@ class Measurement:
         return bins.num_coarse
 
     def seconds(self) -> Record:
-        """Return pair, fixed, row and coarse_bin."""
+        """Return pair, native_pair (that of torch where the extension was not built), fixed, row and coarse_bin."""
         few, many = self.pool(self.rows(100_000)), self.pool(self.rows(500_000))  # both of the same order
         pairs = self.pool(self.rows(50_000))
         times = self.times(
             {
                 "pairs": self.step(pairs, WIDE, "direct"),
+                "pairs in C": self.step(pairs, WIDE, "direct", in_c=True),
                 "few rows": self.step(few, WIDE, "binned"),
                 "many rows": self.step(many, WIDE, "binned"),
                 "many bins": self.step(few, NARROW, "binned"),
@@ -103,7 +111,8 @@ class Measurement:
         coarse_bin = (times["many bins"] - times["few rows"]) / (bins[1] - bins[0])
         fixed = times["few rows"] - row * few[0].numel() - coarse_bin * bins[0]
         num_pairs = int(pairs[1].sum()) * pairs[0].numel()
-        return {"pair": times["pairs"] / num_pairs, "fixed": fixed, "row": row, "coarse_bin": coarse_bin}
+        pair, native_pair = times["pairs"] / num_pairs, times["pairs in C"] / num_pairs
+        return {"pair": pair, "native_pair": native_pair, "fixed": fixed, "row": row, "coarse_bin": coarse_bin}
 
     def fastest(self, field: str, step: Step) -> int | bool:
         """Return the fastest value of one size, or of one choice, on ``step``."""
