@@ -13,7 +13,7 @@ from on_ranks import on_ranks
 from subjects import Model, error, gradient, has_gradients
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import WorkerPool, error_of
+from workers import error_of
 
 from fullrank import DeferredMean, accumulate, count_valid_tokens
 
@@ -38,12 +38,25 @@ def manual_backward(model: DistributedDataParallel, loss: Tensor) -> None:
     loss.backward()
 
 
-def inside_a_forward(rank: int, fault: str, num_before: int, buffers: bool) -> tuple[tuple[str, str], list[float]]:
-    """Return what a window inside a forward of DDP raises when the last rank leaves out ``manual_backward``.
+OF_RANK = "accumulate (end of the window) failed on rank 1: loss of micro-batch 2: expected a tensor from the forward"
+# Of its micro-batches the last rank leaves out ``manual_backward`` in these; or every rank back-propagates the last one
+# itself, so that no rank reduces, which shows at the end of the window.
+FAULTS = {
+    "last": OF_RANK,
+    "every one": OF_RANK,
+    "none": "",
+    "unprepared": "loss: expected a tensor from the forward of the DDP module",
+}
 
-    And the errors of the windows around it. ``fault``: "last", "every one" or "none" of its micro-batches; or
-    "unprepared", where every rank back-propagates the last one itself, so that no rank reduces.
-    """
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2)
+def test_a_rank_that_leaves_out_manual_backward_raises_on_every_rank(
+    rank: int, fault: str, buffers: bool, num_before: int
+) -> None:
+    """In a window inside a forward of DDP; the windows around it are exact."""
     inner = Model(buffers=buffers)
     model, errors, found = DistributedDataParallel(Stepping(inner)), [], ("none", "")
     batches, odd = make_window("full", rank), rank == dist.get_world_size() - 1
@@ -74,26 +87,9 @@ def inside_a_forward(rank: int, fault: str, num_before: int, buffers: bool) -> t
         else:
             training_step("none")
             errors.append(error(gradient(model), one_process(Model(torch.float64), all_batches("full")).gradient))
-    return found, errors
-
-
-@pytest.mark.parametrize("fault", ["last", "every one", "none", "unprepared"])
-def test_a_rank_that_leaves_out_manual_backward_raises_on_every_rank(pool_of_two: WorkerPool, fault: str) -> None:
-    """In the first and the second window, with and without buffers; with the fault "none" nothing raises.
-
-    An unprepared backward shows at the end of the window, on every rank alike.
-    """
-    of_rank = (
-        "accumulate (end of the window) failed on rank 1: loss of micro-batch 2: expected a tensor from the forward"
-    )
-    at_the_end = "loss: expected a tensor from the forward of the DDP module"
-    texts = {"none": "", "last": of_rank, "every one": of_rank, "unprepared": at_the_end}
-    for buffers in (False, True):
-        for num_before in (0, 1):
-            for found, errors in pool_of_two(inside_a_forward, fault, num_before, buffers):
-                assert found[0] == ("none" if fault == "none" else "ValueError")
-                assert found[1].startswith(texts[fault])
-                assert max(errors) <= 1e-12
+    assert found[0] == ("none" if fault == "none" else "ValueError")
+    assert found[1].startswith(FAULTS[fault])
+    assert max(errors) <= 1e-12
 
 
 @on_ranks(2)

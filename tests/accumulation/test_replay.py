@@ -22,7 +22,7 @@ from on_ranks import on_ranks
 from subjects import LIMITS, Model, by_hand, error, gradient, has_gradients, mesh_of, reduced, wrap
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of, get_pool
 
 import fullrank
 from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
@@ -113,9 +113,13 @@ def mean_of_squares(scores: Tensor, batches: list[Rows], reduction: str | int) -
     return fullrank.global_mean(scores.square().sum(), scores.numel(), gradient_reduction=reduction)
 
 
-def reductions_of_the_loss(rank: int, wrapper: str, name: str) -> dict[str, tuple[str, float]]:
-    """Return what each ``gradient_reduction`` leads to: the error that is raised, or that of the gradient."""
-    found, size = {}, dist.get_world_size()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smooth_ap", "global_mean"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "summed"])
+@on_ranks()
+def test_a_loss_whose_gradient_does_not_fit_the_model(rank: int, wrapper: str, name: str) -> None:
+    """Every setting whose gradient is wrong is refused on every rank, and no other one."""
+    size = dist.get_world_size()
     for reduction in ("mean", "sum", size, 2 * size):
         case = Case("smooth_ap" if name == "global_mean" else name, gradient_reduction=reduction)
         losses = [joined_loss(make_loss(case, local=False)) for _ in range(2)]
@@ -130,8 +134,14 @@ def reductions_of_the_loss(rank: int, wrapper: str, name: str) -> dict[str, tupl
         # The gradient as it was before the check, for the control: of the loss alone, with retained graphs.
         raw = wrap(make_model(), wrapper)
         retained(raw, own_window(rank, 3), functools.partial(features_through, raw), losses[1])
-        found[str(reduction)] = text, error(gradient(raw), gradient(alone))
-    return found
+        is_right = reduction in (("sum",) if wrapper == "summed" else ("mean", size))
+        assert (error(gradient(raw), gradient(alone)) <= 1e-12) == is_right
+        if is_right:
+            assert text == ""
+        else:
+            fix = '"sum"' if wrapper == "summed" else '"mean"'
+            assert "gradient_reduction: expected the way the model combines gradients" in text
+            assert f"times the right one: pass gradient_reduction={fix}." in text
 
 
 class RunningNorm(nn.Module):
@@ -505,28 +515,6 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(rank: int) -> None:
     assert error(gradient(model), gradient(plain)) <= 1e-12
     assert error(norm.mean, plain.middle[0].mean) <= 1e-12
     assert model.require_forward_param_sync  # the next forward broadcasts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smooth_ap", "global_mean"])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "summed"])
-def test_a_loss_whose_gradient_does_not_fit_the_model(pool: WorkerPool, wrapper: str, name: str) -> None:
-    """Every setting whose gradient is wrong is refused on every rank, and no other one."""
-    results = pool(reductions_of_the_loss, wrapper, name)
-    size = pool.world_size
-    right = {"sum"} if wrapper == "summed" else {"mean", str(size)}
-    for reduction in results[0]:
-        texts = {found[reduction][0] for found in results}
-        assert len(texts) == 1
-        (text,) = texts
-        wrong = results[0][reduction][1]
-        assert (wrong <= 1e-12) == (reduction in right)
-        if reduction in right:
-            assert text == ""
-        else:
-            assert "gradient_reduction: expected the way the model combines gradients" in text
-            fix = {"summed": '"sum"'}.get(wrapper, '"mean"')
-            assert f"times the right one: pass gradient_reduction={fix}." in text
 
 
 # --- mistakes

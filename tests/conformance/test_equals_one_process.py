@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
+from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, error, gradient, wrap
 from verbs import UNDER_HSDP, VERBS, WRAPPERS_OF
 from workers import get_pool
@@ -58,31 +59,6 @@ def errors_of(rank: int, verb: str, kind: str, dtype: str) -> dict[str, float]:
     return errors
 
 
-def wrong_error(rank: int, way: str, kind: str) -> float:
-    """Return the error of what is widely done instead."""
-    reference, model = Model(), wrap(Model(), kind)
-    batches, expected = make_window("full", rank), one_process(reference, all_batches("full")).gradient
-    number = sum(map(num_valid, all_batches("full")))
-    if way == "unshifted count":
-        VERBS["accumulate"](model, batches, count=partial(fullrank.count_valid_tokens, shift=False))
-        return error(gradient(model), expected)
-    for index, batch in enumerate(batches):
-        with fullrank.maybe_no_sync(model, index, len(batches)):
-            terms = {"mean of means": len(batches) * max(num_valid(batch), 1), "fixed length": 2 * len(batches) * 8}
-            (sum_loss(model, batch) / terms.get(way, 1)).backward()
-    for parameter in model.parameters():
-        if way == "count alone":  # DDP has divided by the number of ranks already
-            parameter.grad /= number
-        elif way == "divided before the sum":
-            parameter.grad /= sum(map(num_valid, batches)) * dist.get_world_size()
-            dist.all_reduce(parameter.grad)
-        elif way == "second sync":
-            for _ in range(2):
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= number
-    return error(gradient(model), expected)
-
-
 MOST_USED = ("accumulate", "DeferredMean", "pooled_backward")
 
 
@@ -123,5 +99,25 @@ def test_equals_one_process(world_size: int, verb: str, kind: str, dtype: str) -
         ("second sync", "plain"),
     ],
 )
-def test_control_what_is_widely_done_is_wrong(way: str, kind: str) -> None:
-    assert min(get_pool(2)(wrong_error, way, kind)) > 0.05 > LIMITS["float64"]
+@on_ranks(2)
+def test_control_what_is_widely_done_is_wrong(rank: int, way: str, kind: str) -> None:
+    reference, model = Model(), wrap(Model(), kind)
+    batches, expected = make_window("full", rank), one_process(reference, all_batches("full")).gradient
+    number = sum(map(num_valid, all_batches("full")))
+    if way == "unshifted count":
+        VERBS["accumulate"](model, batches, count=partial(fullrank.count_valid_tokens, shift=False))
+    for index, batch in enumerate([] if way == "unshifted count" else batches):
+        with fullrank.maybe_no_sync(model, index, len(batches)):
+            terms = {"mean of means": len(batches) * max(num_valid(batch), 1), "fixed length": 2 * len(batches) * 8}
+            (sum_loss(model, batch) / terms.get(way, 1)).backward()
+    for parameter in model.parameters():
+        if way == "count alone":  # DDP has divided by the number of ranks already
+            parameter.grad /= number
+        elif way == "divided before the sum":
+            parameter.grad /= sum(map(num_valid, batches)) * dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+        elif way == "second sync":
+            for _ in range(2):
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= number
+    assert error(gradient(model), expected) > 0.05 > LIMITS["float64"]

@@ -217,3 +217,14 @@ def test_compiled_before_the_process_group_exists(name: str) -> None:
                 compiled(*rows(12))
         finally:
             dist.destroy_process_group()
+
+
+def test_what_fits_in_a_graph() -> None:
+    """A call that communicates with nobody: with a process group one of ``gather_distributed=False`` alone."""
+    losses = [SoftmaxFocalLoss(gather_distributed=value) for value in (None, False, True)]
+    assert [loss.fits_in_a_graph() for loss in losses] == [True, True, False]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [loss.fits_in_a_graph() for loss in losses] == [False, True, False]
+    finally:
+        dist.destroy_process_group()

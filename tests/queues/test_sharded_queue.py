@@ -303,9 +303,20 @@ def test_own_rows_load_where_they_were(tmp_path: Path) -> None:
             assert "pool='gathered'" in third[1] if world_size == 2 else "gather_queue()" in third[1]
 
 
-def gather_with_a_fault(rank: int, fault: str, steps: int) -> list[tuple[str, str]]:
-    """Spoil ``gather_queue`` on each rank in turn; a step follows that is as if it had never been called."""
-    found = []
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        ("call", "RuntimeError", "ranks: expected the same on every rank, got call: "),
+        ("place", "ValueError", "gather_queue failed on rank {odd}: queue: expected the rows of rank {odd} of 2, got "),
+        ("state", "RuntimeError", "gather_queue: expected the same on every rank, got queue: "),
+    ],
+)
+@on_ranks(2)
+def test_a_fault_in_gather_queue_is_raised_on_every_rank(
+    rank: int, fault: str, error: str, text: str, steps: int
+) -> None:
+    """Of each rank in turn; a step follows that is as if it had never been called."""
     for odd in range(2):
         loss, clean = (fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded") for _ in range(2))
         if fault == "place" and rank == odd:  # rows of this rank alone, which no gathered queue has
@@ -318,29 +329,14 @@ def gather_with_a_fault(rank: int, fault: str, steps: int) -> list[tuple[str, st
         if fault == "state" and rank == odd:
             loss.queue._steps[-1] = loss.queue._steps[-1]._replace(counts=(99, 1))  # type: ignore[union-attr]
         if fault == "call" and rank == odd:
-            found.append(error_of(lambda loss=loss: loss(*rows_of(8, rank, 2))))  # type: ignore[misc]
+            kind, message = error_of(lambda loss=loss: loss(*rows_of(8, rank, 2)))  # type: ignore[misc]
         else:
-            found.append(error_of(loss.gather_queue))
+            kind, message = error_of(loss.gather_queue)
+        assert kind == error
+        assert message.startswith(text.format(odd=odd)), message
         if fault == "call":
             assert loss(*rows_of(7, rank, 2)) == clean(*rows_of(7, rank, 2))
             loss.gather_queue()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "text"),
-    [
-        ("call", "RuntimeError", "ranks: expected the same on every rank, got call: "),
-        ("place", "ValueError", "gather_queue failed on rank {odd}: queue: expected the rows of rank {odd} of 2, got "),
-        ("state", "RuntimeError", "gather_queue: expected the same on every rank, got queue: "),
-    ],
-)
-def test_a_fault_in_gather_queue_is_raised_on_every_rank(fault: str, error: str, text: str) -> None:
-    for steps in (1, 2):
-        for found in get_pool(2)(gather_with_a_fault, fault, steps):
-            for odd, (kind, message) in enumerate(found):
-                assert kind == error
-                assert message.startswith(text.format(odd=odd)), message
 
 
 @on_ranks(2)
