@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +16,19 @@ from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_agreed
 from ..distributed.header import Offer, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
-from ..errors import anchor_of, check_choice, check_int, check_tensor, expected
+from ..errors import anchor_of, check_choice, check_count, check_int, check_tensor, expected
 from ..kernels.registration import check_not_batched
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
+from ..queues.memory_queue import MemoryQueue, QueueRows, check_saved_queues
 from .arguments import completed
 from .distributed_loss import (
     SAME_TEMPERATURE,
-    CurrentTemperature,
     GroupOptions,
     loaded_temperature,
     saved_temperature,
 )
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
+from .queued_loss import HoldsQueue
 from .retrieval_queries import Split, SplitQueries, queries
 from .tensors import check_device, has_values, is_integer, unit_rows
 
@@ -88,11 +89,11 @@ def retrieval_smooth_ap(
     check_temperature(temperature, automatic=True)
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
-    return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index)[0]
+    return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index).loss
 
 
 @completed(retrieval_smooth_ap)
-class RetrievalSmoothAPLoss(CurrentTemperature):
+class RetrievalSmoothAPLoss(HoldsQueue):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
@@ -101,6 +102,11 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
 
     Args:
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
+        queue_size: rows of earlier steps that are kept with their labels, 0 for none: a cross-batch memory. Every query
+            ranks them too; they are no queries and carry no gradient. They are the same on every rank, and enter after
+            the loss is computed. In eval mode none is used or enters.
+        num_features: D, which only a queue that ``torch.distributed.checkpoint`` loads before the first call must know;
+            None takes that of the first rows.
         validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
             label and no check reads values. Types, shapes and devices are always checked.
 
@@ -127,9 +133,15 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
         reduction: Reduction = "mean",
         ignore_index: int = -100,
         gather_distributed: bool | None = None,
+        *,
+        queue_size: int = 0,
+        num_features: int | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
+        self.register_load_state_dict_pre_hook(check_saved_queues)
         self.temperature = check_temperature(temperature, automatic=True)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -151,13 +163,13 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
 
         def check() -> tuple[Tensor, Tensor]:
             check_temperature(self.temperature, automatic=True)
-            return _check_rows(embeddings, labels)
+            return _check_rows(embeddings, labels, self.queue.num_classes if self.queue_size else None)
 
         def bring() -> Offer[None]:
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
             tensors = check()
-            facts = {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
-            return Offer(None, facts, tensors=tensors)
+            facts = {**self._state(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
+            return Offer(None, facts, checksum=self._checksum, tensors=tensors)
 
         group = self._resolve_group()
         split = None
@@ -168,9 +180,13 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
             rows = gathered.tensors
             if sum(gathered.rows) >= FEWEST_SPLIT:
                 split = Split(Exchange(call, group), gathered.rows)
-        loss, used = _loss(*rows, self.temperature, self.reduction, self.ignore_index, split)
+        loss, used, unit, names = _loss(
+            *rows, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
+        )
         if has_values(loss):
             self._last_temperature = used
+            if self._enqueues:
+                self.queue.enqueue(unit, names)
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -185,18 +201,21 @@ class RetrievalSmoothAPLoss(CurrentTemperature):
         self.temperature = loaded_temperature(state["temperature"])
 
     def _arguments(self) -> str:
-        names = ("reduction", "ignore_index", "gradient_reduction")
+        names = ("queue_size",) if self.queue_size else ()
+        names = ("reduction", "ignore_index", "gradient_reduction", *names)
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def _check_rows(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the embeddings and the labels as int64, or raise TypeError or ValueError."""
+def _check_rows(embeddings: Tensor, labels: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the embeddings and the labels as int64, or raise TypeError or ValueError; ``width`` is that of a queue."""
     check_tensor("embeddings", embeddings)
     check_not_batched(embeddings)
     if not embeddings.is_floating_point():
         raise TypeError(expected("embeddings", "a floating-point tensor", embeddings, "Use embeddings.float()."))
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(expected("embeddings", "shape (N, D), D >= 1", embeddings, "Use embeddings.flatten(1)."))
+    if width is not None and embeddings.shape[1] != width:
+        raise ValueError(expected("embeddings", f"shape (N, {width}), as the queue", embeddings))
     return embeddings, checked_labels(labels, embeddings)
 
 
@@ -216,6 +235,15 @@ def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
     return labels.to(torch.int64)
 
 
+class _Found(NamedTuple):
+    """The loss, the temperature, and the rows that took part."""
+
+    loss: Tensor
+    temperature: float
+    unit: Tensor  # [K, D] of length 1
+    labels: Tensor  # [K]
+
+
 @not_compiled
 def _loss(
     embeddings: Tensor,
@@ -224,29 +252,34 @@ def _loss(
     reduction: str,
     ignore_index: int,
     split: Split | None = None,
-) -> tuple[Tensor, float]:
-    """Return the loss of rows that have been checked, and the temperature."""
+    queued: QueueRows | None = None,
+) -> _Found:
+    """Return the loss of rows that have been checked."""
     rows = torch.arange(labels.shape[0], device=labels.device)
     kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
-    unit = unit_rows(embeddings.index_select(0, kept))
+    live, names = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
+    unit, of_unit = live, names
+    if queued is not None:
+        unit = torch.cat([live, queued.logits.to(live)])
+        of_unit = torch.cat([names, queued.targets.to(names)])
     with_grad = unit.requires_grad and torch.is_grad_enabled()
     if temperature is None:
         temperature = SPREAD_MULTIPLE * (_spread(unit.detach()) if has_values(unit) else 1.0)
     if split is None:
-        values, valid, _ = queries(unit, labels.index_select(0, kept), temperature, with_grad)
+        values, valid, _ = queries(unit, of_unit, temperature, with_grad, len(live))
+        values, valid = values[: len(live)], valid[: len(live)]
     else:
         # The rows kept of all ranks together are read at once, whatever the number of ranks.
         so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
         ends = torch.tensor([0, *itertools.accumulate(split.rows)], device=labels.device)
         counts = tuple(so_far[ends].diff().tolist())
         anchors = [anchor_of(unit)] if with_grad else []
-        given = unit, labels.index_select(0, kept), temperature, with_grad
-        values, valid = SplitQueries.apply(split._replace(rows=counts), *given, *anchors)
+        values, valid = SplitQueries.apply(split._replace(rows=counts), unit, of_unit, temperature, with_grad, *anchors)
     per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
         loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
-    return loss, temperature
+    return _Found(loss, temperature, live.detach(), names)
 
 
 def _spread(unit: Tensor) -> float:

@@ -18,7 +18,9 @@ from ..kernels.soft_ranks import smooth_ap_and_gradient
 from ..kernels.soft_ranks_plain import scaled
 
 
-def _with_gradient(unit: Tensor, labels: Tensor, temperature: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _with_gradient(
+    unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return one minus the smooth average precision of each row as a query, and which are valid, and the gradient.
 
     A query is valid if it has a positive, which is another row of its label, and a negative.
@@ -33,22 +35,30 @@ def _with_gradient(unit: Tensor, labels: Tensor, temperature: float, with_grad: 
     dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
     ======== ========= ====================================================================
 
+    Only the first ``num_queries`` rows are queries; the others are ranked.
+
     The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
     a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
     """
     ones = torch.ones(unit.shape[0], dtype=torch.float64, device=unit.device) if with_grad else None
-    values, valid, gradient = _sums_of_queries(unit, labels, temperature, ones)
+    values, valid, gradient = _sums_of_queries(unit, labels, temperature, ones, slice(num_queries))
     return values, valid, unit.new_empty(0) if gradient is None else gradient
 
 
 def _scaled_or_again(
-    grad_values: Tensor, unit: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, temperature: float
+    grad_values: Tensor,
+    unit: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    gradient: Tensor,
+    temperature: float,
+    num_queries: int,
 ) -> tuple[Tensor]:
     """Return dz for the incoming gradient."""
     factors = grad_values[counted]
     if factors.numel() == 0 or bool((factors == factors[0]).all()):
         return (gradient * factors[:1].sum().to(gradient.dtype),)
-    again = _sums_of_queries(unit, labels, temperature, grad_values)[2]
+    again = _sums_of_queries(unit, labels, temperature, grad_values, slice(num_queries))[2]
     assert again is not None
     return (again,)
 
@@ -84,11 +94,11 @@ def _sums_of_queries(
 queries = register(
     "retrieval_smooth_ap",
     forward=_with_gradient,
-    fake=lambda unit, labels, temperature, with_grad: (
+    fake=lambda unit, labels, temperature, with_grad, num_queries: (
         *(unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool)),
         torch.empty_like(unit) if with_grad else unit.new_empty(0),
     ),
-    saved=lambda inputs, out: ((inputs[0], inputs[1], out[1] | out[0].isnan(), out[2]), inputs[2:3]),
+    saved=lambda inputs, out: ((inputs[0], inputs[1], out[1] | out[0].isnan(), out[2]), (inputs[2], inputs[4])),
     backward=_scaled_or_again,
     fake_backward=lambda grad_values, unit, *saved: (torch.empty_like(unit),),
 )
@@ -108,7 +118,7 @@ class SplitQueries(torch.autograd.Function):
     tensor   shape      meaning
     ======== ========== ==========================================================================
     z        (M, D)     rows of length 1, those of all ranks
-    L        (M,)       loss of each query, computed on the rank whose row it is and gathered
+    L        (M,)       loss of each query, computed on the rank whose row it is and gathered; queued rows are none
     G        (N_r, M)   dL_q / dx_qj for the queries of this rank
     dz       (N_r, D)   this rank's rows of the sum over the ranks of G z + G^T z: a reduce-scatter
     ======== ========== ==========================================================================
@@ -129,9 +139,9 @@ class SplitQueries(torch.autograd.Function):
         values, valid, gradient = exact(_sums_of_queries)(unit, labels, temperature, factors, own)
         values, valid = exchange.rows([values[own], valid[own]], rows)
         if gradient is not None:
-            gradient = exchange.sum_own(gradient, rows, "the gradients")
+            gradient = exchange.sum_own(gradient[: sum(rows)], rows, "the gradients")
             ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, *anchors)
-        ctx.own, ctx.temperature, ctx.call = own, temperature, exchange.call
+        ctx.own, ctx.temperature, ctx.call, ctx.count = own, temperature, exchange.call, sum(rows)
         ctx.mark_non_differentiable(valid)
         return values, valid
 
@@ -139,7 +149,7 @@ class SplitQueries(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         unit, labels, counted, gradient, *anchors = ctx.saved_tensors
-        (of_own,) = exact(_scaled_or_again)(grad_values, unit, labels, counted, gradient, ctx.temperature)
+        (of_own,) = exact(_scaled_or_again)(grad_values, unit, labels, counted, gradient, ctx.temperature, ctx.count)
         if of_own.shape != unit.shape:
             of_all = torch.zeros_like(unit)
             of_all[ctx.own] = of_own

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from batches import split
 from collective_counter import CollectiveCounter
+from on_ranks import on_ranks
 from reference import Rows
 from scripts import run_script
 from sklearn.metrics import average_precision_score
@@ -377,6 +378,33 @@ def test_nan_in_an_embedding() -> None:
     assert retrieval_smooth_ap(poisoned[labels == 2], labels[labels == 2]).isnan()
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_queue_is_ranked_and_is_no_query(reduction: str) -> None:
+    """The reference over live and queued rows, of which the live ones are queries. The control: without the queue."""
+    loss = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
+    rows, names = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    for step in range(3):
+        embeddings, labels = make_embeddings("ignored rows", step)
+        embeddings.requires_grad_()
+        whole, kept = torch.cat([embeddings, rows]), labels != IGNORED
+        values = reference.retrieval_smooth_ap(whole, torch.cat([labels, names]), temperature=0.1, reduction="none")
+        expected = values.loss[: len(labels)]
+        expected = {"none": expected, "sum": expected.nansum(), "mean": expected.nanmean()}[reduction]
+        found = loss(embeddings, labels)
+        assert_close(found, expected, equal_nan=True, **COSINES)
+        assert_close(cases.gradient(found, embeddings), cases.gradient(expected, embeddings), **COSINES)
+        if step:
+            alone = retrieval_smooth_ap(embeddings, labels, temperature=0.1, reduction=reduction)
+            assert (alone - found).abs().nansum() > 1e-3
+        unit = torch.nn.functional.normalize(embeddings.detach()[kept], dim=1)
+        rows, names = torch.cat([rows, unit])[-20:], torch.cat([names, labels[kept]])[-20:]
+    twin = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
+    twin.load_state_dict(loss.state_dict())
+    assert torch.equal(twin(embeddings, labels).nan_to_num(), loss(embeddings, labels).nan_to_num())
+    with pytest.raises(ValueError, match=r"expected shape \(N, 5\), as the queue"):
+        loss(embeddings[:, :4], labels)
+
+
 def test_bools_are_labels_and_another_value_is_ignored() -> None:
     embeddings, labels = make_embeddings("ignored rows")
     moved = torch.where(labels == IGNORED, 77, labels)
@@ -516,3 +544,25 @@ def test_controls_over_ranks(pool_of_two: WorkerPool, loss: str) -> None:
         assert value > 1e-3
     if loss == "split":
         assert min(found[0] for found in pool_of_two(errors_over_ranks, 2, Form(loss, control="own part"))) > 0.1
+
+
+@on_ranks()
+def test_a_queue_is_the_same_on_every_process(rank: int) -> None:
+    """Loss, gradient and queue are those of one process, whichever rank computes the queries."""
+    for fewest in (0, 1000):
+        spread, whole = (
+            fullrank.RetrievalSmoothAPLoss(0.1, queue_size=24, gather_distributed=gather) for gather in (None, False)
+        )
+        for step in range(3):
+            embeddings, labels = make_embeddings("unequal sizes", step)
+            counts = split(len(labels), dist.get_world_size(), step)
+            own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+            mine, leaf = embeddings[own].clone().requires_grad_(), embeddings.clone().requires_grad_()
+            with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
+                loss = spread(mine, labels[own])
+            expected = whole(leaf, labels)
+            assert_close(loss, expected, **COSINES)
+            theirs = torch.autograd.grad(expected, leaf)[0][own]
+            assert_close(torch.autograd.grad(loss, mine)[0] / dist.get_world_size(), theirs, **COSINES)
+        spread.queue.assert_synchronized()
+        assert torch.equal(spread.queue.checksum, whole.queue.checksum)
