@@ -108,7 +108,10 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.*is drawn down to max_pool_size")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="float32", marks=pytest.mark.slow), pytest.param(torch.float64, id="float64")],
+)
 @pytest.mark.parametrize("name", losses())
 def test_steps_of_a_loss_equal_those_of_the_cpu(
     name: str, dtype: torch.dtype, limits: dict[torch.dtype, float]

@@ -169,12 +169,12 @@ def test_control_scaled_loss_is_off_after_the_gather(pool: WorkerPool) -> None:
 
 
 # Inside of the others a loss shows what it shows inside of FSDP2, of which they are forms.
-OTHERS: list[Any] = [pytest.param(2, "fsdp2", False, marks=pytest.mark.full), (2, "fsdp2", True)]
-OTHERS += [
+OTHERS: list[Any] = [
     pytest.param(
-        world_size, wrapper, inside, marks=pytest.mark.full if inside or wrapper != "hsdp" else pytest.mark.slow
+        *(world_size, wrapper, inside),
+        marks=pytest.mark.slow if (wrapper, inside) in (("fsdp2", True), ("hsdp", False)) else pytest.mark.full,
     )
-    for world_size, wrapper in ((2, "replicate"), (2, "summed"), (4, "hsdp"))
+    for world_size, wrapper in ((2, "fsdp2"), (2, "replicate"), (2, "summed"), (4, "hsdp"))
     for inside in (False, True)
 ]
 

@@ -34,7 +34,7 @@ def batches(rank: int, epoch: int, options: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "positives"), [(2, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("world_size", "positives"), [(2, 2), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_every_rank_has_its_positives_in_every_batch(world_size: int, positives: int) -> None:
     targets, ranks = make_targets(), get_pool(world_size)(batches, 0, {"positives": positives})
     assert {len(found) for found in ranks} == {103 // (10 * world_size)}

@@ -42,7 +42,9 @@ def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], d
         assert (ours[1] - gradient).abs().max() <= row_limit * gradient.abs().max()
 
 
-@pytest.mark.parametrize("form", ["float32", "float64", "many rows"])
+@pytest.mark.parametrize(
+    "form", ["float64", *(pytest.param(form, marks=pytest.mark.slow) for form in ("float32", "many rows"))]
+)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", SETS)
 def test_smooth_ap_by_bins(name: str, temperature: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,11 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("extra", ["", "weights", "members", "weights and members", "weights of each class"])
+FAST = ["", "weights and members"]
+SLOW = ["weights", "members", "weights of each class"]
+
+
+@pytest.mark.parametrize("extra", [*FAST, *(pytest.param(extra, marks=pytest.mark.slow) for extra in SLOW)])
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("classes", [1, 3])
 def test_plain_equals_direct(classes: int, kind: str, extra: str) -> None:
