@@ -233,3 +233,31 @@ def test_the_partial_auc_of_libauc() -> None:
     for hardness, is_equal in ((0.5, True), (1.0, False)):
         ours = fullrank.PAUCAtBudgetLoss(num_classes=1, surrogate="dro", dro_lambda=hardness)(scores, targets)
         assert torch.allclose(gradient(ours, scores), expected, rtol=1e-9, atol=1e-12) == is_equal
+
+
+# pytorch-metric-learning, open_clip
+
+
+def test_the_lines_about_contrastive_losses_of_pytorch_metric_learning() -> None:
+    theirs = peer("pytorch_metric_learning.losses")
+    generator = torch.Generator().manual_seed(0)
+    rows, labels = torch.randn(3, 24, 6, generator=generator, dtype=torch.float64), torch.arange(8).repeat(3)
+    twins = torch.arange(12).repeat(2)
+    pairs = theirs.SelfSupervisedLoss(theirs.NTXentLoss(temperature=0.5))(*rows[0].split(12))
+    assert_close = torch.testing.assert_close
+    assert_close(pairs, fullrank.SupConLoss(0.5)(rows[0], twins))
+    several = theirs.NTXentLoss(temperature=0.5)(rows[0], labels)
+    assert abs(several - fullrank.SupConLoss(0.5)(rows[0], labels)) > 1e-3
+    memory = theirs.CrossBatchMemory(theirs.SupConLoss(temperature=0.1), embedding_size=6, memory_size=48).double()
+    loss = fullrank.SupConLoss(0.1, queue_size=24)
+    for batch in rows:
+        assert_close(memory(batch, labels), loss(batch, labels))
+
+
+def test_the_lines_about_open_clip() -> None:
+    theirs = peer("open_clip").ClipLoss()
+    generator = torch.Generator().manual_seed(0)
+    image, text = (F.normalize(torch.randn(9, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
+    loss = fullrank.InfoNCELoss(symmetric=True, normalize=False, learn_temperature=True).double()
+    loss.logit_scale = nn.Parameter(torch.tensor(2.3, dtype=torch.float64))
+    torch.testing.assert_close(theirs(image, text, loss.logit_scale.exp()), loss(image, text))
