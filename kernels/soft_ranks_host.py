@@ -11,6 +11,7 @@ summed over j or over i, see ``soft_ranks_pairs.py``, is a product with the two 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ Array = Any
 Group = tuple[Any, tuple[Array, ...], Array, Array]
 # The most temperatures between two scores of a class for which every E and R^2 is a normal number.
 _FARTHEST = {numpy.dtype("float32"): 85.0, numpy.dtype("float64"): 700.0}
+_MEMORY_BYTES = 2**19
+_kept = threading.local()
 _FEW_ROWS = 4096  # float32 sums over more rows would lose digits
 
 
@@ -66,7 +69,6 @@ def _sums(
         return None
     middle = (0.5 * low + 0.5 * high).astype(float)
     loss, gradient = numpy.zeros(len(x)), numpy.zeros_like(x) if with_grad else numpy.empty(0, x.dtype)
-    memory = numpy.empty(0, dtype)  # of the pairs of one chunk after another: new pages take longer than the sums
     limit = 8 * costs_of(scores.device).pairs_at_once // dtype.itemsize
     for classes, g, rows, share in groups(limit):
         some = x[classes] if member is None else numpy.where(member[classes], x[classes], low[classes])
@@ -80,10 +82,7 @@ def _sums(
         for first in range(0, rows.shape[-1], step):
             row, weight = rows[..., first : first + step], share[..., first : first + step]  # [g, p]
             own = keys[(*g, row)]
-            size = own.size * x.shape[1]
-            if len(memory) < size:
-                memory = numpy.empty(max(size, limit if len(x) > 1 else 0), dtype)
-            pairs = memory[:size].reshape(*own.shape, -1)  # [g, p, M]
+            pairs = _memory_for((*own.shape, x.shape[1]), dtype)  # [g, p, M]
             numpy.add(own[..., None], keys[..., None, :], pairs)
             numpy.divide(1, pairs, pairs)
             pairs[(*g, numpy.arange(row.shape[-1]), row)] = 0.0  # j = i does not count
@@ -106,6 +105,16 @@ def _sums(
                 push /= temperature
                 gradient[classes] = push if first == 0 else gradient[classes] + push
     return torch.from_numpy(loss), torch.from_numpy(gradient)
+
+
+def _memory_for(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return memory that the thread keeps: new pages would take longer than the sums."""
+    size = math.prod(shape)
+    if size * dtype.itemsize > _MEMORY_BYTES:
+        return numpy.empty(shape, dtype)
+    if not hasattr(_kept, "memory"):
+        _kept.memory = numpy.empty(_MEMORY_BYTES, numpy.uint8)
+    return _kept.memory.view(dtype)[:size].reshape(shape)
 
 
 def _groups(problem: Problem, limit: int) -> Iterator[Group]:
