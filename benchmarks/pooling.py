@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from figures import BLUE, ORANGE, panels_of, save
+from figures import BLUE, LINE, ORANGE, panels_of, save
 from quality_runs import Interval, paired
 from report import PICTURES, Record, Run, on_ranks, print_records
 from torch import Tensor, nn
@@ -247,21 +247,28 @@ def summary(runs: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     return means, gains
 
 
-def draw(means: Sequence[Record], path: Path) -> None:
-    """Draw the mean average precision by number of processes."""
+def draw(means: Sequence[Record], gains: Sequence[Record], path: Path) -> None:
+    """Draw the mean average precision by number of processes, and below what the rows of the others add."""
+    here = {"rate": RATE, "temperature": "0.05"}
+    means, gains = ([row for row in rows if row.items() >= here.items()] for rows in (means, gains))
     widths = sorted({row["processes"] for row in means})
-    with panels_of(1, 3.4) as (figure, panels):
-        axes = panels[0, 0]
-        for pool, label, colour in (("all", "rows of all\nprocesses", BLUE), ("own", "own rows", ORANGE)):
-            rows = [row for row in means if row["rate"] == RATE and row["temperature"] == "0.05"]
-            rows = [row for row in rows if row["pool"] == pool or row["processes"] == 1]
-            y, spread = [row["map"] for row in rows], [row["width"] for row in rows]
-            x = range(len(widths))
-            axes.errorbar(x, y, yerr=spread, fmt="o-", capsize=3, color=colour, lw=1.8, markersize=5)
-            axes.annotate(label, (x[-1], y[-1]), (10, 0), textcoords="offset points", va="center", color=colour)
-        axes.set_xticks(range(len(widths)), [f"{processes}" for processes in widths])
-        axes.set(xlabel="processes, 16 rows each", xlim=(-0.2, len(widths) - 0.1), ylim=(0, None))
-        axes.set_title("Mean average precision of unseen files, 95 % intervals")
+    with panels_of(2, 5.2, sharex=True, height_ratios=(1.6, 1)) as (figure, panels):
+        upper, lower = panels[:, 0]
+        for pool, label, colour, above in (("all", "rows of all", BLUE, 9), ("own", "own rows", ORANGE, -9)):
+            rows = [row for row in means if row["pool"] == pool or row["processes"] == 1]
+            y = [row["map"] for row in rows]
+            upper.plot(range(len(widths)), y, "o-", color=colour, lw=1.8, markersize=5)
+            upper.annotate(
+                label, (len(widths) - 1, y[-1]), (9, above), textcoords="offset points", va="center", color=colour
+            )
+        upper.set(ylim=(0, None), title="Mean average precision, files not trained on")
+        same = [row for row in gains if row["all_rows_of"] == row["own_rows_of"]]
+        x, y = [widths.index(row["own_rows_of"]) for row in same], [row["gain"] for row in same]
+        lower.axhline(0, color=LINE, lw=1)
+        lower.errorbar(x, y, yerr=[row["width"] for row in same], fmt="o", color=BLUE, capsize=4, lw=1.8, markersize=5)
+        lower.set(xlabel="processes, 16 rows each", title="Difference, paired over seeds, 95 % interval")
+        lower.set_xticks(range(len(widths)), [f"{processes}" for processes in widths])
+        lower.set(xlim=(-0.2, len(widths) - 0.2))
         save(figure, path)
 
 
@@ -302,7 +309,7 @@ def main() -> None:
     about = {"functions": len(functions.file), "files": files, "test_files": test_files, "steps": steps}
     script.write(about=about, means=means, gains=gains, real=real, runs=runs)
     if (folder := script.folder(PICTURES)) is not None:
-        draw(means, folder / "pooling.svg")
+        draw(means, gains, folder / "pooling.svg")
 
 
 if __name__ == "__main__":
