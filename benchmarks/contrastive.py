@@ -37,7 +37,7 @@ class Case(NamedTuple):
     features: int
 
 
-FULL = (Case(2_048, 256), Case(8_192, 256))
+FULL = (Case(2_048, 256), Case(4_096, 256))
 QUICK = (Case(512, 32),)
 
 

@@ -61,23 +61,27 @@ LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alo
 @pytest.mark.parametrize("symmetric", [False, True], ids=["one way", "symmetric"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["dot", "cosine"])
 @pytest.mark.parametrize("queue_size", [0, 20])
-def test_info_nce_is_the_textbook_formula(symmetric: bool, normalize: bool, queue_size: int) -> None:
+def test_info_nce_is_the_textbook_formula(
+    symmetric: bool, normalize: bool, queue_size: int, device: torch.device
+) -> None:
     """In three steps of a queue that overflows, with the gradients of queries, keys and scale."""
     kept: Callable[[Tensor], Tensor] = unit if normalize else lambda rows: rows
     options: dict[str, Any] = {"symmetric": symmetric, "normalize": normalize, "queue_size": queue_size}
-    loss = InfoNCELoss(0.2, learn_temperature=True, **options).double()
+    loss = InfoNCELoss(0.2, learn_temperature=True, **options).double().to(device)
     queued = None
     for step in range(3):
         queries, keys = normal(9, 5, seed=step), normal(9, 5, seed=9 + step)
         assert loss.logit_scale is not None
-        inputs = (queries, keys, loss.logit_scale)
-        theirs = info_nce(kept(queries), kept(keys), loss.logit_scale.exp(), symmetric, queued)
-        alone = info_nce(kept(queries), kept(keys), loss.logit_scale.exp(), symmetric, None)
-        ours = loss(queries, keys)
-        assert_close(ours, theirs, **EXACT)
-        assert (abs(alone - ours) > 1e-3) == (queued is not None)  # the control: without the queue
-        expected = torch.autograd.grad(theirs, inputs)
-        assert_close(torch.autograd.grad(ours, inputs), expected, **EXACT)
+        scale = loss.logit_scale.detach().cpu().requires_grad_()
+        theirs = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, queued)
+        alone = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, None)
+        given = [rows.detach().to(device).requires_grad_() for rows in (queries, keys)]
+        ours = loss(*given)
+        assert_close(ours.cpu(), theirs, **EXACT)
+        assert (abs(alone - ours.cpu()) > 1e-3) == (queued is not None)  # the control: without the queue
+        found = torch.autograd.grad(ours, (*given, loss.logit_scale))
+        for mine, other in zip(found, torch.autograd.grad(theirs, (queries, keys, scale))):
+            assert_close(mine.cpu(), other, **EXACT)
         fixed = InfoNCELoss(loss.temperature, **options | {"queue_size": 0})
         assert_close(fixed(queries, keys), alone, **EXACT)
         if queue_size:
@@ -87,16 +91,17 @@ def test_info_nce_is_the_textbook_formula(symmetric: bool, normalize: bool, queu
 
 
 @pytest.mark.parametrize("queue_size", [0, 14])
-def test_sup_con_is_the_formula_of_the_paper(queue_size: int) -> None:
+def test_sup_con_is_the_formula_of_the_paper(queue_size: int, device: torch.device) -> None:
     loss, queued, of_queued = SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double(), LABELS[:0]
     for step in range(3):
         rows, order = normal(11, 4, seed=step), torch.randperm(11, generator=torch.Generator().manual_seed(step))
         labels = LABELS[order]
         live = labels != -100
         theirs = sup_con(unit(rows[live]), labels[live], 0.2, queued, of_queued)
-        ours = loss(rows, labels)
-        assert_close(ours, theirs, **EXACT)
-        assert_close(torch.autograd.grad(ours, rows), torch.autograd.grad(theirs, rows), **EXACT)
+        given = rows.detach().to(device).requires_grad_()
+        ours = loss(given, labels.to(device))
+        assert_close(ours.cpu(), theirs, **EXACT)
+        assert_close(torch.autograd.grad(ours, given)[0].cpu(), torch.autograd.grad(theirs, rows)[0], **EXACT)
         if queue_size:
             queued = torch.cat([queued, unit(rows[live]).detach()])[-queue_size:]
             of_queued = torch.cat([of_queued, labels[live]])[-queue_size:]

@@ -41,17 +41,18 @@ def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("top", [None, 3])
 @pytest.mark.parametrize("gain", ["linear", "exponential"])
-def test_value_and_gradient_are_those_of_the_definition(gain: str, top: int | None) -> None:
+def test_value_and_gradient_are_those_of_the_definition(gain: str, top: int | None, device: torch.device) -> None:
     scores, relevance, indexes = rows_of(40)
+    given = scores.detach().to(device).requires_grad_()
     loss = NDCGLoss(1.5, gain=gain, top=top)
     expected = by_definition(scores, relevance, 1.5, gain, top)
-    ours = loss(scores[:, None], relevance.float())
-    assert_close(ours, expected, **EXACT)
-    assert_close(torch.autograd.grad(ours, scores), torch.autograd.grad(expected, scores), **EXACT)
+    ours = loss(given[:, None], relevance.float().to(device))
+    assert_close(ours.cpu(), expected, **EXACT)
+    assert_close(torch.autograd.grad(ours, given)[0].cpu(), torch.autograd.grad(expected, scores)[0], **EXACT)
     of_each = [by_definition(scores[indexes == i], relevance[indexes == i], 1.5, gain, top) for i in range(-2, 3)]
-    ours, theirs = loss(scores, relevance, indexes), torch.stack(of_each).mean()
-    assert_close(ours, theirs, **EXACT)
-    assert_close(torch.autograd.grad(ours, scores), torch.autograd.grad(theirs, scores), **EXACT)
+    ours, theirs = loss(given, relevance.to(device), indexes.to(device)), torch.stack(of_each).mean()
+    assert_close(ours.cpu(), theirs, **EXACT)
+    assert_close(torch.autograd.grad(ours, given)[0].cpu(), torch.autograd.grad(theirs, scores)[0], **EXACT)
     assert abs(loss(scores, relevance) - loss(scores, relevance, indexes)) > 1e-3  # the control: one query
 
 
