@@ -168,7 +168,7 @@ class ContrastiveLoss(HoldsQueue):
             raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
         width = self.queue.num_classes if self.queue_size else None
         if rows.ndim != 2 or rows.shape[1] == 0 or rows.shape[1] != (width or rows.shape[1]):
-            fix = f"Use {name}.flatten(1)." if width is None else "Call reset_queue() and construct it anew for others."
+            fix = f"Use {name}.flatten(1)." if width is None else "Construct the loss anew for rows of another width."
             what = "shape (N, D), D >= 1" if width is None else f"shape (N, {width}), as the queue"
             raise ValueError(expected(name, what, rows, fix))
         return rows
@@ -184,20 +184,27 @@ class ContrastiveLoss(HoldsQueue):
             return [one.detach() for one in own]
         return [self._comparable(one) for one in gather_after(exchange.call, exchange.group, agreed)]
 
-    def _queued(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queued rows (Q, D), in the dtype of ``like``, and their targets (Q,)."""
+    def _with_queue(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows (M, D) with targets (M,), followed by those of the queue."""
         queued = self._queued_rows()
         if queued is None:
-            return like[:0], torch.zeros(0, dtype=torch.int64, device=like.device)
-        return queued.logits.to(like), queued.targets.to(like.device)
+            return rows, targets
+        return torch.cat([rows, queued.logits.to(rows)]), torch.cat([targets, queued.targets.to(targets)])
 
     def _add_up(
-        self, part: Part, own: Sequence[Tensor], agreed: Agreement[Any], exchange: Exchange | None, *learned: Tensor
+        self,
+        part: Part,
+        own: Sequence[Tensor],
+        agreed: Agreement[Any],
+        exchange: Exchange | None,
+        learned: Sequence[Tensor] = (),
+        is_held: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, which is the sum of the ranks' parts, with the gradients of ``own`` and of a learned scale.
 
         The gradient of the scale is added up over the ranks: on every rank it is that of one process, whether or not a
-        wrapper averages it. Of a wrapper that adds gradients up, each rank gets an equal share of it.
+        wrapper averages it. Of a wrapper that adds gradients up, each rank gets an equal share of it. Where ``is_held``
+        the scale is at its limit, and its gradient may only lower it.
         """
         sums, of_all, k, share = torch.stack([part.total, part.of_scale]), part.of_all, 1, 1.0
         with_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (*own, *learned))
@@ -213,7 +220,8 @@ class ContrastiveLoss(HoldsQueue):
         if with_grad:
             pairs = zip(part.of_own, of_all)
             found = [_scaled_sum(mine, other, k) for mine, other in pairs]
-            found += [(sums[1] * share).to(one).reshape(one.shape) for one in learned]
+            slope = sums[1] if is_held is None else torch.where(is_held, sums[1].clamp_min(0.0), sums[1])
+            found += [(slope * share).to(one).reshape(one.shape) for one in learned]
             anchors = [anchor_of(one) for one in (*own, *learned) if one.requires_grad]
             value = _Attached.apply(type(self).__name__, value, found, *own, *learned, *anchors)
         return note_kind(value, over_ranks=exchange is not None)

@@ -154,19 +154,15 @@ class InfoNCELoss(ContrastiveLoss):
             raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", levels, fix))
         own = [self._comparable(keys), self._comparable(queries)]
         of_all = self._of_all(own if self.symmetric else own[:1], agreed, exchange)
-        with torch.no_grad():
-            if learned is None:
-                scale = own[0].new_tensor(1.0 / self.temperature)
-            else:
-                level = learned.detach().reshape(()).to(own[0])
-                scale = level.clamp_max(math.log(self.max_logit_scale)).exp()
-        part = self._part(own, of_all, sum(agreed.rows), scale)
+        scale, is_held = own[0].new_tensor(1.0), None
         if learned is None:
-            loss = self._add_up(part, own, agreed, exchange)
+            scale = scale / self.temperature
         else:
-            slope = part.of_scale * scale  # of the logarithm
-            slope = torch.where(level > math.log(self.max_logit_scale), slope.clamp_min(0.0), slope)
-            loss = self._add_up(part._replace(of_scale=slope), own, agreed, exchange, learned)
+            level, highest = learned.detach().reshape(()).to(scale), math.log(self.max_logit_scale)
+            scale, is_held = level.clamp_max(highest).exp(), level > highest
+        with_grad = torch.is_grad_enabled()
+        part = self._part(own, of_all, sum(agreed.rows), scale, [with_grad and one.requires_grad for one in own])
+        loss = self._add_up(part, own, agreed, exchange, [] if learned is None else [learned], is_held)
         if self._enqueues:
             self.queue.enqueue(of_all[0], torch.zeros(len(of_all[0]), dtype=torch.int64, device=keys.device))
         return loss
@@ -175,34 +171,37 @@ class InfoNCELoss(ContrastiveLoss):
         __call__ = forward
 
     @torch.no_grad()
-    def _part(self, own: list[Tensor], of_all: list[Tensor], count: int, scale: Tensor) -> Part:
-        """Return this rank's part of the loss.
+    def _part(self, own: list[Tensor], of_all: list[Tensor], count: int, scale: Tensor, needs: list[bool]) -> Part:
+        """Return this rank's part of the loss, with the gradient of the logarithm of the scale.
 
         Args:
             own: keys and queries of this rank.
             of_all: keys of all ranks, and queries of all ranks if the loss is symmetric.
             count: the number of pairs of all ranks.
             scale: what the similarities are multiplied by.
+            needs: whether the gradients of keys and of queries are needed.
         """
-        needs = [one.requires_grad for one in own]
         keys, queries = (one.detach() for one in own)
         weights = keys.new_full(keys.shape[:1], 1 / max(1, count) / (1 + self.symmetric))
         similarity = (keys * queries).sum(dtype=torch.float64) / max(1, count)
-        part = Part(-scale * similarity, -similarity, [None, None], [None, None])
+        total = of_scale = -scale * similarity
+        of_own: list[Tensor | None] = [None, None]
+        of_others: list[Tensor | None] = [None, None]
         for anchors, candidates in ((1, 0), (0, 1))[: 1 + self.symmetric]:
-            rows = torch.cat([of_all[0], self._queued(keys)[0]]) if candidates == 0 else of_all[1]
+            rows = of_all[candidates]
+            if candidates == 0:
+                rows, _ = self._with_queue(rows, rows.new_zeros(len(rows), dtype=torch.int64))
             wanted = needs[anchors], needs[candidates], self.logit_scale is not None
             found = exact(log_partition)(own[anchors].detach(), rows, scale, weights, wanted)
-            part.of_own[anchors] = found.of_anchors
-            if found.of_candidates is not None:
-                part.of_all[candidates] = found.of_candidates[:count]
-            part = part._replace(total=part.total + found.total, of_scale=part.of_scale + found.of_scale)
+            of_own[anchors] = found.of_anchors
+            of_others[candidates] = None if found.of_candidates is None else found.of_candidates[:count]
+            total, of_scale = total + found.total, of_scale + found.of_scale * scale
         for index, other in enumerate((queries, keys)):
+            mine = of_own[index]
             if needs[index]:
                 pull = other * (-scale / max(1, count))
-                mine = part.of_own[index]
-                part.of_own[index] = pull if mine is None else mine + pull
-        return part
+                of_own[index] = pull if mine is None else mine + pull
+        return Part(total, of_scale, of_own, of_others)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training besides the queue and ``logit_scale``: the temperature."""

@@ -119,7 +119,8 @@ class SupConLoss(ContrastiveLoss):
             with torch.no_grad():
                 arrived, names = gather_after(call, group, agreed)
                 everyone = self._comparable(arrived), names
-        loss = self._add_up(self._part(own, *everyone, first), [own], agreed, exchange)
+        needs_grad = torch.is_grad_enabled() and own.requires_grad
+        loss = self._add_up(self._part(own, *everyone, first, needs_grad), [own], agreed, exchange)
         if self._enqueues:
             self.queue.enqueue(*everyone)
         return loss
@@ -128,17 +129,17 @@ class SupConLoss(ContrastiveLoss):
         __call__ = forward
 
     @torch.no_grad()
-    def _part(self, own: Tensor, live: Tensor, labels: Tensor, first: int) -> Part:
+    def _part(self, own: Tensor, live: Tensor, labels: Tensor, first: int, needs_grad: bool) -> Part:
         """Return this rank's part of the loss.
 
         Args:
             own: (N, D) rows of this rank.
             live: (M, D) rows of all ranks, with ``labels`` (M,).
             first: the place of the first own row among them.
+            needs_grad: whether the gradient is needed.
         """
         mine, place = own.detach(), slice(first, first + len(own))
-        queued, of_queued = self._queued(live)
-        candidates, names = torch.cat([live, queued]), torch.cat([labels, of_queued])
+        candidates, names = self._with_queue(live, labels)
         # The mean over P_i of the similarities is one product with the sum of the rows of a label.
         distinct, label = names.unique(return_inverse=True)
         of_live = label[: len(live)]
@@ -148,9 +149,8 @@ class SupConLoss(ContrastiveLoss):
         share = (weight / others.clamp_min(1)).to(mine)  # [M]
         pull = (sums[label[place]] - mine) * share[place, None]  # [N, D]
         scale = mine.new_tensor(1.0 / self.temperature)
-        found = exact(log_partition)(
-            mine, candidates, scale, weight[place].to(mine), (own.requires_grad, own.requires_grad, False), first
-        )
+        needs = needs_grad, needs_grad, False
+        found = exact(log_partition)(mine, candidates, scale, weight[place].to(mine), needs, first)
         of_own, of_all = found.of_anchors, found.of_candidates
         if of_own is not None and of_all is not None:
             # As one of the P_i of other rows, a row is pulled to these: all rows of its label have the same share.

@@ -236,6 +236,15 @@ def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
         assert_close(slope, torch.autograd.grad(whole, loss.logit_scale)[0], **EXACT)
         part = info_nce(unit(queries[own]), unit(keys[own]), loss.logit_scale.exp(), symmetric, None)
         assert abs(part - whole) > 0.1
+    loss.max_logit_scale = 5.0  # held there: only a gradient of all processes together that lowers the scale counts
+    limit = torch.tensor(math.log(5.0), dtype=torch.float64, requires_grad=True)
+    value = loss(queries[own], keys[own])
+    (slope,) = torch.autograd.grad(value, loss.logit_scale)
+    whole = info_nce(unit(queries), unit(keys), limit.exp(), True, None)
+    (expected,) = torch.autograd.grad(whole, limit)
+    assert_close(value, whole, **EXACT)
+    assert_close(slope.reshape(()), expected.clamp_min(0), **EXACT)
+    assert expected > 0
     with CollectiveCounter() as without, torch.no_grad():
         loss(queries[own], keys[own])
     assert without.total in (2, 3)  # nothing to reduce and scatter
