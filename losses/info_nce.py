@@ -127,8 +127,11 @@ class InfoNCELoss(ContrastiveLoss):
             TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
             RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
-        call, group, learned = type(self).__name__, self._resolve_group(), self.logit_scale
+        call, group = type(self).__name__, self._resolve_group()
+        learned: Tensor | None = self.logit_scale
         refuse_in_backward(call)
+        if hasattr(learned, "full_tensor"):  # FSDP2 shards it, and this is not inside of the forward of its module
+            learned = learned.full_tensor()
 
         def bring() -> Offer[None]:
             if learned is None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
+from subjects import Model, whole, wrap
 from torch import Tensor
 from torch.testing import assert_close
 from workers import error_of
@@ -231,18 +232,18 @@ def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
             (slope,) = torch.autograd.grad(value, loss.logit_scale)
         assert forward.total in (3, 4)  # the first rows of a group do not travel behind the header
         assert backward.total == 0
-        whole = info_nce(unit(queries), unit(keys), loss.logit_scale.exp(), symmetric, None)
-        assert_close(value, whole, **EXACT)
-        assert_close(slope, torch.autograd.grad(whole, loss.logit_scale)[0], **EXACT)
+        of_all = info_nce(unit(queries), unit(keys), loss.logit_scale.exp(), symmetric, None)
+        assert_close(value, of_all, **EXACT)
+        assert_close(slope, torch.autograd.grad(of_all, loss.logit_scale)[0], **EXACT)
         part = info_nce(unit(queries[own]), unit(keys[own]), loss.logit_scale.exp(), symmetric, None)
-        assert abs(part - whole) > 0.1
+        assert abs(part - of_all) > 0.1
     loss.max_logit_scale = 5.0  # held there: only a gradient of all processes together that lowers the scale counts
     limit = torch.tensor(math.log(5.0), dtype=torch.float64, requires_grad=True)
     value = loss(queries[own], keys[own])
     (slope,) = torch.autograd.grad(value, loss.logit_scale)
-    whole = info_nce(unit(queries), unit(keys), limit.exp(), True, None)
-    (expected,) = torch.autograd.grad(whole, limit)
-    assert_close(value, whole, **EXACT)
+    of_all = info_nce(unit(queries), unit(keys), limit.exp(), True, None)
+    (expected,) = torch.autograd.grad(of_all, limit)
+    assert_close(value, of_all, **EXACT)
     assert_close(slope.reshape(()), expected.clamp_min(0), **EXACT)
     assert expected > 0
     with CollectiveCounter() as without, torch.no_grad():
@@ -272,3 +273,17 @@ def test_different_scales_and_widths_raise_on_every_process(rank: int) -> None:
     fixed = SupConLoss()
     fixed.temperature = 0.1 * rank - 0.1
     assert "temperature: expected a finite number > 0" in error_of(lambda: fixed(rows, torch.arange(4)))[1]
+
+
+@on_ranks()
+def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int) -> None:
+    """Under FSDP2, outside of the forward of the module that holds it."""
+    rows, world_size = normal(8, 4), dist.get_world_size()
+    holder = Model()
+    holder.contrast = InfoNCELoss(learn_temperature=True).double()
+    scale = holder.contrast.logit_scale.detach().clone().requires_grad_()
+    wrap(holder, "fsdp2")
+    own = rows.split([1] * (world_size - 1) + [9 - world_size])[rank]
+    holder.contrast(own, own**2).backward()
+    (expected,) = torch.autograd.grad(info_nce(unit(rows), unit(rows**2), scale.exp(), False, None), scale)
+    assert_close(whole(holder.contrast.logit_scale.grad), expected, **EXACT)
