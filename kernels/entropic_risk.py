@@ -19,6 +19,7 @@ All of it is computed in float64: for small lambda float32 would round l / lambd
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +113,7 @@ def _risks_at(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, til
         terms, most, _ = _powers(queries, keys, inside, scales, powers)
         if len(terms) == 1:
             return of_class[:, None] * _softplus(most)
-        total = torch.stack([_minus(term, most).exp_() for term in terms]).sum(dim=0)
+        total = _minus(terms, most).exp_().sum(dim=0)
         return of_class[:, None] * _softplus(most + total.log())
     risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
     if keys.shape[1] == 0:
@@ -144,14 +145,13 @@ def _gradients(
             pull = grad * of_class[:, None] * most.sigmoid()
             of_keys = _softmax(z_keys) * pull.sum(dim=1, keepdim=True)
             return (-pull).to(queries.dtype), of_keys.to(keys.dtype)
-        parts = [_minus(term, most).exp_() for term in terms]  # m of [C, Q]
-        total = torch.stack(parts).sum(dim=0)
-        pull = grad * of_class[:, None] * (most + total.log()).sigmoid() / total
-        of_queries, of_keys = torch.zeros_like(pull), torch.zeros_like(z_keys)
-        for n, part in enumerate(parts, 1):
-            flow = n * part * pull
-            of_queries -= flow
-            of_keys += _softmax(n * z_keys) * flow.sum(dim=1, keepdim=True)
+        parts = _minus(terms, most).exp_()  # [m, C, Q]
+        total = parts.sum(dim=0)
+        degrees = _degrees(len(terms), z_keys)
+        flow = parts.mul_(grad * of_class[:, None] * (most + total.log()).sigmoid() / total).mul_(degrees)
+        of_queries, flows, of_keys = -flow.sum(dim=0), flow.sum(dim=2, keepdim=True), torch.zeros_like(z_keys)
+        for n in _some_at_once(len(terms), z_keys):
+            of_keys += (_softmax(degrees[n] * z_keys) * flows[n]).sum(dim=0)
         return of_queries.to(queries.dtype), of_keys.to(keys.dtype)
     grads = torch.zeros_like(grad), torch.zeros(keys.shape, dtype=torch.float64, device=keys.device)
     if keys.shape[1] == 0:
@@ -169,8 +169,8 @@ def _gradients(
 
 def _powers(
     queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, powers: list[int]
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return log C(m, n) + L_n - n z_q for n = 1, 2, ..., each (C, Q), the largest of them, and z of the keys (C, K).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log C(m, n) + L_n - n z_q for n = 1..m (m, C, Q), the largest of them (C, Q), and z of the keys (C, K).
 
     For n above the m of a class they are -inf.
     """
@@ -184,26 +184,38 @@ def _powers(
     lowest = (inside & (keys == -math.inf)).any(dim=1, keepdim=True)
     z_queries = z_queries.masked_fill(lowest & (z_queries == -math.inf), math.nan)
     count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
-    terms = []
-    binomials = [[math.log(math.comb(m, n)) if n <= m else -math.inf for m in powers] for n in range(max(powers) + 1)]
-    for n, logs in enumerate(binomials[1:], 1):
-        parts, highest = _exponentials(n * z_keys)
-        log_mean = parts.sum(dim=1, keepdim=True).log() + highest - count.log()  # L_n [C, 1]
-        binomial = torch.tensor(logs, dtype=log_mean.dtype).to(log_mean.device, non_blocking=True)[:, None]
-        term = binomial + log_mean - n * z_queries
-        terms.append(term if -math.inf not in logs else torch.where(binomial == -math.inf, -math.inf, term))
-    return terms, terms[0] if len(terms) == 1 else torch.stack(terms).amax(dim=0), z_keys
+    degrees, log_means = _degrees(max(powers), z_keys), []
+    for n in _some_at_once(max(powers), z_keys):
+        parts, highest = _exponentials(degrees[n] * z_keys)
+        log_means.append(parts.sum(dim=-1, keepdim=True).log() + highest - count.log())  # L_n [n, C, 1]
+    logs = [[math.log(math.comb(m, n)) if n <= m else -math.inf for m in powers] for n in range(1, max(powers) + 1)]
+    binomials = torch.tensor(logs, dtype=z_keys.dtype).to(z_keys.device, non_blocking=True)[:, :, None]
+    terms = binomials + torch.cat(log_means) - degrees * z_queries
+    if min(powers) < max(powers):
+        terms = torch.where(binomials == -math.inf, -math.inf, terms)
+    return terms, terms.amax(dim=0), z_keys
+
+
+def _degrees(m: int, like: Tensor) -> Tensor:
+    """Return 1..m (m, 1, 1)."""
+    return torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None, None]
+
+
+def _some_at_once(m: int, keys: Tensor) -> Iterator[slice]:
+    """Yield the numbers below m in parts whose powers of ``keys`` (C, K) make one chunk."""
+    step = chunk_size(keys, keys.numel())
+    return (slice(first, first + step) for first in range(0, m, step))
 
 
 def _softmax(z: Tensor) -> Tensor:
-    """Return the softmax of each row (C, K), 0 in a row of -inf."""
+    """Return the softmax of each row (n, C, K), 0 in a row of -inf."""
     parts, _ = _exponentials(z)
-    return parts / _or_one(parts.sum(dim=1, keepdim=True))
+    return parts / _or_one(parts.sum(dim=-1, keepdim=True))
 
 
 def _exponentials(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponentials of each row (C, K), over that of its largest entry, and this entry (C, 1)."""
-    most = z.amax(dim=1, keepdim=True)
+    """Return the exponentials of each row (n, C, K), over that of its largest entry, and this entry (n, C, 1)."""
+    most = z.amax(dim=-1, keepdim=True)
     return torch.where(z == -math.inf, 0.0, _minus(z, most).exp_()), most
 
 

@@ -40,7 +40,7 @@ LIMITS = {
     "Recall": (2, 80),
     "pAUC, trapezoid": (2, 150),
     "pAUC, pairwise": (3, 200),
-    "pAUC, dro": (3, 430),
+    "pAUC, dro": (3, 300),
     "hard negatives": (1, 80),
     "softmax focal": (1, 60),
     "over ranks: SmoothAP, queue of 1,024": (3, 200),
