@@ -77,8 +77,10 @@ def test_cross_entropy_ignores_as_torch_does(ignored: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-@pytest.mark.parametrize("weight", [None, "full", "last", "one"])
-@pytest.mark.parametrize("pos_weight", [None, "full", "last", "one"])
+@pytest.mark.parametrize("weight", [None, "full", *(pytest.param(w, marks=pytest.mark.slow) for w in ("last", "one"))])
+@pytest.mark.parametrize(
+    "pos_weight", [None, "last", *(pytest.param(w, marks=pytest.mark.slow) for w in ("full", "one"))]
+)
 def test_binary_cross_entropy_is_that_of_torch(kind: str, weight: str | None, pos_weight: str | None) -> None:
     shapes = [(7,), (7, 1), (5, 3), (4, 3, 2)]
     for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), shapes, REDUCTIONS):

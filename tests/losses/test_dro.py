@@ -22,6 +22,9 @@ from fullrank.losses import partial_area, pauc_at_budget
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 LAMBDAS = [1.0, 0.05, 0.3, 4.0]
 over_lambdas = pytest.mark.parametrize("tilt", LAMBDAS)
+some_lambdas = pytest.mark.parametrize(
+    "tilt", [0.3, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 0.05, 4.0))]
+)
 over_scale = pytest.mark.parametrize("scale", [None, "iqr"])
 over_scales = pytest.mark.parametrize("scale", [None, "iqr", "band"])
 BAND = 0.7  # the rate to which the scale "band" reaches
@@ -47,7 +50,7 @@ def test_the_gradient_is_that_of_a_function_of_differences(tilt: float) -> None:
 
 
 @over_scales
-@over_lambdas
+@some_lambdas
 def test_gradcheck(tilt: float, scale: str | None) -> None:
     """Most negatives stand at -9 and 9, so that the scale, which is detached, does not change with the others."""
     leaf = INPUTS["binary"].rows().logits[:12].requires_grad_()
@@ -229,7 +232,7 @@ def test_float32_far_from_zero(tilt: float) -> None:
 
 @pytest.mark.parametrize("power", [entropic_risk.POWER, 0])
 @over_scale
-@over_lambdas
+@some_lambdas
 def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, power: int) -> None:
     """A row at the good end counts as one very far away; at the bad end the loss is infinite, with a finite slope."""
     monkeypatch.setattr(entropic_risk, "POWER", power)
