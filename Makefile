@@ -7,7 +7,7 @@ DEMO_STAMP := .venv/.installed-demo
 BENCH_STAMP := .venv/.installed-bench
 export PYTHON
 # What decides the contents of .venv, and of the extension that pip builds.
-BUILD := setup.cfg setup.py constraints.txt pyproject.toml $(wildcard kernels/native/pairs.*c)
+BUILD := setup.cfg setup.py constraints.txt pyproject.toml $(wildcard kernels/native/*c)
 # The package is the repository root, so a type checker finds it under its name only through a link.
 TYPECHECK := .venv/typecheck
 

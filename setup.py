@@ -28,12 +28,12 @@ class BuildModules(build_py):
         return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
 
 
-pairs = Extension(
-    "fullrank.kernels.native.pairs",
-    ["kernels/native/pairs.c"],
-    depends=["kernels/native/pairs.inc"],
+library = Extension(
+    "fullrank.kernels.native.sums",
+    ["kernels/native/sums.c"],
+    depends=["kernels/native/bins.inc", "kernels/native/pairs.inc"],
     extra_compile_args=FLAGS,
-    export_symbols=["smooth_ap_float32", "smooth_ap_float64"],
+    export_symbols=[f"{name}_float{bits}" for name in ("smooth_ap", "moments", "evaluate") for bits in (32, 64)],
     optional=True,  # without a compiler torch computes the same
 )
-setup(ext_modules=[pairs], cmdclass={"build_ext": BuildLibrary, "build_py": BuildModules})
+setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary, "build_py": BuildModules})

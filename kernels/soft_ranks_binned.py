@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import native
 from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
 from .costs import costs_of
 from .node_tables import (
@@ -123,7 +124,7 @@ class Places(NamedTuple):
 def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None = None) -> Places:
     """Return the places of the rows, which are ``rows`` if these are known, and of the listed positives."""
     scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
-    if rows is None and len([*chunks(scores)]) <= 1:
+    if rows is None and len([*chunks(scores)]) <= 1 and not _reads_rows_in_c(scores, bins):
         rows = _locate_chunk(problem, bins, slice(None), slice(None))
     if rows is not None:
         bin_of, u = (values[class_of, row_of] for values in rows)
@@ -143,11 +144,15 @@ def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> li
     (p, C, B F + 1) float64 each; the last bin holds the rows that take no part.
     """
     scores, size = problem.scores, bins.num_fine + 1
-    lanes = num_lanes(scores, size)
-    everyone = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
-    for c, m in chunks(scores):
-        add_moments(everyone[:, c] if lanes == 1 else everyone, *(places.rows or _locate_chunk(problem, bins, c, m)))
-    everyone = everyone if lanes == 1 else everyone.sum(dim=1, keepdim=True)
+    if places.rows is None and _reads_rows_in_c(scores, bins):
+        everyone = native.moments(scores, problem.member, *_numbering(bins), bins.num_fine, order.p)
+    else:
+        lanes = num_lanes(scores, size)
+        everyone = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
+        for c, m in chunks(scores):
+            rows = places.rows or _locate_chunk(problem, bins, c, m)
+            add_moments(everyone[:, c] if lanes == 1 else everyone, *rows)
+        everyone = everyone if lanes == 1 else everyone.sum(dim=1, keepdim=True)
     shape = scores.shape[0], size
     positives = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=scores.device)
     weights = torch.stack([torch.ones_like(problem.share), problem.share])
@@ -241,8 +246,11 @@ def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Pla
     """Write the gradient of the rows of ``problem`` into ``gradient`` (C, M)."""
     # Every row is treated as a negative first, then the positives are overwritten.
     pull = polynomials[:, 0].to(problem.scores.dtype)
-    for c, m in chunks(problem.scores):
-        gradient[c, m] = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
+    if places.rows is None and _reads_rows_in_c(problem.scores, bins) and gradient.is_contiguous():
+        native.evaluate(pull, problem.scores, problem.member, *_numbering(bins), gradient)
+    else:
+        for c, m in chunks(problem.scores):
+            gradient[c, m] = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
     # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
     # either, so it is taken before the values are rounded to the dtype of the scores.
     tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)]
@@ -251,6 +259,15 @@ def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Pla
         pushed, own = evaluate(tables, *at)
         value = (pushed + own * problem.share[some]).to(gradient.dtype)
         gradient[problem.class_of[some], problem.row_of[some]] = value
+
+
+def _reads_rows_in_c(scores: Tensor, bins: Bins) -> bool:
+    return bins.outside is None and native.is_usable(scores)
+
+
+def _numbering(bins: Bins) -> tuple[float, Tensor]:
+    """Return the fine bins per unit of the scores, and the number of the first of each class, (C,)."""
+    return bins.fine / bins.width, bins.first * bins.fine
 
 
 def _locate_chunk(problem: Problem, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:

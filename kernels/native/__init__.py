@@ -1,45 +1,61 @@
-"""Smooth-AP over pairs of rows in C, where the extension was built; everywhere else torch computes.
+"""The passes over rows and pairs of Smooth-AP in C, where the library was built; everywhere else torch computes.
 
-``setup.py`` builds ``pairs.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
+``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
-compare :data:`KERNELS`.
+compare :data:`KERNELS`. They do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PLACES = {torch.float32: "smooth_ap_float32", torch.float64: "smooth_ap_float64"}
 _LEAST = 1e-30  # temperature: the kernel multiplies by its reciprocal
+_LANES = 4  # parts of the rows of a class, each summed into a table of its own
+_MANY_ROWS = 200_000  # from which parts are worth a thread
+
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
-def _load() -> ctypes.CDLL | None:
-    path = Path(__file__).with_name("pairs.library")
+def _load() -> dict[torch.dtype, dict[str, Any]]:
+    """Return the functions of the library by dtype and name; none where it cannot be used."""
+    path = Path(__file__).with_name("sums.library")
     if os.environ.get("FULLRANK_NATIVE") == "0" or not path.exists():
-        return None
+        return {}
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
-        return None
+        return {}
+    functions: dict[torch.dtype, dict[str, Any]] = {}
+    for dtype, real in _REALS.items():
+        rows = [_POINTER, _POINTER, _NUMBER, real, real, _NUMBER, _NUMBER]
+        arguments = {
+            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_double, _NUMBER, *[_POINTER] * 5],
+            "moments": [*rows, _POINTER],
+            "evaluate": [*rows, _POINTER, _POINTER],
+        }
+        functions[dtype] = {name: getattr(library, f"{name}_{str(dtype)[6:]}") for name in arguments}
+        for name, function in functions[dtype].items():
+            function.argtypes = arguments[name]
+            function.restype = _NUMBER if name == "smooth_ap" else None
+    return functions
 
 
-_library = _load()
-FUNCTIONS: dict[torch.dtype, Any] = {}
-if _library is not None:
-    for _dtype, _name in _PLACES.items():
-        _function = getattr(_library, _name)
-        _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-        _function.argtypes = [*[_pointer] * 4, *[_number] * 3, ctypes.c_double, _number, *[_pointer] * 5]
-        _function.restype = _number
-        FUNCTIONS[_dtype] = _function
-
+FUNCTIONS = _load()
 KERNELS = "native" if FUNCTIONS else "torch"
+
+
+def is_usable(scores: Tensor) -> bool:
+    """Return whether the library has functions for the device and the dtype of ``scores``."""
+    return scores.is_cpu and scores.dtype in FUNCTIONS
 
 
 def smooth_ap(
@@ -53,24 +69,24 @@ def smooth_ap(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return what :func:`~fullrank.kernels.soft_ranks.smooth_ap_and_gradient` returns, or None.
 
-    None stands for more than ``most`` pairs, and for what the kernel does not compute: another device or dtype, a
-    temperature below 1e-30, no library.
+    None stands for more than ``most`` pairs, and for what the library does not compute, such as a temperature below
+    1e-30.
     """
-    function = FUNCTIONS.get(scores.dtype)
-    if function is None or not scores.is_cpu or temperature < _LEAST or scores.numel() == 0:
+    if not is_usable(scores) or temperature < _LEAST or scores.numel() == 0:
         return None
     num_classes, num_rows = scores.shape
     scores, positive = scores.detach().contiguous(), positive.contiguous()
     member = None if member is None else member.contiguous()
     weight = None if weight is None else weight.detach().to(scores.dtype).contiguous()
-    loss, valid = torch.empty(num_classes, dtype=torch.float64), torch.empty(num_classes, dtype=torch.bool)
+    # Like the scores, because the default device may be another one.
+    loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
-    work, order = scores.new_empty(3 * num_rows), torch.empty(num_rows, dtype=torch.int64)
-    found = function(
+    work, order = scores.new_empty(3 * num_rows), scores.new_empty(num_rows, dtype=torch.int64)
+    found = FUNCTIONS[scores.dtype]["smooth_ap"](
         scores.data_ptr(),
         positive.data_ptr(),
-        None if member is None else member.data_ptr(),
-        None if weight is None else weight.data_ptr(),
+        _place(member),
+        _place(weight),
         0 if weight is None or weight.ndim == 1 else num_rows,
         num_classes,
         num_rows,
@@ -83,3 +99,71 @@ def smooth_ap(
         order.data_ptr(),
     )
     return (loss, gradient, valid) if found else None
+
+
+def moments(scores: Tensor, member: Tensor | None, scale: float, first: Tensor, num_bins: int, p: int) -> Tensor:
+    """Return (p, C, num_bins + 1) float64, the sums over the rows of each bin of the powers of their positions.
+
+    Args:
+        scores: (C, M), finite, usable.
+        member: (C, M) bool, the rows that take part; None for all. The sums of the last bin, of all others, are left 0.
+        scale: bins per unit of the scores, a power of two.
+        first: (C,) the number of the first bin of each class.
+        num_bins: bins of a class.
+        p: powers, from 0 on.
+    """
+    function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
+    scores, member = scores.contiguous(), None if member is None else member.contiguous()
+    lanes = _LANES if num_classes == 1 and num_rows > _LANES * num_bins else 1
+    tables = scores.new_zeros(num_classes * lanes, num_bins + 1, p, dtype=torch.float64)
+
+    def run(part: int, c: int, start: int, stop: int) -> None:
+        own = scores[c, start:stop], None if member is None else member[c, start:stop]
+        numbers = stop - start, scale, float(first[c]), num_bins, p
+        function(own[0].data_ptr(), _place(own[1]), *numbers, tables[part].data_ptr())
+
+    _in_parts(run, num_classes, num_rows, lanes)
+    return tables.view(num_classes, lanes, num_bins + 1, p).sum(dim=1).permute(2, 0, 1).contiguous()
+
+
+def evaluate(
+    coefficients: Tensor, scores: Tensor, member: Tensor | None, scale: float, first: Tensor, out: Tensor
+) -> None:
+    """Write into ``out`` (C, M) the polynomial of the bin of each row at the row; 0 for a row that takes no part.
+
+    Args:
+        coefficients: (p, C, num_bins + 1) in the dtype of the scores.
+        scores: (C, M), and the arguments after it: as in :func:`moments`.
+    """
+    function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["evaluate"], scores.shape
+    scores, member = scores.contiguous(), None if member is None else member.contiguous()
+    tables = coefficients.permute(1, 2, 0).contiguous()
+    num_bins, p = tables.shape[1] - 1, tables.shape[2]
+
+    def run(part: int, c: int, start: int, stop: int) -> None:
+        own = scores[c, start:stop], None if member is None else member[c, start:stop]
+        numbers = stop - start, scale, float(first[c]), num_bins, p
+        function(own[0].data_ptr(), _place(own[1]), *numbers, tables[c].data_ptr(), out[c, start:].data_ptr())
+
+    _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 else 1)
+
+
+def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_rows: int, lanes: int) -> None:
+    """Call ``run(part, class, start, stop)`` for each class, or for each of the ``lanes`` of the only one."""
+    if lanes == 1:
+        parts = [(c, c, 0, num_rows) for c in range(num_classes)]
+    else:
+        ends = [num_rows * lane // lanes for lane in range(lanes + 1)]
+        parts = [(lane, 0, ends[lane], ends[lane + 1]) for lane in range(lanes)]
+    threads = min(torch.get_num_threads(), len(parts)) if num_classes * num_rows >= _MANY_ROWS else 1
+    if threads == 1:
+        for part in parts:
+            run(*part)
+        return
+    with ThreadPoolExecutor(threads) as pool:  # the library does not hold Python's lock
+        for done in [pool.submit(run, *part) for part in parts]:
+            done.result()
+
+
+def _place(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -133,6 +134,14 @@ def test_memory_of_any_layout(form: str) -> None:
 
 
 @needs_extension
+def test_the_default_device_is_not_asked() -> None:
+    scores, positive, _ = rows(1, 50, torch.float32)
+    with torch.device("meta"):
+        found = native.smooth_ap(scores, positive, None, None, 0.1, True, ALL)
+    assert all(map(torch.equal, found, native.smooth_ap(scores, positive, None, None, 0.1, True, ALL)))
+
+
+@needs_extension
 def test_what_it_leaves_to_torch() -> None:
     scores, positive, _ = rows(1, 50, torch.float32)
     pairs = int(positive.sum()) * 50
@@ -149,15 +158,41 @@ def test_what_it_leaves_to_torch() -> None:
 
 @needs_extension
 def test_the_same_bits_with_any_number_of_threads() -> None:
-    scores, positive, _ = rows(4, 3000, torch.float32)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            found.append(native.smooth_ap(scores, positive, None, None, 0.1, True, ALL))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(torch.equal, *found))
+    """Of bins, whose rows are cut into parts: large pools of one class and of several."""
+    threads = torch.get_num_threads()
+    for num_classes, num_rows in ((1, 300_001), (3, 100_001)):
+        scores, positive, _ = rows(num_classes, num_rows, torch.float32)
+        found = []
+        try:
+            for number in (1, 2, 3):
+                torch.set_num_threads(number)
+                found.append(smooth_ap_and_gradient(scores, positive, None, None, 0.1, True))
+        finally:
+            torch.set_num_threads(threads)
+        assert all(map(torch.equal, found[0], found[1]))
+        assert all(map(torch.equal, found[0], found[2]))
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
+    """By their definition, with members and without, for the numbers of powers that the compiler knows and others."""
+    scores, _, members = rows(2, 1000, dtype)
+    first, num_bins, scale = torch.tensor([-40.0, -33.0], dtype=dtype), 80, 8.0
+    scores = scores.clamp(-4, 4)
+    rounded = (scores * scale).round()
+    u, bins = 2 * (scores * scale - rounded), (rounded - first[:, None]).long()
+    for p, member in itertools.product((1, 3, 4, 6, 8), (None, members)):
+        held = torch.ones_like(members) if member is None else member
+        expected = torch.zeros(p, 2, num_bins + 1, dtype=torch.float64)
+        for k in range(p):
+            expected[k].scatter_add_(1, bins, torch.where(held, u.double() ** k, 0.0))
+        found = native.moments(scores, member, scale, first, num_bins, p)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        table, out = torch.randn(p, 2, num_bins + 1, dtype=dtype), torch.empty_like(scores)
+        native.evaluate(table, scores, member, scale, first, out)
+        value = sum(table[k].gather(1, bins).double() * u.double() ** k for k in range(p))
+        torch.testing.assert_close(out.double(), value.where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-// Smooth-AP over pairs of rows, called through ctypes: it depends on libc alone, on no ABI of torch or of Python.
+// The passes of Smooth-AP over pairs and rows, called through ctypes: libc alone, no ABI of torch or of Python.
 //
+// smooth_ap:
 //   scores, positive, member  (classes, rows); member may be NULL for all rows
 //   weight                    (rows) with stride 0, (classes, rows) with stride `rows`, or NULL
 //   most                      with more pairs nothing is computed, and 0 is returned; else 1
@@ -7,7 +8,9 @@
 //   gradient                  (classes, rows), written; NULL for the loss alone
 //   work, order               3 * rows numbers and `rows` indices, overwritten
 //
-// One thread computes, so the result is the same for any number of threads.
+// moments, evaluate: see bins.inc and kernels/bins.py.
+//
+// A call is one thread.
 #include <math.h>
 #include <stdint.h>
 
@@ -39,6 +42,12 @@ static const float series_float[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1.
 #define SPEND spend_float
 #define NAME smooth_ap_float32
 #include "pairs.inc"
+#define NEAREST rintf
+#define ADD_MOMENTS add_moments_32
+#define READ read_32
+#define MOMENTS moments_float32
+#define EVALUATE evaluate_float32
+#include "bins.inc"
 
 #define REAL double
 #define UINT uint64_t
@@ -48,10 +57,18 @@ static const float series_float[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1.
 #define FARTHEST 746.0
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10
-static const double series_double[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040, 1. / 40320, 1. / 362880, 1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
+static const double series_double[] = {1,          1,           1. / 2,        1. / 6,         1. / 24,
+                                       1. / 120,   1. / 720,    1. / 5040,     1. / 40320,     1. / 362880,
+                                       1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
 #define SERIES series_double
 #define EXP_NEG exp_neg_double
 #define ABOVE above_double
 #define SPEND spend_double
 #define NAME smooth_ap_float64
 #include "pairs.inc"
+#define NEAREST rint
+#define ADD_MOMENTS add_moments_64
+#define READ read_64
+#define MOMENTS moments_float64
+#define EVALUATE evaluate_float64
+#include "bins.inc"
