@@ -2,7 +2,7 @@
 
 Each rank computes the terms of its own rows. The gradient of its own rows as candidates of other ranks' rows comes back
 by one reduce-scatter. All of it happens in the forward, so the backward communicates nothing and no rank can miss it.
-Time and memory of a rank fall with the number of ranks: it holds all candidates, and a block of similarities.
+The time of a rank falls with the number of ranks. Its memory is that of all candidates and of a block of similarities.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ class InfoNCELoss(ContrastiveLoss):
         call, group = type(self).__name__, self._resolve_group()
         learned: Tensor | None = self.logit_scale
         refuse_in_backward(call)
-        if hasattr(learned, "full_tensor"):  # FSDP2 shards it, and this is not inside of the forward of its module
+        # FSDP2 has sharded it, and this call is not inside of the forward of its module.
+        if learned is not None and hasattr(learned, "full_tensor"):
             learned = learned.full_tensor()
 
         def bring() -> Offer[None]:
