@@ -39,7 +39,7 @@ class RetrievalAPLoss(nn.Module):
 
     Raises:
         ValueError: for one column without labels, labels whose number is not that of the texts, or several columns with
-            labels, such as pairs with a score.
+            labels, such as pairs with a score; several columns with a ``queue_size``.
         TypeError: for labels that are not integers, such as scores.
 
     Example:
@@ -71,6 +71,10 @@ class RetrievalAPLoss(nn.Module):
             raise TypeError(expected("labels", "integers", labels, fix))
         embeddings = [self.model(features)["sentence_embedding"] for features in columns]
         if labels is None and len(columns) > 1:
+            if self.ranking.queue_size:
+                fix = "Pairs of other steps would have the same labels. Give the data set a column `label`."
+                found = self.ranking.queue_size
+                raise ValueError(expected(f"queue_size with {len(columns)} columns of texts", "0", found, fix))
             # Anchor and positive share a label, which no other rank has. Each hard negative has its own: it belongs to
             # nothing.
             count = len(embeddings[0])

@@ -227,7 +227,7 @@ class NDCGLoss(CurrentTemperature):
             undefined = undefined | clashes
         rows = scores
         if len(scores) == 1:  # only the rows with a gain need their ranks
-            places = grades[0].nonzero()[:, 0]
+            places = grades[0].ne(0).nonzero()[:, 0]
             rows, grades = scores.index_select(1, places), grades.index_select(1, places)
         weights = torch.ones_like(scores) if member is None else member.to(scores.dtype)
         above = sigmoid_sums(rows, scores.contiguous(), weights[:, :, None], temperature)[:, :, 0]  # [q, P]

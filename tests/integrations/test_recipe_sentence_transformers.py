@@ -165,6 +165,15 @@ def test_several_columns_take_no_label(kind: str) -> None:
         RetrievalAPLoss(Encoder())(columns, labels)
 
 
+def test_a_queue_needs_labels_that_last() -> None:
+    columns = [{"x": torch.zeros(2, 4, dtype=torch.float64)}] * 2
+    with pytest.raises(ValueError, match="queue_size with 2 columns of texts: expected 0, got 8"):
+        RetrievalAPLoss(Encoder(), queue_size=8)(columns)
+    labelled = RetrievalAPLoss(Encoder(), queue_size=8)
+    labelled(columns[:1], torch.tensor([0, 1]))
+    assert len(labelled.ranking.queue) == 2
+
+
 def test_scores_are_no_labels() -> None:
     with pytest.raises(TypeError, match="labels: expected integers, got a float32 tensor"):
         RetrievalAPLoss(Encoder())([{"x": torch.zeros(3, 4, dtype=torch.float64)}], torch.tensor([0.2, 0.9, 1.0]))
