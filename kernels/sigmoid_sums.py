@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from .bins import find_bins, locate
 from .costs import costs_of
 from .multipole import Line, Tables
 from .node_tables import order_for
-from .pairs import chunks_of_pairs, numpy_can_sum, sigmoid_and_slope, slope_of
+from .pairs import chunks_of_pairs, sigmoid_and_slope, slope_of
 from .registration import check_not_batched, register
 from .torch_private import func_transforms_are_active
 
@@ -161,22 +160,6 @@ class _Request(NamedTuple):
             divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
             yield c, q, (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
 
-    @numpy.errstate(all="ignore")
-    def on_host(self) -> tuple[Any, Any, Any] | None:
-        """Return s and s' of all pairs (C, Q, K) and the divisor of the differences, arrays; None if numpy is slower.
-
-        A few pairs take numpy a fraction of the time of torch.
-        """
-        if not numpy_can_sum(self.queries, self.num_pairs):
-            return None
-        queries, keys = self.queries.detach().numpy(), self.keys.detach().numpy()
-        divisor = self.temperature if self.temperatures is None else self.temperatures.numpy()[:, None, None]
-        difference = (keys[:, None, :] - queries[:, :, None]) / divisor
-        small = numpy.exp(-abs(difference))
-        large = 1 / (1 + small)
-        small *= large
-        return numpy.where(difference > 0, large, small), small * large, divisor
-
 
 def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield the classes of the tensors in ``parts`` parts; None stays None."""
@@ -214,9 +197,6 @@ def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
         of_each = _split(parts, queries, keys, weights, request.temperatures)
         some = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in of_each)
         return torch.cat([_sums_of(part, part.ends()) for part in some])
-    host = request.on_host()
-    if host is not None:
-        return torch.from_numpy(host[0] @ weights.detach().numpy())
     sums = None
     for c, q, difference, _ in request.chunks():
         found = torch.sigmoid(difference) @ weights[c]
@@ -264,13 +244,6 @@ def _gradients(
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
         return grad_queries, grad_keys, grad_weights
     nothing = weights.new_empty(0)
-    host = request.on_host()
-    if host is not None:
-        sigmoid, slope, divisor = host
-        incoming, given = grad.numpy(), weights.detach().numpy()
-        slope *= incoming @ given.swapaxes(1, 2) / divisor
-        of_queries, of_keys = torch.from_numpy(-slope.sum(axis=2)), torch.from_numpy(slope.sum(axis=1))
-        return of_queries, of_keys, torch.from_numpy(sigmoid.swapaxes(1, 2) @ incoming) if with_weights else nothing
 
     def zeros() -> tuple[Tensor, Tensor, Tensor]:
         return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else nothing

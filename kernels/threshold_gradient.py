@@ -77,7 +77,7 @@ def _gradient(
 
     The slopes are computed as they are where a row is near its level, and relative to that of the nearest row if not.
     """
-    if numpy_can_sum(scores, base.shape[1] * scores.numel()):
+    if numpy_can_sum(scores, 8 * base.shape[1] * scores.numel()):  # an exponential takes as long as some eight pairs
         return (_on_host(grad, scores, base, offset, taus, rows),)
     grad, base, offset = grad.t(), base.t(), None if offset is None else offset.t()  # [L, C]
     finite = _are_finite(base, offset)
