@@ -346,11 +346,11 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> tuple[T
             name: one for name, one in window.model.named_parameters() if leaves.pop(id(one), None) is not None
         }
         for other in leaves.values():
-            kind = "another tensor that requires grad, of"
+            kind = "another tensor that requires grad"
             if isinstance(other, nn.Parameter):
-                names = (name for name, one in _parameters_around(loss) if one is other)
-                kind = f"the parameter {next(names, '')!r} outside of model, of"
-            found = Words(f"a loss of {kind} shape {tuple(other.shape)}, too")
+                name = next((name for name, one in _parameters_around(loss) if one is other), None)
+                kind = "a parameter outside of model" if name is None else f"the parameter {name!r} outside of model"
+            found = Words(f"a loss of {kind}, of shape {tuple(other.shape)}, too")
             fix = (
                 "No wrapper would reduce its gradient: register the module that has it in the model before that is "
                 "wrapped, as in model.loss = loss, or use it in forward and return the result in the scores."

@@ -73,8 +73,8 @@ class RetrievalAPLoss(nn.Module):
         if labels is None and len(columns) > 1:
             if self.ranking.queue_size:
                 fix = "Pairs of other steps would have the same labels. Give the data set a column `label`."
-                found = self.ranking.queue_size
-                raise ValueError(expected(f"queue_size with {len(columns)} columns of texts", "0", found, fix))
+                name = f"queue_size with {len(columns)} columns of texts"
+                raise ValueError(expected(name, "0", self.ranking.queue_size, fix))
             # Anchor and positive share a label, which no other rank has. Each hard negative has its own: it belongs to
             # nothing.
             count = len(embeddings[0])

@@ -590,7 +590,7 @@ def test_foreign_leaf_is_named() -> None:
     wrong: dict[str, Any] = {
         "the parameter 'head.weight' outside of model.* as in model.loss = loss": lambda scores, _: head(scores).sum(),
         "the parameter 'factor' outside of model": lambda scores, _: (scores * factor).sum(),
-        "the parameter '' outside of model": functools.partial(scaled, factor),
+        "a parameter outside of model, of shape": functools.partial(scaled, factor),
         "another tensor that requires grad": lambda scores, _: (scores + offset).sum(),
     }
     for text, loss in wrong.items():
@@ -606,11 +606,12 @@ def make_learned() -> nn.Module:
     return model
 
 
-LEARNED = ["ddp", "ddp unused", "ddp each", "fsdp2", pytest.param("summed", marks=pytest.mark.full), "fsdp2 each"]
+LEARNED = ["ddp", "ddp unused", "ddp each", "fsdp2", "fsdp2 each"]
+LEARNED += [pytest.param(kind, marks=pytest.mark.full) for kind in ("summed", "hsdp")]
 
 
 @pytest.mark.parametrize("kind", LEARNED)
-@on_ranks(2)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.full))
 def test_a_parameter_of_the_model_in_the_loss(rank: int, kind: str) -> None:
     """GradCache for CLIP: the gradient of a learned temperature is that of one process, in each of three steps.
 
