@@ -7,7 +7,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-# Each flag lets the compiler use vector instructions; none lets it change the order of a sum. Others take its defaults.
+# Each flag lets the compiler use vector instructions; none lets it change the order of a sum.
+# MSVC gets its default flags.
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 
 
@@ -33,7 +34,10 @@ library = Extension(
     ["kernels/native/sums.c"],
     depends=["kernels/native/bins.inc", "kernels/native/pairs.inc"],
     extra_compile_args=FLAGS,
-    export_symbols=[f"{name}_float{bits}" for name in ("smooth_ap", "moments", "evaluate") for bits in (32, 64)],
+    export_symbols=[
+        "fullrank_abi",
+        *(f"{name}_float{bits}" for name in ("smooth_ap", "moments", "evaluate") for bits in (32, 64)),
+    ],
     optional=True,  # without a compiler torch computes the same
 )
 setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary, "build_py": BuildModules})

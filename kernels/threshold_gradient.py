@@ -130,7 +130,8 @@ def _on_host(
     slopes = numpy.exp((nearest - distance) / widths)
     slopes /= (1 + slopes * numpy.exp(-nearest / widths)) ** 2
     sums = slopes.sum(axis=2)
-    slopes *= numpy.where(is_finite & (sums > 0), grad.numpy() / sums, 0.0)[:, :, None]
+    # A gradient that is NaN stays one, also where no row counts.
+    slopes *= numpy.where(is_finite & (sums > 0), grad.numpy() / sums, 0.0 * grad.numpy())[:, :, None]
     return torch.from_numpy(slopes.sum(axis=1).astype(x.dtype))
 
 

@@ -21,6 +21,8 @@ _LEAST = 1e-30  # temperature: the kernel multiplies by its reciprocal
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 _MANY_ROWS = 200_000  # from which parts are worth a thread
 
+_ABI = 1  # as in sums.c, which counts changes of its arguments
+
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
@@ -32,7 +34,10 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         return {}
     try:
         library = ctypes.CDLL(str(path))
-    except OSError:  # built for another machine
+        is_current = library.fullrank_abi() == _ABI
+    except (OSError, AttributeError):
+        is_current = False
+    if not is_current:  # built for another machine, or from other sources, as after a pull without an installation
         return {}
     functions: dict[torch.dtype, dict[str, Any]] = {}
     for dtype, real in _REALS.items():

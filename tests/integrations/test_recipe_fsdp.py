@@ -216,7 +216,7 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
 
 def test_fsdp1(pool_of_two: WorkerPool) -> None:
     for errors in pool_of_two(older, FSDP1.replace(*QUEUE)):
-        assert max(errors) <= 1e-6  # float32, the only dtype that its clip_grad_norm_ takes
+        assert max(errors) <= 2e-6  # float32, the only dtype that its clip_grad_norm_ takes
 
 
 @pytest.mark.full

@@ -195,6 +195,13 @@ def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.double(), value.where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
 
 
+@needs_extension
+def test_a_library_from_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native._load().keys() == native.FUNCTIONS.keys()
+    monkeypatch.setattr(native, "_ABI", native._ABI + 1)
+    assert native._load() == {}
+
+
 @pytest.mark.slow
 def test_it_can_be_left_out() -> None:
     """The variable is read at import. Without it the package says what the extension is."""
