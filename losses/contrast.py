@@ -7,11 +7,11 @@ The time of a rank falls with the number of ranks. Its memory is that of all can
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
@@ -32,8 +32,8 @@ from .tensors import compute_dtype, unit_rows
 FEWEST_ANCHORS = 64  # in a block: fewer would make products too thin to be fast, and add up the candidates' too often
 
 
-class Partition(NamedTuple):
-    """A weighted sum of log-partition functions, with its gradients; None for those that are not needed."""
+class Sums(NamedTuple):
+    """A sum of losses of anchors, with its gradients; None for those that are not needed."""
 
     total: Tensor  # () float64
     of_anchors: Tensor | None  # [n, D]
@@ -41,23 +41,22 @@ class Partition(NamedTuple):
     of_scale: Tensor  # () float64
 
 
-def log_partition(
+def sum_of_blocks(
     anchors: Tensor,
     candidates: Tensor,
     scale: Tensor,
-    weights: Tensor,
     needs: tuple[bool, bool, bool],
-    first: int | None = None,
-) -> Partition:
-    r"""Return :math:`\sum_i w_i \log \sum_j \exp(s\, a_i \cdot c_j)` and its gradients, in blocks of anchors.
+    terms: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+) -> Sums:
+    r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j` and its gradients, in blocks of anchors.
 
     Args:
         anchors: (n, D), float32 or float64.
         candidates: (K, D) in the same dtype.
         scale: s, a scalar in the same dtype.
-        weights: (n,) in the same dtype.
         needs: whether the gradients of anchors, candidates and scale are needed.
-        first: anchor i is candidate ``first + i``, which is left out of its sum; None leaves out nothing.
+        terms: returns the sum of the losses of a block, float64, and its gradient (b, K), from its scores (b, K), which
+            it may overwrite, and its place among the anchors.
     """
     total = anchors.new_zeros((), dtype=torch.float64)
     of_anchors, of_candidates = (
@@ -65,26 +64,33 @@ def log_partition(
     )
     of_scale = torch.zeros_like(total)
     step = max(FEWEST_ANCHORS, costs_of(anchors.device).similarities_at_once // max(1, len(candidates)))
-    for begin in range(0, len(anchors) if len(candidates) > (first is not None) else 0, step):
-        block, weight = anchors[begin : begin + step], weights[begin : begin + step]
-        scores = (block * scale) @ candidates.t()  # [b, K]
-        if first is not None:
-            scores.diagonal(first + begin).fill_(-math.inf)
-        level = scores.logsumexp(dim=1)  # [b]
-        total += level.double() @ weight.double()
+    for begin in range(0, len(anchors), step):
+        place = slice(begin, min(begin + step, len(anchors)))
+        block = anchors[place]
+        value, slope = terms((block * scale) @ candidates.t(), place)
+        total += value
         if not any(needs):
             continue
-        shares = scores.sub_(level[:, None]).exp_().mul_(weight[:, None])  # [b, K]
-        mean = shares @ candidates  # [b, D]
+        mean = slope @ candidates  # [b, D]
         of_scale += (mean * block).sum(dtype=torch.float64)
         if of_anchors is not None:
-            of_anchors[begin : begin + step] = mean
+            of_anchors[place] = mean
         if of_candidates is not None:
-            of_candidates.addmm_(shares.t(), block)
+            of_candidates.addmm_(slope.t(), block)
     for gradient in (of_anchors, of_candidates):
         if gradient is not None:
             gradient *= scale
-    return Partition(total, of_anchors, of_candidates, of_scale)
+    return Sums(total, of_anchors, of_candidates, of_scale)
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """Return the logarithm (b,) of the sum of exp of (b, K); the lowest finite number where all are -inf."""
+    return scores.logsumexp(dim=1).clamp_min(torch.finfo(scores.dtype).min)
+
+
+def softplus(gaps: Tensor) -> Tensor:
+    """Return log(1 + exp(gaps)) in float64, with all digits."""
+    return F.softplus(gaps.double(), threshold=40.0)  # that of torch rounds above 20
 
 
 class Part(NamedTuple):

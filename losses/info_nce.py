@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, check_positive, expected
 from ..kernels.registration import exact
 from .arguments import completed
-from .contrast import ContrastiveLoss, Part, log_partition
+from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
 from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
 from .tensors import check_device
 
@@ -55,7 +56,9 @@ class InfoNCELoss(ContrastiveLoss):
         A row that is not finite makes the loss NaN on every rank.
 
     Numerics:
-        Half precision is computed in float32, sums in float64. O(N M D) time for M candidates and O(M D) memory.
+        Half precision is computed in float32, sums in float64. Pairs that are far apart keep all digits, where the
+        cross-entropy of the matrix rounds the loss to 0 and its gradient to noise. O(N M D) time for M candidates and
+        O(M D) memory.
 
     Distributed:
         Three collectives forward: the header with the keys of all ranks, one reduce-scatter of their gradients if they
@@ -165,7 +168,9 @@ class InfoNCELoss(ContrastiveLoss):
             level, highest = learned.detach().reshape(()).to(scale), math.log(self.max_logit_scale)
             scale, is_held = level.clamp_max(highest).exp(), level > highest
         with_grad = torch.is_grad_enabled()
-        part = self._part(own, of_all, sum(agreed.rows), scale, [with_grad and one.requires_grad for one in own])
+        first = 0 if exchange is None else sum(agreed.rows[: exchange.rank])
+        needs = [with_grad and one.requires_grad for one in own]
+        part = self._part(own, of_all, sum(agreed.rows), first, scale, needs)
         loss = self._add_up(part, own, agreed, exchange, [] if learned is None else [learned], is_held)
         if self._enqueues:
             self.queue.enqueue(of_all[0], torch.zeros(len(of_all[0]), dtype=torch.int64, device=keys.device))
@@ -175,36 +180,32 @@ class InfoNCELoss(ContrastiveLoss):
         __call__ = forward
 
     @torch.no_grad()
-    def _part(self, own: list[Tensor], of_all: list[Tensor], count: int, scale: Tensor, needs: list[bool]) -> Part:
+    def _part(
+        self, own: list[Tensor], of_all: list[Tensor], count: int, first: int, scale: Tensor, needs: list[bool]
+    ) -> Part:
         """Return this rank's part of the loss, with the gradient of the logarithm of the scale.
 
         Args:
             own: keys and queries of this rank.
             of_all: keys of all ranks, and queries of all ranks if the loss is symmetric.
             count: the number of pairs of all ranks.
+            first: the place of the first own pair among them.
             scale: what the similarities are multiplied by.
             needs: whether the gradients of keys and of queries are needed.
         """
-        keys, queries = (one.detach() for one in own)
-        weights = keys.new_full(keys.shape[:1], 1 / max(1, count) / (1 + self.symmetric))
-        similarity = (keys * queries).sum(dtype=torch.float64) / max(1, count)
-        total = of_scale = -scale * similarity
+        total = of_scale = own[0].new_zeros((), dtype=torch.float64)
         of_own: list[Tensor | None] = [None, None]
         of_others: list[Tensor | None] = [None, None]
+        terms = partial(_terms, first=first, weight=1 / max(1, count) / (1 + self.symmetric))
         for anchors, candidates in ((1, 0), (0, 1))[: 1 + self.symmetric]:
             rows = of_all[candidates]
             if candidates == 0:
                 rows, _ = self._with_queue(rows, rows.new_zeros(len(rows), dtype=torch.int64))
             wanted = needs[anchors], needs[candidates], self.logit_scale is not None
-            found = exact(log_partition)(own[anchors].detach(), rows, scale, weights, wanted)
+            found = exact(sum_of_blocks)(own[anchors].detach(), rows, scale, wanted, terms)
             of_own[anchors] = found.of_anchors
             of_others[candidates] = None if found.of_candidates is None else found.of_candidates[:count]
             total, of_scale = total + found.total, of_scale + found.of_scale * scale
-        for index, other in enumerate((queries, keys)):
-            mine = of_own[index]
-            if needs[index]:
-                pull = other * (-scale / max(1, count))
-                of_own[index] = pull if mine is None else mine + pull
         return Part(total, of_scale, of_own, of_others)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -229,3 +230,21 @@ class InfoNCELoss(ContrastiveLoss):
         names = ("symmetric", "max_logit_scale", "normalize", "queue_size", "gradient_reduction")
         learned = self.logit_scale is not None
         return f"learn_temperature={learned}, " + ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _terms(scores: Tensor, place: slice, first: int, weight: float) -> tuple[Tensor, Tensor]:
+    r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
+
+    With :math:`g = \log \sum_{j \ne i} \exp x_{ij} - x_{ii}` the loss of a pair is :math:`\log (1 + e^g)`, and its
+    gradient of :math:`x_{ii}` is :math:`-\sigma(g)`. Nothing is subtracted from a number close to it, so pairs that are
+    far apart keep all digits. Query i of the block has the key ``first + place.start + i``.
+    """
+    positive = scores.diagonal(first + place.start)
+    own = positive.clone()  # [b]
+    positive.fill_(-math.inf)
+    others = log_sum_exp(scores)  # [b]
+    gap = others - own
+    share = gap.sigmoid() * weight
+    slope = scores.sub_(others[:, None]).exp_().mul_(share[:, None])
+    positive.copy_(-share)
+    return softplus(gap).sum() * weight, slope

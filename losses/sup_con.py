@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from ..distributed.torch_private import not_compiled
 from ..errors import check_positive
 from ..kernels.registration import exact
 from .arguments import completed
-from .contrast import ContrastiveLoss, Part, log_partition
+from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
 from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
 from .retrieval import checked_labels
 
@@ -50,7 +52,8 @@ class SupConLoss(ContrastiveLoss):
         NaN on every rank.
 
     Numerics:
-        Half precision is computed in float32, sums in float64. O(N M D) time for M rows and O(M D) memory.
+        Half precision is computed in float32, sums in float64. Rows with one positive that are far from all others keep
+        all digits. O(N M D) time for M rows and O(M D) memory.
 
     Distributed:
         Three collectives forward: the header with the rows of all ranks, one reduce-scatter of gradients if there are
@@ -138,28 +141,19 @@ class SupConLoss(ContrastiveLoss):
             first: the place of the first own row among them.
             needs_grad: whether the gradient is needed.
         """
-        mine, place = own.detach(), slice(first, first + len(own))
+        mine = own.detach()
         candidates, names = self._with_queue(live, labels)
-        # The mean over P_i of the similarities is one product with the sum of the rows of a label.
-        distinct, label = names.unique(return_inverse=True)
-        of_live = label[: len(live)]
-        sums = candidates.new_zeros(len(distinct), live.shape[1]).index_add_(0, label, candidates)
-        others = torch.bincount(label, minlength=len(distinct))[of_live] - 1  # [M] |P_i|
-        weight = (others > 0).double() / (others > 0).sum().clamp_min(1)  # [M]
-        share = (weight / others.clamp_min(1)).to(mine)  # [M]
-        pull = (sums[label[place]] - mine) * share[place, None]  # [N, D]
-        scale = mine.new_tensor(1.0 / self.temperature)
-        needs = needs_grad, needs_grad, False
-        found = exact(log_partition)(mine, candidates, scale, weight[place].to(mine), needs, first)
-        of_own, of_all = found.of_anchors, found.of_candidates
-        if of_own is not None and of_all is not None:
-            # As one of the P_i of other rows, a row is pulled to these: all rows of its label have the same share.
-            of_live_sums = torch.zeros_like(sums).index_add_(0, of_live, live)
-            of_own -= scale * (pull + (of_live_sums[label[place]] - mine) * share[place, None])
-            of_all = of_all[: len(live)]
-        total = found.total - scale * (pull * mine).sum(dtype=torch.float64)
+        _, label, count = names.unique(return_inverse=True, return_counts=True)
+        labels_of = _Labels(label, count, label.argsort(), count.cumsum(0) - count)
+        weight = 1 / (count[label[: len(live)]] > 1).sum().clamp_min(1).to(mine)
+        terms = partial(
+            _terms, labels=labels_of, most=int(count.max()) if len(label) else 0, weight=weight, first=first
+        )
+        scale, needs = mine.new_tensor(1.0 / self.temperature), (needs_grad, needs_grad, False)
+        total, of_own, of_all, _ = exact(sum_of_blocks)(mine, candidates, scale, needs, terms)
+        of_all = None if of_all is None else of_all[: len(live)]
         # NaN is seen also where no row counts.
-        total += 0.0 * mine.sum(dtype=torch.float64)
+        total = total + 0.0 * mine.sum(dtype=torch.float64)
         return Part(total, torch.zeros_like(total), [of_own], [of_all])
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -173,3 +167,43 @@ class SupConLoss(ContrastiveLoss):
     def _arguments(self) -> str:
         names = ("normalize", "queue_size", "ignore_index", "gradient_reduction")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class _Labels(NamedTuple):
+    """The candidates of each label: the first ``number`` of ``order`` from ``start`` on."""
+
+    label: Tensor  # [K] of each candidate, from 0 on
+    number: Tensor  # [L]
+    order: Tensor  # [K]
+    start: Tensor  # [L]
+
+
+def _terms(
+    scores: Tensor, place: slice, labels: _Labels, most: int, weight: Tensor, first: int
+) -> tuple[Tensor, Tensor]:
+    r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
+
+    With a the logarithm of the sum of exp over :math:`P_i`, and g that over the other labels less a, the loss of a row
+    is :math:`\log (1 + e^g)`, and a less the mean over :math:`P_i`. The latter is 0 for a single positive. So rows that
+    are far apart keep all digits. Row i of the block is candidate ``first + place.start + i``. A label has at most
+    ``most`` candidates.
+    """
+    own = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]  # [b, 1]
+    label, index = labels.label[own], torch.arange(most, device=scores.device)
+    inside = index < labels.number[label]  # [b, S]
+    same = labels.order[(labels.start[label] + index).clamp_max_(len(labels.order) - 1)]
+    same = torch.where(inside, same, own)  # the row itself where the label has no more
+    inside &= same != own
+    number = labels.number[label[:, 0]] - 1  # [b] |P_i|
+    share, weight = 1 / number.clamp_min(1).to(scores), weight * (number > 0)
+    found = scores.gather(1, same)
+    near = log_sum_exp(found.masked_fill(~inside, -math.inf))  # [b]
+    away = log_sum_exp(scores.scatter_(1, same, -math.inf))
+    gap = away - near
+    spread = ((near[:, None] - found) * inside).sum(dim=1) * share
+    total = (softplus(gap) + spread.double()) @ weight.double()
+    push = gap.sigmoid()[:, None]
+    inner = (found - near[:, None]).exp()
+    inner = torch.where(inside, inner - share[:, None] - inner * push, 0.0) * weight[:, None]
+    slope = scores.sub_(away[:, None]).exp_().mul_(push * weight[:, None])
+    return total, slope.scatter_(1, same, inner)

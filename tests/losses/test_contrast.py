@@ -154,6 +154,51 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     assert_close(ours, theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["one way", "symmetric", "two views", "eight of a label"])
+@pytest.mark.parametrize("temperature", [0.2, 0.07, 0.02])
+def test_pairs_that_are_far_apart_keep_their_digits(temperature: float, name: str) -> None:
+    """The error of float32 is at most twice that of the matrix of all pairs, whose value rounds to 0 in the end."""
+    count, halves = 128, (normal(128, 64, dtype=torch.float32), normal(128, 64, seed=1, dtype=torch.float32))
+    labels = torch.arange(count).repeat(2) // (4 if name == "eight of a label" else 1)
+
+    def ours(first: Tensor, second: Tensor) -> Tensor:
+        if name in ("one way", "symmetric"):
+            return InfoNCELoss(temperature, symmetric=name == "symmetric")(first, second)
+        return SupConLoss(temperature)(torch.cat([first, second]), labels)
+
+    def naive(first: Tensor, second: Tensor) -> Tensor:
+        if name in ("one way", "symmetric"):
+            return info_nce(unit(first), unit(second), 1 / temperature, name == "symmetric", None)
+        rows, others = unit(torch.cat([first, second])), ~torch.eye(2 * count, dtype=torch.bool)
+        same = (labels[:, None] == labels) & others
+        target = same.to(rows) / same.sum(dim=1, keepdim=True)
+        return F.cross_entropy((rows @ rows.T / temperature).masked_fill(~others, -1e9), target)
+
+    def outcome(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        first = halves[0].detach().to(dtype).requires_grad_()
+        second = (halves[0] + 0.3 * halves[1]).detach().to(dtype).requires_grad_()
+        value = loss(first, second)
+        return value.detach().double(), torch.cat(torch.autograd.grad(value, (first, second))).double()
+
+    exact, found, usual = outcome(ours, torch.float64), outcome(ours, torch.float32), outcome(naive, torch.float32)
+    if temperature > 0.02:  # the reference, which at 0.02 has a few digits left in float64 too
+        assert_close(exact, outcome(naive, torch.float64), rtol=1e-9, atol=1e-12)
+    error, of_usual = ([float((a - b).norm() / b.norm()) for a, b in zip(one, exact)] for one in (found, usual))
+    for mine, other in zip(error, of_usual):
+        assert mine <= 2 * max(other, 1e-7)  # float32 rounds the value itself by up to 6e-8
+    assert error[1] < 1e-5  # the promise
+    if temperature == 0.07 and name == "one way":
+        assert of_usual[1] > 1e-5  # the control
+    assert found[0] >= 0
+
+
+def test_a_tiny_temperature_gives_no_negative_loss() -> None:
+    rows = normal(64, 16, dtype=torch.float16)
+    for loss in (InfoNCELoss(1e-6), InfoNCELoss(1e-6, symmetric=True)):
+        assert 0 <= loss(rows, rows) < 1e-6
+    assert 0 <= SupConLoss(1e-6)(rows.repeat(2, 1), torch.arange(64).repeat(2)) < 1e-6
+
+
 def test_the_scale_is_clamped_and_comes_back() -> None:
     """Above the limit its gradient is 0, unless a step along it lowers the scale."""
     queries = torch.eye(6).double()
