@@ -137,7 +137,7 @@ def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None
     if len(devices) > 1:
         raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
     if not devices <= usable.keys():
-        fix = f"Move them to {' or '.join(usable)}, or use a backend for {devices.pop()}."
+        fix = f"Move them to {' or '.join(usable)}, or use a backend for {min(devices)}."
         raise ValueError(expected("tensors", "a device that the process group serves", sorted(devices), fix))
     for index, tensor in enumerate(tensors):
         if tensor is not None:

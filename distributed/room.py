@@ -2,7 +2,7 @@
 
 All ranks must send the same number of bytes in every call, whichever call each of them makes. So the room belongs to
 the group. It changes only after an agreement, by what all ranks then know: it grows to the rows of that call, and
-falls when eight calls in a row have used at most half of it. Rows that do not fit travel after the header.
+shrinks when eight calls in a row have used at most half of it. Rows that do not fit travel after the header.
 
 The rows of a rank lie one tensor after another, each padded to a multiple of 16 bytes, so that every dtype can be
 viewed in place on arrival::
@@ -38,7 +38,7 @@ class Room:
         self._num_idle = self._most_of_idle = 0
 
     def adapt(self, needed: int) -> None:
-        """Grow or fall after an agreement of which the rank with the most rows needs ``needed`` bytes."""
+        """Grow or shrink after an agreement of which the rank with the most rows needs ``needed`` bytes."""
         wanted = 1 << (needed - 1).bit_length() if 0 < needed <= self._limit else 0
         if wanted >= self.size:
             self.size, self._num_idle, self._most_of_idle = wanted, 0, 0
@@ -105,7 +105,8 @@ def unpack(block: Tensor, tensors: Sequence[Tensor], counts: Sequence[int]) -> l
     outputs, starts = [], [0] * len(counts)
     for tensor in tensors:
         sizes = [count * row_bytes(tensor) for count in counts]
-        output = torch.empty(sum(counts), *tensor.shape[1:], dtype=tensor.dtype)  # no view: it may change in place
+        # No view, because it may change in place.
+        output = block.new_empty(sum(counts), *tensor.shape[1:], dtype=tensor.dtype)
         content = output.view(-1).view(torch.uint8)
         if min(counts) == max(counts):
             content.view(len(counts), -1).copy_(block[:, starts[0] : starts[0] + sizes[0]])

@@ -144,3 +144,14 @@ def test_a_group_of_the_same_ranks_has_room_of_its_own(rank: int) -> None:
         2,
         1,
     ]
+
+
+@on_ranks(2)
+def test_the_default_device_is_not_asked(rank: int) -> None:
+    group = dist.new_group()
+    for _ in range(2):
+        for counts in ([3, 3], [3, 4]):
+            own = own_rows(rank, counts, 2)
+            with torch.device("meta"):
+                found = fullrank.all_gather_no_grad(own, group)
+            assert torch.equal(found, rows_of_all(counts, 2))
