@@ -4,7 +4,7 @@ Usage: python benchmarks/steps.py [--device cuda] [--backend gloo] [--quick] [--
        torchrun --nproc-per-node 2 benchmarks/steps.py
 
 Every loss of the preflight, forward and backward, float32, on 1,000 and 100,000 rows of each rank, which are gathered;
-retrieval takes quadratic time and stops at 2,048 embeddings. docs/accelerators.md explains the columns. The first line
+losses of embeddings take quadratic time and stop at 2,048. docs/accelerators.md explains the columns. The first line
 has the constants of the model in launches.py, each measured alone. Takes a minute or two on a machine that does nothing
 else, and writes steps.json.
 """
@@ -29,15 +29,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullrank
 from fullrank.losses import DistributedLoss, RetrievalSmoothAPLoss
+from fullrank.losses.contrast import ContrastiveLoss
 from fullrank.preflight import checks
-from fullrank.preflight.checks import CLASSES
+from fullrank.preflight.checks import CLASSES, Arguments
 from fullrank.preflight.site import Site, open_site
 from fullrank.preflight.speed import Step, seconds_together
 
 ROWS = (1_000, 100_000)  # of each rank
 QUEUE = 1_024
 RARE = 0.01  # share of each class but the first
-MOST_EMBEDDINGS, WIDTH = 2_048, 64  # a step of retrieval takes quadratic time
+MOST_EMBEDDINGS, WIDTH = 2_048, 64  # their losses take quadratic time
 PRODUCT = 2_048  # rows of the matrices that are multiplied
 MOST_BYTES = 2**28  # of a copy; the time of a larger one is extrapolated
 WARM, COUNTED = 3, 4  # steps: first fill queue and caches, then count
@@ -132,11 +133,10 @@ def measure_steps(site: Site, rows: tuple[int, ...]) -> list[StepCost]:
 def _measure(site: Site, name: str, rows: int) -> StepCost:
     loss, form = checks.make_losses(site.device, QUEUE)[name]
     inputs, targets = _inputs(loss, rows, site.rank, site.device)
-    targets = form(targets)
-    step = partial(_step, loss, inputs, targets.float() if targets.is_floating_point() else targets)
+    step = partial(_step, loss, form, inputs, targets)
     local = copy.deepcopy(loss)
     local.gather_distributed = False
-    alone = partial(_gradient, local, inputs, *step.args[2:])
+    alone = partial(_gradient, local, form, inputs, targets)
     for _ in range(WARM):
         step()
     waited = count_waits(site.device, step)
@@ -159,9 +159,9 @@ def _measure(site: Site, name: str, rows: int) -> StepCost:
 
 
 def _inputs(loss: DistributedLoss, rows: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return float32 logits, or embeddings for retrieval, and targets: rare classes, or labels of four embeddings."""
+    """Return float32 logits, or embeddings where those are compared, and targets: rare classes, or labels of four."""
     numbers = torch.Generator().manual_seed(rank)
-    if isinstance(loss, RetrievalSmoothAPLoss):
+    if isinstance(loss, (RetrievalSmoothAPLoss, ContrastiveLoss)):
         rows = min(rows, MOST_EMBEDDINGS)
         inputs, targets = torch.randn(rows, WIDTH, generator=numbers), torch.arange(rows) // 4
     else:
@@ -171,14 +171,14 @@ def _inputs(loss: DistributedLoss, rows: int, rank: int, device: torch.device) -
     return inputs.to(device).requires_grad_(), targets.to(device)
 
 
-def _step(loss: DistributedLoss, inputs: Tensor, targets: Tensor) -> None:
+def _step(loss: DistributedLoss, form: Arguments, inputs: Tensor, targets: Tensor) -> None:
     inputs.grad = None
-    loss(inputs, targets).backward()
+    loss(*form(inputs, targets)).backward()
 
 
-def _gradient(loss: DistributedLoss, inputs: Tensor, targets: Tensor) -> Tensor:
+def _gradient(loss: DistributedLoss, form: Arguments, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the gradient of a step of a copy of ``loss``, whose state stays as it is."""
-    _step(copy.deepcopy(loss), inputs, targets)
+    _step(copy.deepcopy(loss), form, inputs, targets)
     assert inputs.grad is not None
     return inputs.grad
 

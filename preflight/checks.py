@@ -14,15 +14,18 @@ from ..losses import (
     BCEWithLogitsLoss,
     CrossEntropyLoss,
     HardNegativeCrossEntropyLoss,
+    InfoNCELoss,
+    NDCGLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
     RetrievalSmoothAPLoss,
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
+    SupConLoss,
 )
 from ..losses.distributed_loss import DistributedLoss
-from ..losses.ranking import RankingLoss
+from ..losses.queued_loss import HoldsQueue
 from .site import Place, Site
 
 _FEATURES, CLASSES = 5, 3
@@ -124,18 +127,25 @@ def reduce_scatter(site: Site) -> str:
     return "gradients of different losses add up"
 
 
-def make_losses(
-    device: torch.device, queue_size: int = QUEUE
-) -> dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]]:
-    """Return each loss, and the function that gives targets their form; with a fixed or an automatic temperature."""
+Arguments = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
-    def same(targets: Tensor) -> Tensor:
-        return targets
 
-    def one_hot(targets: Tensor) -> Tensor:
-        return nn.functional.one_hot(targets, CLASSES).double()
+def make_losses(device: torch.device, queue_size: int = QUEUE) -> dict[str, tuple[DistributedLoss, Arguments]]:
+    """Return each loss, and its arguments from outputs and targets; with a fixed or an automatic temperature."""
 
-    losses: dict[str, tuple[DistributedLoss, Callable[[Tensor], Tensor]]] = {
+    def same(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return scores, targets
+
+    def one_hot(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return scores, nn.functional.one_hot(targets, CLASSES).to(scores.dtype)
+
+    def one_column(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return scores[:, 0], targets
+
+    def pairs(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return scores, scores.exp()
+
+    losses: dict[str, tuple[DistributedLoss, Arguments]] = {
         "SmoothAPLoss": (SmoothAPLoss(CLASSES, queue_size=queue_size, temperature=0.5), same),
         "RecallAtQuantileLoss": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size, temperature=0.5), same),
         "SmoothAPLoss, automatic": (SmoothAPLoss(CLASSES, queue_size=queue_size), same),
@@ -143,6 +153,10 @@ def make_losses(
         "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(CLASSES, queue_size=queue_size), same),
         "HardNegativeCrossEntropyLoss": (HardNegativeCrossEntropyLoss(CLASSES, 0.3, queue_size=queue_size), same),
         "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), same),
+        "InfoNCELoss": (InfoNCELoss(symmetric=True, queue_size=queue_size), pairs),
+        "SupConLoss": (SupConLoss(queue_size=queue_size), same),
+        "NDCGLoss": (NDCGLoss(temperature=0.5), one_column),
+        "NDCGLoss, automatic": (NDCGLoss(), one_column),
         "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
         "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),
         "CrossEntropyLoss": (CrossEntropyLoss(), same),
@@ -170,25 +184,26 @@ def gradient_of(name: str) -> Callable[[Site], str]:
         own, found = _split(site, sizes), []
         for step in range(2):  # the second has a queue
             inputs = site.draw(10 + step, sum(sizes), _FEATURES)
-            targets = form(torch.arange(sum(sizes), device=site.device) * 7 % CLASSES).to(site.device)
-            targets = targets.to(site.dtype) if targets.is_floating_point() else targets
-            value, gradient = _backward(spread, loss, inputs[own], targets[own])
-            true_value, true_gradient = _backward(whole, alone, inputs, targets)
+            targets = torch.arange(sum(sizes), device=site.device) * 7 % CLASSES
+            value, gradient = _backward(spread, loss, form, inputs[own], targets[own])
+            true_value, true_gradient = _backward(whole, alone, form, inputs, targets)
             found += [float((gradient - true_gradient).norm() / true_gradient.norm()), abs(value / true_value - 1)]
         # No NaN compares as too large, so it becomes infinity.
         worst = max(site.gather(max(value if value == value else float("inf") for value in found)))
         _demand(worst <= site.tolerance, f"off by {worst:.1e}, more than {site.tolerance:.0e}")
-        if isinstance(loss, RankingLoss):
+        if isinstance(loss, HoldsQueue) and loss.queue_size:
             loss.queue.assert_synchronized()
         return f"relative difference to one process {worst:.1e}"
 
     return check
 
 
-def _backward(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+def _backward(
+    model: nn.Module, loss: nn.Module, form: Arguments, inputs: Tensor, targets: Tensor
+) -> tuple[float, Tensor]:
     """Return the loss, and the gradient of all parameters in one tensor."""
     model.zero_grad()
-    value = loss(model(inputs), targets)
+    value = loss(*form(model(inputs), targets))
     value.backward()
     return float(value.detach()), torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
 
