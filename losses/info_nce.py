@@ -41,8 +41,8 @@ class InfoNCELoss(ContrastiveLoss):
             give it to the optimizer, inside the model that DDP or FSDP2 wraps or outside of it. With
             ``gradient_reduction="sum"`` it must be added up with the others. Assign ``loss.logit_scale =
             model.logit_scale`` to use the parameter of a model.
-        max_logit_scale: the largest factor on the similarities with a learned temperature. A ``logit_scale`` above its
-            logarithm counts as that, and has a gradient only if that lowers it.
+        max_logit_scale: the largest factor on the similarities with a learned temperature, which is at least 1 / it. A
+            ``logit_scale`` above its logarithm counts as that, and has a gradient only if that lowers it.
         queue_size: keys of earlier steps that are kept as further candidates of the queries, and are the key of none;
             0 for none. They carry no gradient, are the same on every rank, and enter after the loss is computed. In
             eval mode none is used or enters. Use keys of an encoder that changes slowly, such as a momentum encoder.
@@ -64,7 +64,7 @@ class InfoNCELoss(ContrastiveLoss):
         Three collectives forward: the header with the keys of all ranks, one reduce-scatter of their gradients if they
         have any, two sums; keys that do not fit behind the header take one more. None backward. Each rank computes the
         terms of its own queries, with ``symmetric`` also of its own keys, for which the queries travel too. Every rank
-        gets the same value.
+        gets the same value. A learned scale that FSDP2 has sharded takes two more.
 
     Example:
         >>> import torch
@@ -108,15 +108,19 @@ class InfoNCELoss(ContrastiveLoss):
         """What the similarities are divided by; a learned one is read from the device."""
         if self.logit_scale is None:
             return self._temperature
-        return 1.0 / min(math.exp(float(self.logit_scale.detach())), self.max_logit_scale)
+        return math.exp(-min(float(self.logit_scale.detach()), math.log(self.max_logit_scale)))
 
     @temperature.setter
     def temperature(self, value: float) -> None:
         if self.logit_scale is None:
             self._temperature = value  # the forward checks it: an exception on one rank would leave the others waiting
         else:
+            lowest = 1 / self.max_logit_scale
+            if check_positive("temperature", value) < lowest * (1 - 1e-9):
+                fix = "Pass a larger max_logit_scale, or leave out learn_temperature."
+                raise ValueError(expected("temperature", f"at least 1 / max_logit_scale = {lowest:g}", value, fix))
             with torch.no_grad():
-                self.logit_scale.fill_(-math.log(check_positive("temperature", value)))
+                self.logit_scale.fill_(-math.log(value))
 
     @not_compiled
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -134,8 +138,7 @@ class InfoNCELoss(ContrastiveLoss):
         learned: Tensor | None = self.logit_scale
         refuse_in_backward(call)
         # FSDP2 has sharded it, and this call is not inside of the forward of its module.
-        if learned is not None and hasattr(learned, "full_tensor"):
-            learned = learned.full_tensor()
+        is_sharded = hasattr(learned, "full_tensor")
 
         def bring() -> Offer[None]:
             if learned is None:
@@ -148,17 +151,21 @@ class InfoNCELoss(ContrastiveLoss):
             if queries.dtype != keys.dtype:
                 raise TypeError(expected("keys", f"{queries.dtype}, as queries", keys, "Use keys.to(queries.dtype)."))
             check_device("keys", keys, queries, "queries")
-            facts = {**self._state(), "queries": describe(queries)}
-            totals = [] if learned is None or group is None else [learned.detach()]
+            facts = {**self._state(), "queries": describe(queries), "logit_scale is sharded": is_sharded}
+            totals = [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
             return Offer(None, facts, len(keys), totals, self._checksum, tensors=tensors)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        levels = agreed.totals[:, 0].tolist()  # of a learned scale
-        if len(set(map(repr, levels))) > 1:
+        levels = agreed.totals[:, 0]  # of a learned scale
+        if learned is not None and hasattr(learned, "full_tensor"):
+            learned = learned.full_tensor()  # which communicates: not before the ranks agree
+            if exchange is not None:
+                levels = exchange.each(learned.detach().reshape(1), "the scale")[:, 0]
+        if len(set(map(repr, found := levels.tolist()))) > 1:
             fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
-            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", levels, fix))
+            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", found, fix))
         own = [self._comparable(keys), self._comparable(queries)]
         of_all = self._of_all(own if self.symmetric else own[:1], agreed, exchange)
         scale, is_held = own[0].new_tensor(1.0), None

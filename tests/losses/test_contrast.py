@@ -215,6 +215,16 @@ def test_the_scale_is_clamped_and_comes_back() -> None:
         assert slope == 0.0 if is_held else slope > 1.0
     loss.temperature = 0.5
     assert loss.logit_scale.item() == pytest.approx(math.log(2.0))
+    with pytest.raises(ValueError, match=r"temperature: expected at least 1 / max_logit_scale = 0.0333333, got 0.03"):
+        loss.temperature = 0.03
+    assert loss.logit_scale.item() == pytest.approx(math.log(2.0))
+    loss.temperature = 1 / loss.max_logit_scale
+    with torch.no_grad():
+        loss.logit_scale.fill_(800.0)
+    assert loss.temperature == pytest.approx(1 / 30)
+    with pytest.raises(ValueError, match=r"max_logit_scale = 0\.01, got 0\.005"):
+        InfoNCELoss(0.005, learn_temperature=True)
+    assert InfoNCELoss(0.005).temperature == 0.005
 
 
 def test_degenerate_batches_are_zero_and_connected() -> None:
@@ -332,3 +342,12 @@ def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int) -> N
     holder.contrast(own, own**2).backward()
     (expected,) = torch.autograd.grad(info_nce(unit(rows), unit(rows**2), scale.exp(), False, None), scale)
     assert_close(whole(holder.contrast.logit_scale.grad), expected, **EXACT)
+    # Another loss, or another scale, on another process: all raise, in the first and in the second step.
+    plain = InfoNCELoss(learn_temperature=True).double()
+    for other in (SupConLoss(), plain):
+        for _ in range(2):
+            labels = torch.zeros(len(own), dtype=torch.int64)
+            mine, second = (holder.contrast, own) if rank == 0 else (other, labels if other is not plain else own)
+            text = error_of(partial(mine, own, second))[1]
+            assert ("SupConLoss on rank" if other is not plain else "logit_scale is sharded: True on rank") in text
+    assert_close(holder.contrast(own, own**2), info_nce(unit(rows), unit(rows**2), scale.exp(), False, None), **EXACT)
