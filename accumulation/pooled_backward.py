@@ -23,10 +23,11 @@ would not meet it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -216,7 +217,8 @@ class _Scored:
     """The scores of the window as one leaf; and the second pass over the same micro-batches."""
 
     num_changed = 0.0  # targets and weights are not read by micro-batch
-    learned: Mapping[str, Tensor] = {}  # parameters of the model that the loss uses, later their gradients
+    learned: Mapping[str, Tensor] = {}  # parameters of the model that the loss uses
+    of_learned: Mapping[str, Tensor] = {}  # their gradients
 
     def __init__(self, micro_batches: Collection[Any], scores: list[Tensor], states: list[RngState]) -> None:
         self._micro_batches, self._states = micro_batches, states
@@ -235,10 +237,10 @@ class _Scored:
         return largest_score(self.leaf.detach())
 
     def start(self, value: Tensor) -> None:
-        """Let :meth:`gradient` be that of ``value``, and :attr:`learned` the gradients of the parameters in it."""
+        """Let :meth:`gradient` be that of ``value``, and :attr:`of_learned` those of the parameters in it."""
         slope, *others = torch.autograd.grad(value, [self.leaf, *self.learned.values()])
         self._slopes = slope.split(self._num_rows)
-        self.learned = dict(zip(self.learned, others))
+        self.of_learned = dict(zip(self.learned, others))
 
     def second_pass(self) -> Iterator[Any]:
         """Yield each micro-batch under the random state that it had in the first pass."""
@@ -362,16 +364,26 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> tuple[T
 
 
 def _parameters_around(loss: Callable[..., Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a module that is ``loss``, or that the code of a function names, with their names."""
+    """Yield the parameters that ``loss`` holds or its code names, as far as they are found, with their names."""
+    known: Mapping[str, Any] = {}
     if isinstance(loss, nn.Module):
         yield from loss.named_parameters()
+    elif isinstance(loss, functools.partial):
+        yield from _parameters_around(loss.func)
+        with suppress(TypeError, ValueError):  # of a function without a signature
+            known = inspect.signature(loss.func).bind_partial(*loss.args, **loss.keywords).arguments
+    elif inspect.ismethod(loss):
+        yield from _parameters_around(loss.__func__)
+        known = {"self": loss.__self__, **getattr(loss.__self__, "__dict__", {})}
     elif inspect.isfunction(loss):
-        known = inspect.getclosurevars(loss)
-        for name, value in {**known.globals, **known.nonlocals}.items():
-            if isinstance(value, nn.Module):
-                yield from value.named_parameters(name)
-            elif isinstance(value, nn.Parameter):
-                yield name, value
+        with suppress(ValueError):  # of a variable without a value
+            found = inspect.getclosurevars(loss)
+            known = {**found.globals, **found.nonlocals}
+    for name, value in known.items():
+        if isinstance(value, nn.Module):
+            yield from value.named_parameters(name)
+        elif isinstance(value, nn.Parameter):
+            yield name, value
 
 
 def _replay(
@@ -395,11 +407,11 @@ def _replay(
         nonlocal off, carried
         with _autocast_off(devices):
             scored.start(value if scaler is None else scaler.scale(value))
-        carried = {} if finds_unused else scored.learned
+        carried = {} if finds_unused else scored.of_learned
         for index, batch in enumerate(scored.second_pass()):
             is_last = index == len(window.micro_batches) - 1
             if is_last and finds_unused:
-                _carry(window, scored.learned, [], [])
+                _carry(window, scored.of_learned, [], [])
             used = window.switch(index)
             scores = forward(batch)
             shape, dtype = scored.form(index)
@@ -449,10 +461,10 @@ def _replay(
         restore_rng(state)
 
 
-def _carry(window: Window, learned: Mapping[str, Tensor], roots: list[Tensor], gradients: list[Tensor]) -> None:
+def _carry(window: Window, of_learned: Mapping[str, Tensor], roots: list[Tensor], gradients: list[Tensor]) -> None:
     """Back-propagate ``gradients`` from ``roots``, and those of parameters of the model from the parameters."""
     found = dict(window.model.named_parameters())
-    for name, gradient in learned.items():
+    for name, gradient in of_learned.items():
         is_whole = hasattr(gradient, "full_tensor") and not hasattr(found[name], "full_tensor")
         roots.append(found[name])
         gradients.append(gradient.full_tensor() if is_whole else gradient)  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ class StreamedScores:
         self._digests = torch.empty(0)  # [micro-batches, NUM_SAMPLED + 1]
         self._checksums = torch.empty(0, dtype=torch.int64)  # [micro-batches] of targets and weights
         self._mistake: Exception | None = None
-        self.learned: dict[str, Tensor] = {}  # no parameters of the model
+        self.of_learned: dict[str, Tensor] = {}  # no gradients of parameters of the model
         self.num_changed: Tensor | float = 0.0  # micro-batches with other targets or weights in the second pass
         self.top = torch.zeros(())
         self._began = save_rng(devices)

@@ -587,16 +587,35 @@ def test_foreign_leaf_is_named() -> None:
     scaled = lambda weight, scores, _: (scores * weight).sum()  # noqa: E731
     model, head, factor = make_model(), nn.Linear(1, 1).double(), nn.Parameter(torch.ones(1, dtype=torch.float64))
     offset = torch.ones(1, requires_grad=True, dtype=torch.float64)
+    box = [factor]
+
+    class Holder:
+        def __init__(self) -> None:
+            self.factor = box[0]
+
+        def loss(self, scores: Tensor, _: Any) -> Tensor:
+            return (scores * self.factor).sum()
+
+    class Head(nn.Linear):
+        def loss(self, scores: Tensor, _: Any) -> Tensor:
+            return self(scores).sum()
+
     wrong: dict[str, Any] = {
         "the parameter 'head.weight' outside of model.* as in model.loss = loss": lambda scores, _: head(scores).sum(),
         "the parameter 'factor' outside of model": lambda scores, _: (scores * factor).sum(),
-        "a parameter outside of model, of shape": functools.partial(scaled, factor),
+        "the parameter 'weight' outside of model": functools.partial(scaled, factor),
+        "the parameter 'self.weight' outside of model": Head(1, 1).double().loss,
+        "the parameter 'factor' outside of model.": Holder().loss,
+        "a parameter outside of model, of shape": lambda scores, _: (
+            scores * (unset if model is None else box[0])
+        ).sum(),
         "another tensor that requires grad": lambda scores, _: (scores + offset).sum(),
     }
     for text, loss in wrong.items():
         with pytest.raises(ValueError, match=text):
             one_call(model=model, forward=model, loss=loss)
         assert not has_gradients(model)
+    unset = factor
 
 
 def make_learned() -> nn.Module:
