@@ -19,7 +19,7 @@ from ..kernels.registration import exact
 from .arguments import completed
 from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
 from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
-from .tensors import check_device
+from .tensors import check_device, check_values, has_values
 
 
 @completed()
@@ -151,6 +151,8 @@ class InfoNCELoss(ContrastiveLoss):
             if queries.dtype != keys.dtype:
                 raise TypeError(expected("keys", f"{queries.dtype}, as queries", keys, "Use keys.to(queries.dtype)."))
             check_device("keys", keys, queries, "queries")
+            if learned is not None and not learned.is_meta:
+                check_values("queries", queries)
             facts = {**self._state(), "queries": describe(queries), "logit_scale is sharded": is_sharded}
             totals = [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
@@ -179,7 +181,7 @@ class InfoNCELoss(ContrastiveLoss):
         needs = [with_grad and one.requires_grad for one in own]
         part = self._part(own, of_all, sum(agreed.rows), first, scale, needs)
         loss = self._add_up(part, own, agreed, exchange, [] if learned is None else [learned], is_held)
-        if self._enqueues:
+        if self._enqueues and has_values(loss):
             self.queue.enqueue(of_all[0], torch.zeros(len(of_all[0]), dtype=torch.int64, device=keys.device))
         return loss
 

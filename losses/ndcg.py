@@ -29,10 +29,10 @@ from .distributed_loss import (
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .queries import group_rows
 from .targets import may_hold
-from .tensors import check_device, compute_dtype, is_integer
+from .tensors import check_device, check_values, compute_dtype, is_integer
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
-MOST_GRADES = 4096  # whole numbers below it are counted, which takes less than to sort them
+MOST_GRADES = 4096  # whole numbers up to it are counted, which takes less than to sort them
 LARGEST_EXPONENT = 1000.0  # 2 to this power, times any number of rows, is a number of float64
 
 
@@ -162,6 +162,7 @@ class NDCGLoss(CurrentTemperature):
                 raise ValueError(expected("indexes", f"shape ({count[0]},), one entry per row of logits", indexes))
             check_device("indexes", indexes, logits)
             indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
+        check_values("logits", logits)
         grades = relevance.detach().reshape(-1).to(compute_dtype(logits.dtype))
         return logits.reshape(-1), grades, indexes
 
@@ -251,8 +252,8 @@ class NDCGLoss(CurrentTemperature):
         discount = 1 / (torch.arange(count, dtype=torch.float64, device=grades.device) + 2).log2()
         if count < grades.shape[1]:
             return self._gains(grades.topk(count, dim=1).values) @ discount
-        if len(grades) == 1 and grades.numel() > MOST_GRADES and float(grades.amax()) < MOST_GRADES:
-            whole = grades[0].to(torch.int64)
+        if len(grades) == 1 and grades.numel() > MOST_GRADES:
+            whole = grades[0].clamp(0, MOST_GRADES).to(torch.int64)
             if torch.equal(whole.to(grades.dtype), grades[0]):
                 so_far = torch.cat([discount.new_zeros(1), discount.cumsum(0)])
                 best_first = torch.bincount(whole).flip(0)  # how many rows have each relevance

@@ -21,6 +21,7 @@ from .arguments import completed
 from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
 from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
 from .retrieval import checked_labels
+from .tensors import check_values
 
 
 @completed()
@@ -105,6 +106,7 @@ class SupConLoss(ContrastiveLoss):
         def bring() -> Offer[tuple[Tensor, Tensor]]:
             check_positive("temperature", self.temperature)
             rows, names = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
+            check_values("embeddings", rows)
             ignored = names == self.ignore_index
             if bool(ignored.any()):
                 kept = (~ignored).nonzero()[:, 0]

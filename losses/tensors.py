@@ -36,6 +36,12 @@ def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits")
         raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
 
 
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise RuntimeError when ``tensor`` is on the meta device, for a loss that must read values."""
+    if tensor.is_meta:
+        raise RuntimeError(expected(name, "a tensor with values", tensor, "It is on the meta device."))
+
+
 def is_integer(tensor: Tensor) -> bool:
     """Return True for integer dtypes; bool is not one of them."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

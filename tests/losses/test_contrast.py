@@ -268,6 +268,20 @@ def test_the_parameter_of_a_model_may_be_the_scale() -> None:
     assert scale.grad.shape == ()
 
 
+def test_meta_tensors_have_shapes_or_are_refused_in_one_sentence() -> None:
+    rows, labels = torch.empty(4, 3, device="meta", requires_grad=True), torch.empty(4, device="meta").long()
+    for loss in (InfoNCELoss(symmetric=True, queue_size=8), InfoNCELoss(learn_temperature=True).to("meta")):
+        value = loss(rows, rows)
+        assert value.is_meta
+        assert torch.autograd.grad(value, rows)[0].shape == rows.shape
+    for name, call in (
+        ("queries", lambda: InfoNCELoss(learn_temperature=True)(rows, rows)),
+        ("embeddings", lambda: SupConLoss()(rows, labels)),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name}: expected a tensor with values, got .*on the meta device"):
+            call()
+
+
 # --- over processes --------------------------------------------------------------------------------------------------
 
 

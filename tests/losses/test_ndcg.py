@@ -105,6 +105,17 @@ def test_half_precision_and_what_is_refused() -> None:
     assert torch.autograd.grad(loss, half)[0].dtype == torch.float16
     with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
         NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
+    with pytest.raises(RuntimeError, match=r"logits: expected a tensor with values, got .*on the meta device"):
+        NDCGLoss()(scores.to("meta"), relevance.to("meta"))
     for options in ({"top": 0}, {"gain": "square"}, {"temperature": -1.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             NDCGLoss(**options)
+
+
+def test_unchecked_relevance_below_zero_is_a_gain_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many rows with whole numbers too, which are counted where none is below zero."""
+    scores, relevance = torch.arange(5.0).double(), torch.tensor([-1, 4, -2, 3, 1])
+    expected = by_definition(scores, relevance, 0.5, "linear", None)
+    for most in (4096, 3):
+        monkeypatch.setattr(ndcg, "MOST_GRADES", most)
+        assert_close(NDCGLoss(0.5, validate_args=False)(scores, relevance), expected, **EXACT)
