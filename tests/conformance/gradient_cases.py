@@ -40,7 +40,7 @@ class Case(NamedTuple):
     loss_inside: bool = False  # the loss is part of the wrapped module
     gradient_reduction: str | int = "mean"
     reduction: str = "mean"
-    temperature: float | None = 0.2  # of the losses that have an automatic one
+    temperature: float | None = 0.2  # of the losses that have an automatic one, and of the contrastive ones
     threshold_gradient: bool = True  # of recall and partial AUC
     pool: str = "gathered"
     by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
@@ -68,9 +68,9 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if case.loss in CONTRASTIVE:
         queue = {"queue_size": case.queue_size, "gather_distributed": gather, **options}
         if case.loss == "sup_con":
-            return fullrank.SupConLoss(0.2, **queue)
+            return fullrank.SupConLoss(case.temperature, **queue)
         is_clip = case.loss == "info_nce"
-        loss = Pairs(fullrank.InfoNCELoss(0.2, symmetric=is_clip, learn_temperature=is_clip, **queue))
+        loss = Pairs(fullrank.InfoNCELoss(case.temperature, symmetric=is_clip, learn_temperature=is_clip, **queue))
         return loss.to(getattr(torch, case.dtype))
     if case.loss == "combined":
         parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}

@@ -106,6 +106,7 @@ def test_gradient_equals_one_process_on_four_ranks(pool_of_four: WorkerPool, los
         Case("cross_entropy", reduction="sum", weighted=True),
         Case("binary_cross_entropy", reduction="sum"),
         Case("smooth_ap", num_classes=3, reduction="sum"),
+        *(Case(loss, temperature=0.07, dtype=dtype) for loss in ("info_nce", "sup_con") for dtype in LIMITS),
         Case("info_nce_one_way", queue_size=0),
         Case("info_nce_one_way", queue_size=50),
         Case("sup_con", queue_size=0),

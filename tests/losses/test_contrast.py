@@ -321,6 +321,28 @@ def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
 
 
 @on_ranks()
+def test_pairs_that_are_far_apart_are_those_of_one_process(rank: int) -> None:
+    """In float32 and over uneven numbers of rows, in two steps. The control: the loss of the own rows."""
+    counts = [64 + 32 * index for index in range(dist.get_world_size())]
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    for step in range(2):
+        queries, noise = (normal(sum(counts), 64, seed=seed, dtype=torch.float32) for seed in (step, 2 + step))
+        keys, labels = (queries + 0.3 * noise).detach(), torch.arange(sum(counts))
+        for loss, alone in ((one(0.07), one(0.07, gather_distributed=False)) for one in (InfoNCELoss, SupConLoss)):
+            calls: list[Callable[[Any, slice], Tensor]] = [
+                lambda one, part: one(queries[part], keys[part]),  # noqa: B023
+                lambda one, part: one(torch.cat([queries[part], keys[part]]), labels[part].repeat(2)),  # noqa: B023
+            ]
+            call = calls[isinstance(loss, SupConLoss)]
+            value, expected = call(loss, own), call(alone, slice(None))
+            assert_close(value, expected, rtol=2e-6, atol=0)
+            found, whole = (torch.autograd.grad(one, queries)[0][own] for one in (value, expected))
+            error = (found / dist.get_world_size() - whole).norm() / whole.norm()
+            assert error <= 1e-5
+            assert abs(call(alone, own) / expected - 1) > 1e-2
+
+
+@on_ranks()
 def test_different_scales_and_widths_raise_on_every_process(rank: int) -> None:
     """In the first and in the second step; the next step is right, and the queue is as it was."""
     loss = InfoNCELoss(learn_temperature=True, queue_size=8)
