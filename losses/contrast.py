@@ -21,13 +21,12 @@ from ..distributed.gather import gather_after
 from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
 from ..distributed.torch_private import func_transforms_are_active, note_kind
-from ..errors import Words, anchor_of, check_count, check_tensor, expected, first_order_only
+from ..errors import Words, anchor_of, expected, first_order_only
 from ..kernels.costs import costs_of
-from ..queues.memory_queue import MemoryQueue, check_saved_queues
 from .arguments import completed
 from .distributed_loss import GroupOptions
 from .queued_loss import HoldsQueue
-from .tensors import compute_dtype, unit_rows
+from .tensors import checked_rows, compute_dtype, unit_rows
 
 FEWEST_ANCHORS = 64  # in a block: fewer would make products too thin to be fast, and add up the candidates' too often
 
@@ -157,26 +156,17 @@ class ContrastiveLoss(HoldsQueue):
         if not isinstance(normalize, bool):
             raise TypeError(expected("normalize", "True or False", normalize))
         self.normalize = normalize
-        self.queue_size = check_count("queue_size", queue_size, 0)
-        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
-        self.register_load_state_dict_pre_hook(check_saved_queues)
+        self._hold_rows(queue_size, num_features, ignore_index)
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
         """Return ``rows``, or raise TypeError or ValueError unless they are rows of floats of this rank."""
         self._check_not_gathered(group, **{name: rows})
-        check_tensor(name, rows)
+        checked_rows(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
         if func_transforms_are_active():
             fix = "The loss of one call has a first derivative alone."
             what, found = "backward() or torch.autograd.grad", Words("a transform of torch.func")
             raise RuntimeError(expected("differentiation", what, found, fix))
-        if not rows.is_floating_point():
-            raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
-        width = self.queue.num_classes if self.queue_size else None
-        if rows.ndim != 2 or rows.shape[1] == 0 or rows.shape[1] != (width or rows.shape[1]):
-            fix = f"Use {name}.flatten(1)." if width is None else "Construct the loss anew for rows of another width."
-            what = "shape (N, D), D >= 1" if width is None else f"shape (N, {width}), as the queue"
-            raise ValueError(expected(name, what, rows, fix))
         return rows
 
     def _comparable(self, rows: Tensor) -> Tensor:

@@ -46,6 +46,12 @@ class HoldsQueue(CurrentTemperature):
     queue_size: int
     update_queue_in_eval = queue_in_eval = False
 
+    def _hold_rows(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
+        """Make the queue of rows of embeddings, (queue_size, num_features) with a label each."""
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
+        self.register_load_state_dict_pre_hook(check_saved_queues)
+
     def _queued_rows(self) -> QueueRows | None:
         """Return the rows of the queue that belong to the pool, None without any."""
         return self.queue.rows() if self._ranks_queue and len(self.queue) else None

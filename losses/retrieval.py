@@ -16,10 +16,10 @@ from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_agreed
 from ..distributed.header import Offer, State, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
-from ..errors import anchor_of, check_choice, check_count, check_int, check_tensor, expected
+from ..errors import anchor_of, check_choice, check_int, check_tensor, expected
 from ..kernels.registration import check_not_batched
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
-from ..queues.memory_queue import MemoryQueue, QueueRows, check_saved_queues
+from ..queues.memory_queue import QueueRows
 from .arguments import completed
 from .distributed_loss import (
     SAME_TEMPERATURE,
@@ -30,7 +30,7 @@ from .distributed_loss import (
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .queued_loss import HoldsQueue
 from .retrieval_queries import Split, SplitQueries, queries
-from .tensors import check_device, has_values, is_integer, unit_rows
+from .tensors import check_device, checked_rows, has_values, is_integer, unit_rows
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
 FEWEST_SPLIT = 256  # rows of all ranks: with fewer, each rank computes all queries before the others' would arrive
@@ -89,7 +89,8 @@ def retrieval_smooth_ap(
     check_temperature(temperature, automatic=True)
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
-    return _loss(*_check_rows(embeddings, labels), temperature, reduction, ignore_index).loss
+    rows = checked_rows("embeddings", embeddings)
+    return _loss(rows, checked_labels(labels, rows), temperature, reduction, ignore_index).loss
 
 
 @completed(retrieval_smooth_ap)
@@ -139,9 +140,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
-        self.queue_size = check_count("queue_size", queue_size, 0)
-        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
-        self.register_load_state_dict_pre_hook(check_saved_queues)
+        self._hold_rows(queue_size, num_features, ignore_index)
         self.temperature = check_temperature(temperature, automatic=True)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -163,7 +162,8 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
         def check() -> tuple[Tensor, Tensor]:
             check_temperature(self.temperature, automatic=True)
-            return _check_rows(embeddings, labels, self.queue.num_classes if self.queue_size else None)
+            rows = checked_rows("embeddings", embeddings, self.queue.num_classes if self.queue_size else None)
+            return rows, checked_labels(labels, rows)
 
         def bring() -> Offer[None]:
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
@@ -204,19 +204,6 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         names = ("queue_size",) if self.queue_size else ()
         names = ("reduction", "ignore_index", "gradient_reduction", *names)
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def _check_rows(embeddings: Tensor, labels: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the embeddings and the labels as int64, or raise TypeError or ValueError; ``width`` is that of a queue."""
-    check_tensor("embeddings", embeddings)
-    check_not_batched(embeddings)
-    if not embeddings.is_floating_point():
-        raise TypeError(expected("embeddings", "a floating-point tensor", embeddings, "Use embeddings.float()."))
-    if embeddings.ndim != 2 or embeddings.shape[1] == 0:
-        raise ValueError(expected("embeddings", "shape (N, D), D >= 1", embeddings, "Use embeddings.flatten(1)."))
-    if width is not None and embeddings.shape[1] != width:
-        raise ValueError(expected("embeddings", f"shape (N, {width}), as the queue", embeddings))
-    return embeddings, checked_labels(labels, embeddings)
 
 
 def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:

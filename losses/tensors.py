@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import Words, expected
+from ..errors import Words, check_tensor, expected
+from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import func_transforms_are_active, is_batched
 
 
@@ -34,6 +35,20 @@ def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits")
     if value.device != rows.device:
         what, fix = f"a tensor on {rows.device}, as {called}", f"Use {name}.to({called}.device)."
         raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
+
+
+def checked_rows(name: str, rows: Tensor, width: int | None = None) -> Tensor:
+    """Return ``rows`` (N, D) of floats, or raise TypeError or ValueError; ``width`` is the D of a queue."""
+    check_tensor(name, rows)
+    check_not_batched(rows)
+    if not rows.is_floating_point():
+        raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
+    if rows.ndim != 2 or rows.shape[1] == 0:
+        raise ValueError(expected(name, "shape (N, D), D >= 1", rows, f"Use {name}.flatten(1)."))
+    if width is not None and rows.shape[1] != width:
+        fix = "Construct the loss anew for rows of another width."
+        raise ValueError(expected(name, f"shape (N, {width}), as the queue", rows, fix))
+    return rows
 
 
 def check_values(name: str, tensor: Tensor) -> None:
