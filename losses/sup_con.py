@@ -146,7 +146,7 @@ class SupConLoss(ContrastiveLoss):
         mine = own.detach()
         candidates, names = self._with_queue(live, labels)
         _, label, count = names.unique(return_inverse=True, return_counts=True)
-        labels_of = _Labels(label, count, label.argsort(), count.cumsum(0) - count)
+        labels_of = _Labels(label, count, label.argsort(stable=True), count.cumsum(0) - count)
         weight = 1 / (count[label[: len(live)]] > 1).sum().clamp_min(1).to(mine)
         terms = partial(
             _terms, labels=labels_of, most=int(count.max()) if len(label) else 0, weight=weight, first=first

@@ -35,16 +35,20 @@ class Waiting(checks.SmoothAPLoss):
         return loss + 0 * logits.detach().sum().item()
 
 
+def as_given(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    return scores, targets
+
+
 def test_waits_are_those_that_the_device_counts(steps: Any) -> None:
     """With a planted one there is one more; the CPU cannot say."""
     found = []
     for made in (checks.SmoothAPLoss, Waiting):
         loss = made(checks.CLASSES, 30, 0.5).to(DEVICE)
         inputs, targets = steps._inputs(loss, ROWS, 0, DEVICE)
-        steps._step(loss, inputs, targets)
+        steps._step(loss, as_given, inputs, targets)
         with count() as counts:
-            steps._step(loss, inputs, targets)
-        waited = steps.count_waits(DEVICE, lambda: steps._step(loss, inputs, targets))  # noqa: B023
+            steps._step(loss, as_given, inputs, targets)
+        waited = steps.count_waits(DEVICE, lambda: steps._step(loss, as_given, inputs, targets))  # noqa: B023
         found.append(sum(waited.values()))
         assert found[-1] == counts.waits
         assert any(line.startswith("losses/") for line in waited)
