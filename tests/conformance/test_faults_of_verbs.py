@@ -330,7 +330,9 @@ POOLED = {
         "pooled_backward failed on rank 1: loss: expected a scalar",
     ),
     "leaf": _loss(
-        lambda loss, scores, batches: loss(scores, batches) * _OUTSIDE, "ValueError", "a parameter outside of model"
+        lambda loss, scores, batches: loss(scores, batches) * _OUTSIDE,
+        "ValueError",
+        "the parameter '_OUTSIDE' outside of model",
     ),
 }
 # In it, with the gradients dropped.
