@@ -195,12 +195,14 @@ class ContrastiveLoss(HoldsQueue):
         exchange: Exchange | None,
         learned: Sequence[Tensor] = (),
         is_held: Tensor | None = None,
+        is_sharded: bool = False,
     ) -> Tensor:
         """Return the loss, which is the sum of the ranks' parts, with the gradients of ``own`` and of a learned scale.
 
         The gradient of the scale is added up over the ranks: on every rank it is that of one process, whether or not a
-        wrapper averages it. Of a wrapper that adds gradients up, each rank gets an equal share of it. Where ``is_held``
-        the scale is at its limit, and its gradient may only lower it.
+        wrapper averages it. Of a wrapper that adds gradients up, each rank gets an equal share of it; of one that
+        ``is_sharded`` the rank that has it gets all, because nothing adds it up. Where ``is_held`` the scale is at its
+        limit, and its gradient may only lower it.
         """
         sums, of_all, k, share = torch.stack([part.total, part.of_scale]), part.of_all, 1, 1.0
         with_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (*own, *learned))
@@ -211,7 +213,7 @@ class ContrastiveLoss(HoldsQueue):
                 of_all = [None if one is None else next(arrived) for one in of_all]
             sums = exchange.each(sums, "the sums").sum(dim=0)
             k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
-            share = min(1.0, k / exchange.group.size())
+            share = 1.0 if is_sharded else min(1.0, k / exchange.group.size())
         value = sums[0].to(own[0].dtype)
         if with_grad:
             pairs = zip(part.of_own, of_all)

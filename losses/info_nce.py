@@ -180,7 +180,7 @@ class InfoNCELoss(ContrastiveLoss):
         first = 0 if exchange is None else sum(agreed.rows[: exchange.rank])
         needs = [with_grad and one.requires_grad for one in own]
         part = self._part(own, of_all, sum(agreed.rows), first, scale, needs)
-        loss = self._add_up(part, own, agreed, exchange, [] if learned is None else [learned], is_held)
+        loss = self._add_up(part, own, agreed, exchange, [] if learned is None else [learned], is_held, is_sharded)
         if self._enqueues and has_values(loss):
             self.queue.enqueue(of_all[0], torch.zeros(len(of_all[0]), dtype=torch.int64, device=keys.device))
         return loss

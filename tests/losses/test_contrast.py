@@ -366,12 +366,13 @@ def test_different_scales_and_widths_raise_on_every_process(rank: int) -> None:
     assert "temperature: expected a finite number > 0" in error_of(lambda: fixed(rows, torch.arange(4)))[1]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @on_ranks()
-def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int) -> None:
+def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int, reduction: str) -> None:
     """Under FSDP2, outside of the forward of the module that holds it."""
     rows, world_size = normal(8, 4), dist.get_world_size()
     holder = Model()
-    holder.contrast = InfoNCELoss(learn_temperature=True).double()
+    holder.contrast = InfoNCELoss(learn_temperature=True, gradient_reduction=reduction).double()
     scale = holder.contrast.logit_scale.detach().clone().requires_grad_()
     wrap(holder, "fsdp2")
     own = rows.split([1] * (world_size - 1) + [9 - world_size])[rank]
@@ -379,7 +380,7 @@ def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int) -> N
     (expected,) = torch.autograd.grad(info_nce(unit(rows), unit(rows**2), scale.exp(), False, None), scale)
     assert_close(whole(holder.contrast.logit_scale.grad), expected, **EXACT)
     # Another loss, or another scale, on another process: all raise, in the first and in the second step.
-    plain = InfoNCELoss(learn_temperature=True).double()
+    plain = InfoNCELoss(learn_temperature=True, gradient_reduction=reduction).double()
     for other in (SupConLoss(), plain):
         for _ in range(2):
             labels = torch.zeros(len(own), dtype=torch.int64)
