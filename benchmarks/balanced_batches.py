@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from fullrank import BCEWithLogitsLoss, SigmoidFocalLoss, SmoothAPLoss
 from fullrank.data import BalancedBatchSampler
 
-SETS = ("letter-H", "page-blocks0")
+SETS = ("letter H", "page blocks other than text")
 SIZE = 32
 SAMPLERS = ("shuffled", "stratified", "quarter")
 LOSSES = ("cross-entropy", "weighted cross-entropy", "cross-entropy + SmoothAP", "SmoothAP")

@@ -50,9 +50,9 @@ from real_runs import Job, Workers
 from report import Record, Run
 
 BATCH = 512
-QUEUE_SETS = ("letter-H", "satimage-4", "nass-dead", "covid-tests", "stops-searched")
+QUEUE_SETS = ("letter H", "damp grey soil", "killed car occupants", "positive covid tests", "searched vehicles")
 QUEUE_BATCHES = (128, 1_024)
-FEW = ("letter-H", "satimage-4", "covid-tests")  # sets of the smaller sizes
+FEW = ("letter H", "damp grey soil", "positive covid tests")  # sets of the smaller sizes
 QUEUES = (0, 1_024)
 TAILS = {"heavy": 0.03, "light": 0.2, "none": 1.0}
 CLASS_METRICS = ("macro_ap_logits", "macro_ap_softmax", "balanced_accuracy")
