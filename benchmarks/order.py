@@ -1,4 +1,4 @@
-"""What the number of nodes, the reach and the precision of the moments do to the error of Smooth-AP by bins.
+"""What the number of nodes and the reach do to the error of Smooth-AP by bins.
 
 Usage: python benchmarks/order.py [--quick] [--out FOLDER]
 
@@ -16,13 +16,11 @@ from unittest import mock
 import torch
 from accuracy import choose_positives, normal, relative_error, run
 from report import Record, Run, print_records
-from torch import Tensor
 
-from fullrank.kernels import node_tables, soft_ranks, soft_ranks_binned
+from fullrank.kernels import node_tables, soft_ranks
 from fullrank.kernels.node_tables import Order, order_for
 
 SHARE = 0.02
-FEW = 200  # positives, where there are many rows
 CUTOFFS = (12.0, 16.0, 20.0, 24.0, 34.0)
 GAPS = (12.0, 18.0, 24.0, 30.0)
 FINE_NODES, COARSE_NODES = range(2, 11), range(4, 31, 2)
@@ -88,34 +86,11 @@ def measure_reaches(rows: int) -> list[Record]:
         record: Record = {"gap": gap, "loss": float(loss)}
         for cutoff in CUTOFFS:
             with mock.patch.object(node_tables, "CUTOFF", cutoff):
+                node_tables._cached_kernel.cache_clear()
                 record[f"cutoff {cutoff:g}"] = relative_error(run("binned", scores, positive, temperature)[1], gradient)
         records.append(record)
+    node_tables._cached_kernel.cache_clear()
     return records
-
-
-def measure_moments(rows: int) -> list[Record]:
-    """Return the errors in float32 with moments summed in float64 and in float32."""
-    positive = choose_positives(rows, FEW / rows)
-    records = []
-    scores = normal(rows).float()
-    sets = {"normal": scores, "tied": scores.round(decimals=1), "equal": torch.full((rows,), 0.3)}
-    for name, scores in sets.items():
-        _, gradient = run("direct", scores.double(), positive, 0.1)
-        record: Record = {"scores": name, "float64": relative_error(run("binned", scores, positive, 0.1)[1], gradient)}
-        with mock.patch.object(soft_ranks_binned, "add_moments", add_moments_in_float32):
-            record["float32"] = relative_error(run("binned", scores, positive, 0.1)[1], gradient)
-        records.append(record)
-    return records
-
-
-def add_moments_in_float32(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
-    """Do what ``add_moments`` does for one class, in the first of its tables, rounding every sum to float32."""
-    place, flat = index.reshape(-1), u.float().reshape(-1)
-    power = torch.ones_like(flat) if weight is None else weight.float().reshape(-1)
-    for degree in range(moments.shape[0]):
-        if degree:
-            power = power * flat
-        moments[degree, 0] = moments[degree, 0].float().scatter_add_(0, place, power)
 
 
 def measure(rows: int, many: int) -> Record:
@@ -131,9 +106,6 @@ def measure(rows: int, many: int) -> Record:
     print_records("Gradient error in float64 over q, with 32 fine bins of p = 8", result["orders"]["coarse"])
     result["reaches"] = measure_reaches(many)
     print_records(f"Gradient error in float64: 5 positives a gap above {many:,} negatives", result["reaches"])
-    result["moments"] = measure_moments(many)
-    title = f"Gradient error in float32 with moments in either dtype, {many:,} rows, about {FEW} positives"
-    print_records(title, result["moments"])
     return result
 
 
