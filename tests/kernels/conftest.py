@@ -1,4 +1,4 @@
-"""Every test of the kernels runs with the extension in C, and without it."""
+"""A fixture for tests that run with the extension in C, and without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fullrank.kernels import native
 FORMS = ["native", pytest.param("torch", marks=pytest.mark.slow)] if native.FUNCTIONS else ["torch"]
 
 
-@pytest.fixture(params=FORMS, autouse=True)
+@pytest.fixture(params=FORMS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(native, "FUNCTIONS", {})

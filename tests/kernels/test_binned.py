@@ -19,6 +19,7 @@ from fullrank.kernels.costs import TABLE
 from fullrank.kernels.soft_ranks import smooth_ap_sums
 from fullrank.losses import sigmoid_sums
 
+pytestmark = pytest.mark.usefixtures("kernels")
 FULL = pytest.mark.full
 TEMPERATURES = [1e-6, *(pytest.param(tau, marks=FULL) for tau in (1e-4, 1e-2, 10.0)), 0.1, 1.0, 1e6]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
+import runpy
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,6 @@ from fullrank.kernels import native
 from fullrank.kernels.soft_ranks import smooth_ap_and_gradient
 
 needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    """Both forms are in each test."""
 
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-13}
@@ -202,12 +196,8 @@ def test_a_library_from_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert native._load() == {}
 
 
-@pytest.mark.slow
-def test_it_can_be_left_out() -> None:
-    """The variable is read at import. Without it the package says what the extension is."""
-    code = "import fullrank; print(fullrank.__config__['kernels'])"
-    for value, expected in (("0", "torch"), ("1", fullrank.__config__["kernels"])):
-        run: Any = subprocess.run(
-            [sys.executable, "-c", code], env={"FULLRANK_NATIVE": value}, capture_output=True, text=True, check=True
-        )
-        assert run.stdout.strip() == expected
+@pytest.mark.parametrize(("value", "expected"), [("0", "torch"), ("1", fullrank.__config__["kernels"])])
+def test_it_can_be_left_out(value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read at import."""
+    monkeypatch.setenv("FULLRANK_NATIVE", value)
+    assert runpy.run_path(native.__file__)["KERNELS"] == expected

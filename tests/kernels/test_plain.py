@@ -42,6 +42,7 @@ FAST = ["", "weights and members"]
 SLOW = ["weights", "members", "weights of each class"]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("extra", [*FAST, *(pytest.param(extra, marks=pytest.mark.slow) for extra in SLOW)])
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("classes", [1, 3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullrank.kernels import precision, registration
+from fullrank.kernels import native, precision, registration
 from fullrank.kernels.precision import full_products
 from fullrank.losses import (
     RecallAtQuantileLoss,
@@ -22,6 +22,12 @@ from fullrank.losses import (
 )
 
 ROWS = 300
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute pairs by torch: the extension makes no products."""
+    monkeypatch.setattr(native, "FUNCTIONS", {})
 
 
 def rows(columns: int) -> Tensor:
