@@ -1,4 +1,4 @@
-"""Draw the diagrams of the documentation: the map, what travels between ranks, the life of one call, gains and curves.
+"""Draw the diagrams of the documentation: the map, what travels, the life of one call, gains and curves.
 
 Usage: python docs/make_diagrams.py [--out FOLDER]
 
@@ -70,11 +70,14 @@ def svg(name: str, width: int, height: int, title: str, description: str, parts:
     return "\n".join([head, labels, f"<style>{STYLE}</style>", *parts, "</svg>", ""])
 
 
-KINDS = {"pooled": "a rank or a threshold needs every row", "summed": "a sum over rows, divided by a count"}
+KINDS = {"pooled": "a position or a threshold needs every row", "summed": "a sum over rows, divided by a count"}
 CELLS = {  # kind of loss, how the batch is spread
-    ("pooled", "across ranks"): ("Gather the rows", ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"]),
+    ("pooled", "across processes"): (
+        "Gather the rows",
+        ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"],
+    ),
     ("pooled", "across micro-batches"): ("Score, one loss, replay", ["pooled_backward"]),
-    ("summed", "across ranks"): ("Reduce two numbers", ["global_mean"]),
+    ("summed", "across processes"): ("Reduce two numbers", ["global_mean"]),
     ("summed", "across micro-batches"): (
         "One count per window",
         ["windows, count_valid_tokens", "accumulate", "DeferredMean"],
@@ -91,8 +94,8 @@ GRADIENTS = {
 }
 MAP = "The map of fullrank"
 MAP_IN_WORDS = (
-    "A table of two rows and two columns. Pooled losses: across ranks the rows are gathered; across micro-batches "
-    "all are scored, one loss is computed, and the forwards are replayed. Summed losses: across ranks two numbers "
+    "A table of two rows and two columns. Pooled losses: across processes the rows are gathered; across micro-batches "
+    "all are scored, one loss is computed, and the forwards are replayed. Summed losses: across processes two numbers "
     "are reduced; across micro-batches there is one count per window. Below: when gradients are reduced, and how "
     "large they may be."
 )
@@ -100,7 +103,7 @@ MAP_IN_WORDS = (
 
 def draw_map() -> str:
     """Return the map: two kinds of loss, two ways to spread a batch, and the two steps on gradients."""
-    columns, rows = {"across ranks": 150, "across micro-batches": 460}, {"pooled": 44, "summed": 170}
+    columns, rows = {"across processes": 150, "across micro-batches": 460}, {"pooled": 44, "summed": 170}
     parts = [text(x + 150, 28, spread, "head", "middle") for spread, x in columns.items()]
     for kind, y in rows.items():
         parts += [text(10, y + 32, kind, "head"), text(10, y + 52, textwrap.wrap(KINDS[kind], 19), "small", step=16)]
@@ -132,109 +135,169 @@ def draw_narrow_map() -> str:
     return svg("map-narrow", 340, round(y), MAP, MAP_IN_WORDS, parts)
 
 
-def squares(x: float, y: float, kinds: str) -> str:
-    """Return a row of squares: a and b for rows of the two ranks, q for queued rows, p for padding."""
+def squares(x: float, y: float, kinds: str, pitch: float = 22) -> str:
+    """Return a row of squares: a and b for rows of the two processes, q for queued rows, p for padding."""
     names = {"a": "a", "b": "b", "q": "c", "p": "pad"}
-    return "\n".join(box(x + 22 * i, y, 18, 18, names[kind], 3) for i, kind in enumerate(kinds))
+    return "\n".join(box(x + pitch * i, y, pitch - 4, pitch - 4, names[kind], 3) for i, kind in enumerate(kinds))
+
+
+TRAVEL = "What travels between processes in one call of a pooled loss"
+TRAVEL_IN_WORDS = (
+    "Two processes with three and two rows. Both exchange a header, which carries checks and counts, and one payload "
+    "of rows, padded to the larger process. Each then holds all five rows and the queue, and computes the same loss. "
+    "In the backward each process takes the gradient of its own rows, times k, without communication."
+)
+STAGES = (
+    ("own rows", "any number"),
+    ("1. header", "checks, counts"),
+    ("2. payload", "padded rows"),
+    ("pool", "rows, then queue"),
+    ("loss", "same number"),
+)
+LANES = (("process 0", "aaa", "aaa"), ("process 1", "bb", "bbp"))  # name, own rows, rows sent
+LEGEND = {
+    "a": "rows of process 0",
+    "b": "rows of process 1",
+    "q": "queued rows, constants",
+    "p": "padding, trimmed on arrival",
+}
 
 
 def draw_travel() -> str:
-    """Return what travels between two ranks in one call of a pooled loss."""
-    columns = (
-        (112, "own rows", "any number"),
-        (232, "1. header", "checks, counts"),
-        (372, "2. payload", "padded rows"),
-        (522, "pool", "rows, then queue"),
-        (690, "loss", "same number"),
-    )
-    parts = [text(x, 26, head, "head", "middle") for x, head, _ in columns]
-    parts += [text(x, 44, note, "small", "middle") for x, _, note in columns]
+    """Return what travels between two processes in one call of a pooled loss."""
+    places = (142, 262, 402, 552, 716)
+    parts = [text(x, 26, head, "head", "middle") for x, (head, _) in zip(places, STAGES)]
+    parts += [text(x, 44, note, "small", "middle") for x, (_, note) in zip(places, STAGES)]
     backward = "backward: takes the gradient of its own rows, times k; no communication"
-    # The backward arrows run along the outside, so that they do not cross the exchanges between the ranks.
-    for y, middle, back, name, own, sent in (
-        (64, 124, 84, "rank 0", "aaa", "aaa"),
-        (174, 210, 250, "rank 1", "bb", "bbp"),
-    ):
+    # The backward arrows run along the outside, so that they do not cross the exchanges between the processes.
+    for (name, own, sent), (y, middle, back) in zip(LANES, ((64, 124, 84), (174, 210, 250))):
         down = 1 if back > middle else -1
-        parts += [box(4, y, 762, 100, "pad", 8), text(16, middle + 5, name, "head")]
-        parts += [squares(82, middle - 9, own), arrow(152, middle, 22)]
-        parts += [box(182, middle - 16, 100, 32, "c"), text(232, middle + 4, "checks, counts", "small", "middle")]
-        parts += [arrow(290, middle, 32), squares(340, middle - 9, sent), arrow(414, middle, 26)]
-        parts += [squares(448, middle - 9, "aaabbqq"), arrow(610, middle, 30)]
-        parts += [box(648, middle - 18, 84, 36, "c"), text(690, middle + 5, "L", "head", "middle")]
-        parts += [path("arrow", f"M690 {middle + 18 * down} V{back} H112 V{middle + 19 * down}")]
-        parts += [path("tip", f"M112 {middle + 12 * down} l-4 {8 * down} h8 z")]
-        parts += [text(398, back - 5 if down > 0 else back + 15, backward, "small", "middle")]
-    for x in (232, 372):
+        parts += [box(4, y, 786, 100, "pad", 8), text(16, middle + 5, name, "head")]
+        parts += [squares(112, middle - 9, own), arrow(182, middle, 22)]
+        parts += [box(212, middle - 16, 100, 32, "c"), text(262, middle + 4, "checks, counts", "small", "middle")]
+        parts += [arrow(320, middle, 32), squares(370, middle - 9, sent), arrow(444, middle, 26)]
+        parts += [squares(478, middle - 9, "aaabbqq"), arrow(640, middle, 28)]
+        parts += [box(674, middle - 18, 84, 36, "c"), text(716, middle + 5, "L", "head", "middle")]
+        parts += [path("arrow", f"M716 {middle + 18 * down} V{back} H142 V{middle + 19 * down}")]
+        parts += [path("tip", f"M142 {middle + 12 * down} l-4 {8 * down} h8 z")]
+        parts += [text(428, back - 5 if down > 0 else back + 15, backward, "small", "middle")]
+    for x in (262, 402):
         parts += [path("arrow", f"M{x} 148 V187"), path("tip", f"M{x} 142 l-4 8 h8 z M{x} 193 l-4 -8 h8 z")]
-    legend = [(60, "a", "rows of rank 0"), (210, "b", "rows of rank 1"), (360, "q", "queued rows, constants")]
-    for x, kind, name in (*legend, (560, "p", "padding, trimmed on arrival")):
+    for x, (kind, name) in zip((40, 200, 360, 556), LEGEND.items()):
         parts += [squares(x, 288, kind), text(x + 26, 302, name, "small")]
-    description = (
-        "Two ranks with three and two rows. Both exchange a header, which carries checks and counts, and "
-        "one payload of rows, padded to the larger rank. Each then holds all five rows and the queue, and computes the "
-        "same loss. In the backward each rank takes the gradient of its own rows, times k, without communication."
-    )
-    return svg("travel", 770, 318, "What travels between ranks in one call of a pooled loss", description, parts)
+    return svg("travel", 794, 318, TRAVEL, TRAVEL_IN_WORDS, parts)
+
+
+def draw_narrow_travel() -> str:
+    """Return the same for a phone, from top to bottom."""
+    top, pitch, size = 66, 66, 15
+    parts = [text(4, top + pitch * row + 2, head, "head") for row, (head, _) in enumerate(STAGES)]
+    parts += [text(4, top + pitch * row + 19, note, "small") for row, (_, note) in enumerate(STAGES)]
+    for (name, own, sent), middle, side in zip(LANES, (182, 292), (-1, 1)):
+        parts += [text(middle, 26, name, "head", "middle")]
+        for row, kinds in ((0, own), (2, sent), (3, "aaabbqq")):
+            parts += [squares(middle - size * len(kinds) / 2 + 2, top + pitch * row - 6, kinds, size)]
+        for row, note in ((1, "checks"), (4, "L")):
+            parts += [box(middle - 32, top + pitch * row - 14, 64, 28, "c")]
+            parts += [text(middle, top + pitch * row + 5, note, "small" if row == 1 else "head", "middle")]
+        for row in range(4):
+            y = top + pitch * row + 18
+            parts += [path("arrow", f"M{middle} {y} V{y + 20}"), path("tip", f"M{middle} {y + 28} l-4 -8 h8 z")]
+        edge, low = middle + 54 * side, top + pitch * 4
+        parts += [path("arrow", f"M{middle + 32 * side} {low} H{edge} V{top} H{middle + 34 * side}")]
+        parts += [path("tip", f"M{middle + 27 * side} {top} l{8 * side} -4 v8 z")]
+    for row, gap in ((1, 34), (2, 28)):
+        y, left, right = top + pitch * row, 182 + gap, 292 - gap
+        parts += [path("arrow", f"M{left + 8} {y} H{right - 8}")]
+        parts += [path("tip", f"M{left} {y} l8 -4 v8 z M{right} {y} l-8 -4 v8 z")]
+    y = top + pitch * 4 + 44
+    parts += [
+        text(4, y, ["Outer arrows, the backward: the gradient of its", "own rows, times k; no communication"], "small")
+    ]
+    for row, (kind, name) in enumerate(LEGEND.items()):
+        parts += [squares(4, y + 30 + 24 * row, kind), text(30, y + 44 + 24 * row, name, "small")]
+    return svg("travel-narrow", 350, y + 130, TRAVEL, TRAVEL_IN_WORDS, parts)
+
+
+CALL = "The life of one call of SmoothAPLoss under DDP"
+CALL_IN_WORDS = (
+    "Two columns. Forward, from top to bottom: the model gives logits and targets of this process's rows; they are "
+    "checked; all processes exchange a header and continue together or all raise; one payload gathers the rows of all "
+    "processes; queued rows are appended as constants; the kernel computes one loss per class; the mean over the valid "
+    "classes is the loss; the gathered rows enter the queue. Backward, from bottom to top: through the reduction and "
+    "the kernel; queued rows are dropped; each process takes the gradient of its own rows times k, without "
+    "communication; the model's backward runs and DDP averages the parameter gradients."
+)
+FORWARD = (  # kind of box, what, where, note
+    ("b", "your model", "", "logits (N, C) and targets (N,): own rows"),
+    ("c", "1. check", "losses/batch.py", "shapes, dtypes and target range of the own rows"),
+    ("a", "2. header", "distributed/header.py", "agree_on: all processes continue or all raise"),
+    ("a", "3. payload gather", "distributed/gather.py", "(N, C) becomes (sum of N, C): the rows of all"),
+    ("c", "4. join with the queue", "losses/ranking.py", "past rows are appended as constants: M rows"),
+    ("c", "5. kernel, per class", "kernels/soft_ranks.py", "scores (C, M) become one loss per class (C,)"),
+    ("c", "6. reduce", "losses/pool.py", "mean over valid classes: the same everywhere"),
+    ("c", "7. enqueue", "queues/memory_queue.py", "in training the gathered rows enter the queue"),
+)
+BACKWARD = (  # the first three forward steps have no backward of their own
+    ("b", "parameter.grad", "as one process with the whole batch"),
+    ("a", "DDP averages", "all-reduce of gradients, divided by W"),
+    ("b", "model backward", "from dL/dlogits (N, C) of the own rows"),
+    ("c", "own rows, times k", "k = W; no communication"),
+    ("c", "drop the queued rows", "they carry no gradient"),
+    ("c", "kernel backward", "dL/dscores (C, M)"),
+    ("c", "reduce backward", "dL/d per class (C,)"),
+)
+WHERE = {"b": "your model", "c": "local to a process", "a": "all processes exchange"}
+
+
+def stage(x: float, y: float, width: float, kind: str, head: str, file: str, note: str) -> list[str]:
+    """Return the box of one step."""
+    parts = [box(x, y, width, 50, kind), text(x + 14, y + 21, head, "head"), text(x + 14, y + 40, note, "small")]
+    return parts + [text(x + width - 14, y + 21, file, "code", "end")] * bool(file)
+
+
+def upright(x: float, start: float, end: float) -> list[str]:
+    """Return a vertical arrow from one height to another."""
+    back = -7 if end > start else 7
+    return [path("arrow", f"M{x:g} {start:g} V{end + back:g}"), path("tip", f"M{x:g} {end:g} l-4 {back} h8 z")]
 
 
 def draw_call() -> str:
     """Return the life of one call: data from the logits down to the loss, and the gradient back up to ``.grad``."""
-    forward = [
-        ("b", "your model", "", "logits (N, C) and targets (N,): this rank's rows"),
-        ("c", "1. check", "losses/batch.py", "shapes, dtypes and target range of this rank's rows"),
-        ("a", "2. header", "distributed/header.py", "agree_on: all ranks continue or all raise"),
-        ("a", "3. payload gather", "distributed/gather.py", "(N, C) becomes (sum of N, C): the rows of all ranks"),
-        ("c", "4. join with the queue", "losses/ranking.py", "past rows are appended as constants: M rows"),
-        ("c", "5. kernel, per class", "kernels/soft_ranks.py", "scores (C, M) become one loss per class (C,)"),
-        ("c", "6. reduce", "losses/pool.py", "mean over the valid classes: the same scalar on every rank"),
-        ("c", "7. enqueue", "queues/memory_queue.py", "in training mode the gathered rows enter the queue"),
-    ]
-    backward = {
-        0: ("b", "parameter.grad", "as one process with the whole batch"),
-        1: ("a", "DDP averages", "all-reduce of gradients, divided by W"),
-        2: ("b", "model backward", "from dL/dlogits (N, C) of this rank"),
-        3: ("c", "own rows, times k", "k = W; no communication"),
-        4: ("c", "drop the queued rows", "they carry no gradient"),
-        5: ("c", "kernel backward", "dL/dscores (C, M)"),
-        6: ("c", "reduce backward", "dL/d per class (C,)"),
-    }
-    top, pitch, height, left, width, right, narrow = 44, 66, 50, 10, 440, 490, 270
-    parts = [text(left + width / 2, 26, "forward", "head", "middle")]
-    parts += [text(right + narrow / 2, 26, "backward", "head", "middle")]
-    for row, (kind, head, file, note) in enumerate(forward):
-        y = top + row * pitch
-        parts += [box(left, y, width, height, kind), text(left + 14, y + 21, head, "head")]
-        parts += [text(left + width - 14, y + 21, file, "code", "end"), text(left + 14, y + 40, note, "small")]
-        if row:
-            middle = left + width / 2
-            parts += [path("arrow", f"M{middle:g} {y - 15} V{y - 8}"), path("tip", f"M{middle:g} {y - 1} l-4 -7 h8 z")]
+    top, pitch, left, width, right, narrow = 44, 66, 10, 440, 490, 270
     middle = right + narrow / 2
-    for row, (kind, head, note) in backward.items():
+    parts = [text(left + width / 2, 26, "forward", "head", "middle"), text(middle, 26, "backward", "head", "middle")]
+    for row, one in enumerate(FORWARD):
         y = top + row * pitch
-        parts += [box(right, y, narrow, height, kind), text(right + 14, y + 21, head, "head")]
-        parts += [text(right + 14, y + 40, note, "small")]
-        if row:
-            above = max(other for other in backward if other < row)
-            end = top + above * pitch + height + 1
-            parts += [path("arrow", f"M{middle:g} {y - 1} V{end + 7}"), path("tip", f"M{middle:g} {end} l-4 7 h8 z")]
+        parts += stage(left, y, width, *one) + (upright(left + width / 2, y - 15, y - 1) if row else [])
+    for row, (kind, head, note) in enumerate(BACKWARD):
+        y = top + row * pitch
+        parts += stage(right, y, narrow, kind, head, "", note) + (upright(middle, y - 1, y - 15) if row else [])
     # From the last step of the forward to the first one of the backward.
-    y, end = top + 7 * pitch + height / 2, top + 6 * pitch + height + 1
+    y, end = top + 7 * pitch + 25, top + 6 * pitch + 51
     parts += [path("arrow", f"M{left + width} {y:g} H{middle:g} V{end + 7}")]
     parts += [path("tip", f"M{middle:g} {end} l-4 7 h8 z"), text(middle + 10, y + 5, "loss.backward()", "code")]
-    legend = [(10, "b", "your model"), (140, "c", "local to a rank"), (300, "a", "all ranks exchange")]
     y = top + 8 * pitch
-    for x, kind, name in legend:
+    for x, (kind, name) in zip((10, 140, 300), WHERE.items()):
         parts += [box(x, y, 18, 18, kind, 3), text(x + 26, y + 14, name, "small")]
-    description = (
-        "Two columns. Forward, from top to bottom: the model gives logits and targets of this rank's rows; they are "
-        "checked; all ranks exchange a header and continue together or all raise; one payload gathers the "
-        "rows of all ranks; queued rows are appended as constants; the kernel computes one loss per class; the mean "
-        "over the valid classes is the loss; the gathered rows enter the queue. Backward, from bottom to top: through "
-        "the reduction and the kernel; queued rows are dropped; each rank takes the gradient of its own rows times k, "
-        "without communication; the model's backward runs and DDP averages the parameter gradients."
-    )
-    return svg("call", 770, y + 28, "The life of one call of SmoothAPLoss under DDP", description, parts)
+    return svg("call", 770, y + 28, CALL, CALL_IN_WORDS, parts)
+
+
+def draw_narrow_call() -> str:
+    """Return the same in one column, for a phone: the backward goes on below the forward."""
+    parts, y = [], 10
+    forward = [(kind, head, note) for kind, head, _, note in FORWARD]
+    for row, (kind, head, note) in enumerate([*forward, *reversed(BACKWARD)]):
+        if row == len(forward):
+            parts += [text(186, y + 6, "loss.backward()", "code")]
+            y += 14
+        parts += stage(4, y, 336, kind, head, "", note)
+        if row:
+            parts += upright(172, y - 14 * (2 if row == len(forward) else 1), y - 1)
+        y += 64
+    for row, (kind, name) in enumerate(WHERE.items()):
+        parts += [box(4, y + 24 * row, 18, 18, kind, 3), text(30, y + 14 + 24 * row, name, "small")]
+    return svg("call-narrow", 344, y + 74, CALL, CALL_IN_WORDS, parts)
 
 
 SETS = {  # what is positive in each, for its line in the picture
@@ -352,7 +415,9 @@ DIAGRAMS = {
     "map.svg": draw_map,
     "map-narrow.svg": draw_narrow_map,
     "travel.svg": draw_travel,
+    "travel-narrow.svg": draw_narrow_travel,
     "call.svg": draw_call,
+    "call-narrow.svg": draw_narrow_call,
 }
 
 

@@ -79,10 +79,10 @@ def draw_levels(axes: Axes) -> None:
         (-2.6, 1.5, "constant\nmatrix", "right"),
         (5.0, 2.22, "sigmoid", "center"),
         (12.6, 1.5, "constant\nmatrix", "left"),
-        (12.6, 0.5, "one cubic\nper fine bin,\nevaluated\nat each row", "left"),
-        (5.0, 1.0, "4 nodes in each\nof F fine bins", "center"),
+        (12.6, 0.5, "one polynomial\nper fine bin,\nevaluated\nat each row", "left"),
+        (5.0, 1.0, "p nodes in each\nof F fine bins", "center"),
         (5.0, 1.72, "14 coarse nodes", "center"),
-        (5.0, 0.0, "rows, any number", "center"),
+        (5.0, 0.0, "rows,\nany number", "center"),
     )
     for x, y, text, side in notes:
         axes.text(x, y, text, ha=side, va="center", color=INK if side == "center" else MUTED)

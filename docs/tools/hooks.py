@@ -166,11 +166,11 @@ def diagram(found: re.Match[str], page: Any) -> str:
 
 
 def sized(text: str) -> str:
-    """Return a diagram that shrinks to three quarters of its size at most; on a smaller screen it scrolls."""
+    """Return a diagram that shrinks to two thirds of its size at most; on a smaller screen it scrolls."""
     size = re.search(r'viewBox="0 0 (\d+) ', text)
     assert size is not None
     width = int(size[1])
-    return text.replace("<svg ", f'<svg style="min-width: {0.7 * width:.0f}px; max-width: {1.2 * width:.0f}px" ', 1)
+    return text.replace("<svg ", f'<svg style="min-width: {0.65 * width:.0f}px; max-width: {1.2 * width:.0f}px" ', 1)
 
 
 def themed(text: str, name: str, label: str) -> str:
