@@ -364,6 +364,9 @@ def judge(mutant: Mutant | None, record: Record, names: list[list[str]], folder:
         target.parent.mkdir(parents=True, exist_ok=True)
         data = (ROOT / name).read_bytes()
         target.write_bytes(apply(mutant, data) if mutant is not None and name == mutant.path else data)
+    library = Path("kernels/native/sums.library")
+    if (ROOT / library).exists():
+        shutil.copy(ROOT / library, package / "fullrank" / library)
     context = process_context(*COSTLY, preloaded=[name for name in PRELOADED if name != "fullrank"])
     for part in filter(None, names):
         process = context.Process(target=run_chosen, args=(str(package), part, folder / "output"))

@@ -125,7 +125,7 @@ def against_one_process(rank: int, wrapper: str, cases: list[Case]) -> list[Erro
 @pytest.mark.parametrize("wrapper", ["ddp", "plain", "fsdp2"])
 def test_gradient_and_value_are_those_of_one_process(pool: WorkerPool, wrapper: str) -> None:
     for dtype, limit in LIMITS.items():
-        cases = [case._replace(dtype=dtype) for case in CASES.values()]
+        cases = [case._replace(dtype=dtype) for case in CASES.values()][: None if dtype == "float64" else 1]
         for errors in pool(against_one_process, wrapper, cases):
             assert max(max(each) for each in errors) <= limit, (dtype, errors)
 
@@ -368,7 +368,7 @@ def held_by(run: Callable[..., Tensor], number: int, rows: int) -> tuple[int, in
 
 @pytest.mark.slow
 def test_nothing_has_the_length_of_the_pool() -> None:
-    number, rows = 150, 1000
+    number, rows = 50, 3000
     large, alive = held_by(streamed, number, rows)
     assert max(large, alive) < number * rows / 2  # the matrices of the bins, a micro-batch, states of generators
     assert min(held_by(joined, number, rows)) >= number * rows  # the control

@@ -89,6 +89,8 @@ BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss",
 
 # Each loss is compiled once in `make test`, its other forms in `make full`.
 OTHER_FORMS = (
+    "smooth_ap",  # test_forward_and_backward_are_traced compiles these two
+    "recall",
     "smooth_ap automatic",
     "smooth_ap of (N,) and floats",
     "recall linear, automatic",
