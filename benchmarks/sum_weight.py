@@ -20,10 +20,9 @@ from statistics import mean
 
 import torch
 import torch.nn.functional as F
-from budget import rows_of
-from quality_data import Rows, Splits
-from quality_runs import Interval, make_model, paired
-from real_data import FRESH
+from intervals import Interval, paired
+from real_data import FRESH, THINNED, Rows, Splits, split, thinned
+from real_runs import make_model
 from report import Record, Run, on_ranks, print_records
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
@@ -109,7 +108,8 @@ def main() -> None:
     start = time.perf_counter()
     for name in names:
         for seed in range(num_splits):
-            splits = rows_of(name, seed)
+            splits = split(name, seed)
+            splits = thinned(splits, THINNED[name], seed) if name in THINNED else splits
             tuned = {weight: train(splits, seed, weight, steps) for weight in WEIGHTS}
             best = max(tuned, key=lambda weight: tuned[weight][0])
             alone = train(splits, seed, 0.0, steps)[1]
