@@ -1,409 +1,267 @@
-"""Do the losses help as they are? Eleven imbalanced sets and five sets of several classes, all real.
+"""What do the losses gain on real data? 29 sets with 1 to 10 % positives, by the protocol of a practitioner.
 
-Usage: python benchmarks/real.py [--tables defaults tuned classes queue] [--sets NAME ...] [--rates LR ...]
-                                 [--full | --quick] [--workers N] [--cache FILE] [--out FOLDER]
+Usage: python benchmarks/real.py [--quick] [--tables binary thinned classes] [--cache FILE] [--out FOLDER]
 
-The sets are those of real_data.py, the losses those of real_methods.py. Everything below was fixed before the reported
-runs. All methods share, for a set and a split, the rows, the network (two hidden layers of 32), its initial weights and
-the batches of 512 rows. The optimizer is Adam with a constant rate. 60, 20 and 20 % of the rows of each class are for
-training, validation and test. Figures are AP, the recall in the top q of the rows, and the partial AUC up to a
-false-positive rate of q, where q is the share of positives; all on test rows, at the one of four evenly spaced
-checkpoints that has the best AP on validation rows. Recall and partial AUC are reported also at the checkpoint that is
-best in them.
+The sets are those of real_data.py, the losses and the training those of real_runs.py. All methods share, for a set and
+a split, the rows, the network (two hidden layers of 32), its initial weights and the batches of 256 rows; a sampler
+alone draws others. The optimizer is Adam with a constant rate, 0.001, 0.003 or 0.01. 60, 20 and 20 % of the rows of
+each class are for training, validation and test. Each method runs once at each rate, with checkpoints after 50, 100,
+200, 400, 800 and 1,600 steps. Validation AP chooses rate and checkpoint, for each method, set and split; the figure is
+the AP of the test rows, averaged over three splits. The splits are others than those on which the defaults of the
+losses were chosen, and on all sets but the first ``SEEN`` nothing was chosen. "Best baseline" is the one of
+cross-entropy, weighted and hard-negative cross-entropy that validation AP prefers.
 
-``defaults``: nothing is tuned. Learning rates 0.001, 0.003 and 0.01, 400 and 1,600 steps of the same training, five
-splits. The methods in SHORT of real_methods.py train for 400 steps alone, to save time.
+A difference is paired, one value a set. Its interval is the bootstrap's over the sets, at 95 % for one comparison; p is
+that of Wilcoxon's signed-rank test, not corrected: the title of a table says how many comparisons it makes.
 
-``tuned``: every method draws the same number of configurations. Each runs once on split 0, and the one with the best
-AP on validation rows runs on the other splits. 800 steps.
+``binary``: the differences with all steps; for every budget of steps, in which rate and checkpoint are chosen within
+the budget; and at each rate the steps to 97 % of the AP of cross-entropy at its checkpoint of that rate, relative to
+cross-entropy: the geometric mean over the sets, interpolated between checkpoints. A run that does not get there counts
+as twice its steps.
 
-``classes``: several classes, without imbalance and with classes that shrink geometrically to 20 and to 3 % of the
-largest, in training and test rows alike. Macro AP and balanced accuracy of the argmax after 600 steps, without choice
-of a checkpoint: the smallest classes have too few validation rows. Macro AP is that of the logits and that of the
-softmax probabilities. Cross-entropy leaves a constant per row undetermined, so only its probabilities are comparable
-between rows: both figures of every method are compared with those. Learning rate 0.01, and for the tail of 3 % 0.003
-too. Five seeds, which draw the split and the order of the classes.
+``thinned``: the sets with at least ``ROWS`` rows, their training and validation rows thinned to 0.4 % positives, with
+ordinary batches and with a sampler that puts 16 positives into each. On test rows negatives are weighed so that
+positives have that share.
 
-``queue``: each ranking loss with a queue of 0 and of 1,024 rows, in batches of 128 and of 1,024 rows. Five of the sets,
-three learning rates, three splits, 400 steps.
+``classes``: five sets of several classes that shrink geometrically to 3 % of the largest, in training and test rows
+alike. Batches of 512 rows, a rate of 0.01, the figures after 600 steps, without choice of a checkpoint: the smallest
+classes have too few validation rows. Five seeds, which draw the split and the order of the classes.
 
-Every comparison is paired, set by set and split by split, with cross-entropy at the same learning rate. An interval is
-that of Student's t over the means of the sets, since splits of a set share rows; the other is over sets and splits.
-Both are at 95 % after Bonferroni's correction for all comparisons of a table.
-
-``--full`` takes about an hour on two cores and writes real.json; the default and ``--quick`` write only with ``--out``.
-``--cache`` stores every finished run, so that an interrupted benchmark can resume. Needs the ``bench`` extra.
+The full run takes about an hour on one core and writes real.json and the picture of the page about choosing a loss.
+``--cache`` stores every finished run, so that an interrupted benchmark resumes. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from quality_runs import METRICS, Cache, Figures, Interval
-from real_data import BINARY, CLASSES, describe, missing, print_sets
-from real_methods import BASELINE, LONG, QUEUED, SEVERAL, SHORT, TREES, TUNED, draw
-from real_runs import Job, Workers
-from report import Record, Run
+import numpy as np
+import torch
+from figures import BLUE, LINE, MUTED, ORANGE, panels_of, save
+from intervals import OverSets
+from real_data import BINARY, CLASSES, describe, load, missing, print_sets
+from real_runs import TREES, Cache, Job, run, run_classes
+from report import PICTURES, Record, Run
 
-BATCH = 512
-QUEUE_SETS = ("letter H", "damp grey soil", "killed car occupants", "positive covid tests", "searched vehicles")
-QUEUE_BATCHES = (128, 1_024)
-FEW = ("letter H", "damp grey soil", "positive covid tests")  # sets of the smaller sizes
-QUEUES = (0, 1_024)
-TAILS = {"heavy": 0.03, "light": 0.2, "none": 1.0}
-CLASS_METRICS = ("macro_ap_logits", "macro_ap_softmax", "balanced_accuracy")
-OWN_TOO = (*METRICS, "own_recall", "own_pauc")
-LABELS = {
-    "ap": "AP",
-    "recall": "recall",
-    "pauc": "pAUC",
-    "own_recall": "recall, own checkpoint",
-    "own_pauc": "pAUC, own checkpoint",
-}
+CE, WEIGHTED, HARD = BASELINES = ("cross-entropy", "weighted cross-entropy", "hard-negative 0.2")
+SUM = f"{WEIGHTED} + SmoothAP"
+METHODS = (*BASELINES, f"{CE} + SmoothAP", SUM, "SmoothAP", f"{CE} + pAUC", f"{CE}, sampler", TREES)
+BEST = "best baseline"
+SAMPLER = f"{CE}, sampler"
+THINNED = (CE, SAMPLER, WEIGHTED, f"{CE} + SmoothAP", SUM, f"{SUM}, queue", f"{WEIGHTED}, sampler")
+THINNED = (*THINNED, f"{CE} + SmoothAP, sampler")
+SEVERAL = (CE, WEIGHTED, HARD, "SmoothAP", f"{CE} + SmoothAP", SUM)
+SHARE, ROWS, SEEN, TARGET = 0.004, 15_000, 11, 0.97
+Found = dict[str, dict[str, np.ndarray]]  # by set and method: (2, rates, splits, steps), of validation and test rows
 
 
 class Size(NamedTuple):
     """How much is run."""
 
-    name: str
-    lengths: tuple[int, int]  # steps of ``defaults``: of all methods, and of those in LONG
+    sets: tuple[str, ...]
+    several: tuple[str, ...]
     rates: tuple[float, ...]
-    splits: int
-    tuned_steps: int
-    trials: int
+    splits: tuple[int, ...]
+    steps: tuple[int, ...]
     class_steps: int
-    class_rates: tuple[float, ...]
     class_seeds: int
-    queue_steps: int
-    queue_splits: int
-    binary: tuple[str, ...] = tuple(BINARY)
-    several: tuple[str, ...] = tuple(CLASSES)
-    queued: tuple[str, ...] = QUEUE_SETS
 
 
-SIZES = {
-    "full": Size("full", (400, 1_600), (1e-3, 3e-3, 1e-2), 5, 800, 5, 600, (3e-3, 1e-2), 5, 400, 3),
-    "default": Size("default", (400, 1_600), (3e-3,), 2, 400, 2, 600, (1e-2,), 2, 400, 2, FEW),
-    "quick": Size("quick", (4, 8), (3e-3,), 2, 4, 2, 4, (1e-2,), 2, 4, 2, FEW[1:], ("segment",), FEW[:1]),
-}
+FULL = Size(tuple(BINARY), tuple(CLASSES), (1e-3, 3e-3, 1e-2), (10, 11, 12), (50, 100, 200, 400, 800, 1600), 600, 5)
+QUICK = Size(("letter H", "positive covid tests"), ("segment",), (3e-3, 1e-2), (10,), (2, 4), 4, 2)
 
 
-class Study:
-    """The runs of all tables, through the cache."""
+def chosen(found: Found, name: str, methods: Sequence[str], budget: int | None = None) -> float:
+    """Return the test AP of the method, rate and checkpoint with the best validation AP, averaged over the splits.
 
-    def __init__(self, size: Size, workers: Workers) -> None:
-        self.size, self.run = size, workers.run
-
-    def defaults(self) -> list[Record]:
-        """Return a record per length, learning rate and method, with the figures of each set and split."""
-        size, jobs = self.size, []
-        for name in size.binary:
-            for seed in range(size.splits):
-                jobs.append(Job(name, seed, TREES, {}, size.lengths, BATCH))
-                for rate in size.rates:
-                    jobs += [Job(name, seed, method, {"lr": rate}, size.lengths, BATCH) for method in LONG]
-                    jobs += [Job(name, seed, method, {"lr": rate}, size.lengths[:1], BATCH) for method in SHORT]
-        found = Runs(jobs, self.run("defaults", jobs))
-        return [
-            {"steps": steps, "lr": rate, "method": method, **found.of(steps, method, None if method == TREES else rate)}
-            for steps in size.lengths
-            for rate in size.rates
-            for method in (*LONG, *(SHORT if steps == size.lengths[0] else ()), TREES)
-        ]
-
-    def tuned(self) -> list[Record]:
-        """Return a record per method, with the chosen configurations and the figures of each set and split."""
-        size, steps = self.size, (self.size.tuned_steps,)
-        draws = {method: [draw(method, trial) for trial in range(size.trials)] for method in TUNED}
-        search = [
-            Job(name, 0, method, config, steps, BATCH)
-            for name in size.binary
-            for method in TUNED
-            for config in draws[method]
-        ]
-        goals = [figures[f"validation@{steps[0]}"] for figures in self.run("tuned, search", search)]
-        best: dict[tuple[str, str], tuple[float, Job]] = {}
-        for goal, job in zip(goals, search, strict=True):
-            place = (job.set, job.method)
-            if place not in best or goal > best[place][0]:
-                best[place] = (goal, job)
-        jobs = [best[place][1]._replace(seed=seed) for place in best for seed in range(1, size.splits)]
-        jobs += [Job(name, seed, TREES, {}, steps, BATCH) for name in size.binary for seed in range(1, size.splits)]
-        found = Runs(jobs, self.run("tuned", jobs))
-        return [
-            {
-                "steps": steps[0],
-                "method": method,
-                "chosen": {name: best[name, method][1].config for name in size.binary} if method != TREES else {},
-                **found.of(steps[0], method),
-            }
-            for method in (*TUNED, TREES)
-        ]
-
-    def classes(self) -> list[Record]:
-        """Return a record per tail, learning rate and method, with the figures of each set and seed."""
-        size = self.size
-        jobs = {
-            (tail, rate): [
-                Job(name, seed, method, {"lr": rate}, (size.class_steps,), BATCH, smallest)
-                for name in size.several
-                for seed in range(size.class_seeds)
-                for method in SEVERAL
-            ]
-            for tail, smallest in TAILS.items()
-            for rate in (size.class_rates if tail == "heavy" else size.class_rates[-1:])
-        }
-        together = [job for some in jobs.values() for job in some]
-        found = Runs(together, self.run("classes", together))
-        return [
-            {"tail": tail, "lr": rate, "method": method, **found.of(None, method, rate, smallest=TAILS[tail])}
-            for tail, rate in jobs
-            for method in SEVERAL
-        ]
-
-    def queue(self) -> list[Record]:
-        """Return a record per loss, batch, queue and learning rate, with the figures of each set and split."""
-        size, steps = self.size, self.size.queue_steps
-        settings = [(batch, queue, rate) for batch in QUEUE_BATCHES for queue in QUEUES for rate in size.rates]
-        jobs = [
-            Job(name, seed, method, {"lr": rate, "queue_size": queue}, (steps,), batch)
-            for name in size.queued
-            for seed in range(size.queue_splits)
-            for method in QUEUED
-            for batch, queue, rate in settings
-        ]
-        found = Runs(jobs, self.run("queue", jobs))
-        return [
-            {"method": method, "batch": batch, "queue": queue, "lr": rate}
-            | found.of(steps, method, rate, batch_size=batch, queue=queue)
-            for method in QUEUED
-            for batch, queue, rate in settings
-        ]
-
-
-class Runs:
-    """Finished jobs with their figures."""
-
-    def __init__(self, jobs: list[Job], figures: list[Figures]) -> None:
-        self.all = list(zip(jobs, figures, strict=True))
-
-    def of(self, steps: int | None, method: str, rate: float | None = None, **where: Any) -> Record:
-        """Return for each metric the figures of ``method``, a list per set with one entry per split."""
-        queue = where.pop("queue", None)
-        chosen = [
-            (job, figures)
-            for job, figures in self.all
-            if job.method == method
-            and (rate is None or job.config["lr"] == rate)
-            and (queue is None or job.config["queue_size"] == queue)
-            and all(getattr(job, key) == value for key, value in where.items())
-        ]
-        result: dict[str, dict[str, list[float]]] = {}
-        for job, figures in chosen:
-            for name, value in figures.items():
-                metric, _, length = name.partition("@")
-                if metric != "validation" and length == ("" if steps is None else str(steps)):
-                    result.setdefault(metric, {}).setdefault(job.set, []).append(value)
-        return result
-
-
-class Against(NamedTuple):
-    """The comparison of one method with another in one metric."""
-
-    mean: float
-    gain: float
-    over_sets: float  # half the width of the interval, over the means of the sets
-    over_splits: float  # the same, over sets and splits
-    better: int
-    of: int
-    worst: float  # least ratio of the means of a set
-
-    @property
-    def cells(self) -> list[str]:
-        """As cells of a table: gain, both intervals, in how many sets it is better, and the worst ratio."""
-        sign = "+" if self.gain > self.over_sets else "-" if -self.gain > self.over_sets else "0"
-        gain = f"{self.gain:+.3f} +- {self.over_sets:.3f} ({sign}) / {self.over_splits:.3f}"
-        return [gain, f"{self.better} of {self.of}", f"{self.worst:.2f}"]
-
-
-def against(values: list[dict[str, list[float]]], base: list[dict[str, list[float]]], comparisons: int) -> Against:
-    """Return how ``values`` compare with ``base``: for each learning rate, the figures of every set and split.
-
-    The intervals average over the learning rates first. "Better" and "worst" count every set at every rate.
+    Only the first ``budget`` checkpoints take part.
     """
-    level = 0.05 / comparisons
-    pairs = [[[mean(run[name]), mean(other[name])] for name in run] for run, other in zip(values, base, strict=True)]
-    names = list(values[0])
-    by_set = [mean(pair[place][0] - pair[place][1] for pair in pairs) for place in range(len(names))]
-    every = [
-        mean(run[name][place] - other[name][place] for run, other in zip(values, base, strict=True))
-        for name in names
-        for place in range(len(values[0][name]))
-    ]
-    flat = [pair for some in pairs for pair in some]
-    return Against(
-        mean(pair[0] for pair in flat),
-        mean(by_set),
-        Interval.of(by_set, level).width,
-        Interval.of(every, level).width,
-        sum(own > other for own, other in flat),
-        len(flat),
-        min(own / other if other else float("nan") for own, other in flat),
-    )
+    runs = np.concatenate([found[name][method][..., :budget] for method in methods], axis=1)
+    validation, test = runs.transpose(0, 2, 1, 3).reshape(2, runs.shape[2], -1)  # of each: splits, choices
+    return float(np.take_along_axis(test, validation.argmax(axis=1)[:, None], axis=1).mean())
 
 
-def markdown(title: str, header: list[str], rows: list[list[str]]) -> None:
+def of_sets(found: Found, method: str, budget: int | None = None) -> np.ndarray:
+    """Return what ``chosen`` does for each set."""
+    methods = BASELINES if method == BEST else (method,)
+    return np.array([chosen(found, name, methods, budget) for name in found])
+
+
+def steps_to(found: Found, name: str, method: str, rate: int, steps: Sequence[int]) -> float:
+    """Return the steps after which ``method`` has 97 % of what cross-entropy has at the same rate."""
+    base = {CE: found[name][CE][:, rate : rate + 1]}
+    goal = TARGET * chosen({name: base}, name, (CE,))
+    curve = found[name][method][1, rate].mean(axis=0)
+    reached = np.flatnonzero(curve >= goal)
+    if len(reached) == 0:
+        return 2.0 * steps[-1]
+    last = int(reached[0])
+    if last == 0:
+        return float(steps[0])
+    part = (goal - curve[last - 1]) / (curve[last] - curve[last - 1])
+    return float(steps[last - 1] * (steps[last] / steps[last - 1]) ** part)
+
+
+def compare(values: np.ndarray, base: np.ndarray) -> Record:
+    """Return the comparison with the sets of the largest loss and the largest gain."""
+    difference = values - base
+    return OverSets.of(difference)._asdict() | {"worst": float(difference.min()), "best": float(difference.max())}
+
+
+def cells(record: Record) -> list[str]:
+    """As cells of a table: the difference with its interval, p, and in how many sets it is above 0."""
+    gain = f"{record['mean']:+.3f} [{record['low']:+.3f}, {record['high']:+.3f}]"
+    return [gain, f"{record['p']:.3f}", f"{record['wins']} of {record['sets']}"]
+
+
+def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of Markdown."""
     print(f"\n**{title}**\n")
     for line in (header, ["---", *["---:"] * (len(header) - 1)], *rows):
         print("| " + " | ".join(line) + " |")
 
 
-def _select(records: list[Record], **where: Any) -> list[Record]:
-    return [record for record in records if all(record[key] == value for key, value in where.items())]
-
-
-def _values(records: list[Record], metric: str, **where: Any) -> list[dict[str, list[float]]]:
-    return [record[metric] for record in _select(records, **where)]
-
-
-def _mean(values: list[dict[str, list[float]]]) -> float:
-    return mean(mean(splits) for run in values for splits in run.values())
-
-
-def _different(records: list[Record], key: str) -> list[Any]:
-    return list(dict.fromkeys(record[key] for record in records))
-
-
-def print_defaults(records: list[Record]) -> None:
-    """Print for each length the means by learning rate, the gains over cross-entropy, and AP by set."""
-    comparisons = len({(record["steps"], record["method"]) for record in records if record["method"] != BASELINE})
-    for steps in _different(records, "steps"):
-        rates = _different(records, "lr")
-        methods = _different(_select(records, steps=steps), "method")
-        lines = []
-        for method in methods:
-            where = {"steps": steps, "method": method}
-            cells = [f"{_mean(_values(records, 'ap', **where, lr=rate)):.3f}" for rate in rates]
-            cells += [f"{_mean(_values(records, metric, **where)):.3f}" for metric in OWN_TOO]
-            base = _values(records, "ap", steps=steps, method=BASELINE)
-            compared = against(_values(records, "ap", **where), base, comparisons)
-            lines.append([method, *cells, *(compared.cells if method != BASELINE else ["", "", ""])])
-        header = ["loss", *(f"AP, lr {rate:g}" for rate in rates), *(LABELS[metric] for metric in OWN_TOO)]
-        header += ["AP minus that of CE, over sets / over splits", "better", "worst ratio"]
-        markdown(f"Defaults, {steps:,} steps; intervals corrected for {comparisons} comparisons", header, lines)
-        for rate in rates:
-            names = list(records[0]["ap"])
-            lines = [
-                [method, *(f"{mean(values[name]):.3f}" for name in names)]
-                for method in methods
-                for values in _values(records, "ap", steps=steps, method=method, lr=rate)
-            ]
-            markdown(f"AP by set, defaults, {steps:,} steps, learning rate {rate:g}", ["loss", *names], lines)
-
-
-def print_tuned(records: list[Record]) -> None:
-    """Print the means and the gains over cross-entropy, all tuned alike."""
-    comparisons, lines = len(records) - 1, []
+def against(found: Found, title: str, methods: Sequence[str], bases: Sequence[str]) -> list[Record]:
+    """Return and print each method's AP and its differences from the bases that come before it."""
+    records: list[Record] = []
+    values = {method: of_sets(found, method) for method in (*methods, *bases)}
+    for place, method in enumerate(methods):
+        earlier = [base for base in bases if base != method and (base not in methods[place:])]
+        against_bases = {base: compare(values[method], values[base]) for base in earlier}
+        by_set = dict(zip(found, map(float, values[method]), strict=True))
+        records.append({"method": method, "ap": float(values[method].mean()), "against": against_bases, "sets": by_set})
+    count = sum(len(record["against"]) for record in records)
+    header = ["loss", "AP", *(part for base in bases for part in (f"minus {base}", "p", "better"))]
+    lines = []
     for record in records:
-        cells = [f"{_mean([record[metric]]):.3f}" for metric in OWN_TOO]
-        compared = against([record["ap"]], [records[0]["ap"]], comparisons)
-        lines.append([record["method"], *cells, *(compared.cells if record["method"] != BASELINE else ["", "", ""])])
-    header = [
-        "loss",
-        *(LABELS[metric] for metric in OWN_TOO),
-        "AP minus that of CE, over sets / over splits",
-        "better",
-        "worst ratio",
-    ]
-    title = f"Tuned alike, {records[0]['steps']:,} steps; intervals corrected for {comparisons} comparisons"
-    markdown(title, header, lines)
+        compared = [cells(record["against"][base]) if base in record["against"] else [""] * 3 for base in bases]
+        lines.append([record["method"], f"{record['ap']:.3f}", *itertools.chain(*compared)])
+    markdown(f"{title}; {len(found)} sets, {count} comparisons", header, lines)
+    return records
 
 
-def print_classes(records: list[Record]) -> None:
-    """Print for each tail the figures of every set, and the gains over the probabilities of cross-entropy."""
-    comparisons = len(CLASS_METRICS) * sum(record["method"] != BASELINE for record in records)
-    for tail, rate in dict.fromkeys((record["tail"], record["lr"]) for record in records):
-        some, lines = _select(records, tail=tail, lr=rate), []
-        base = _select(some, method=BASELINE)[0]
-        for record in some:
-            names = list(record["balanced_accuracy"])
-            cells = [" / ".join(f"{mean(record[metric][name]):.3f}" for metric in CLASS_METRICS) for name in names]
-            cells.append(" / ".join(f"{_mean([record[metric]]):.3f}" for metric in CLASS_METRICS))
-            for metric in CLASS_METRICS:
-                other = base["balanced_accuracy" if metric == "balanced_accuracy" else "macro_ap_softmax"]
-                cells.append("" if record is base else against([record[metric]], [other], comparisons).cells[0])
-            lines.append([record["method"], *cells])
-        header = ["macro AP of logits / of softmax / balanced accuracy", *names, "mean"]
-        header += ["logits minus softmax of CE", "softmax minus softmax of CE", "accuracy minus that of CE"]
-        title = f"Several classes, tail: {tail}, learning rate {rate:g}; corrected for {comparisons} comparisons"
-        markdown(title, header, lines)
+def binary(found: Found, size: Size) -> Record:
+    """Return and print the tables of two classes."""
+    order = (CE, WEIGHTED, HARD, BEST, *(method for method in METHODS if method not in BASELINES))
+    main = against(found, "Average precision, rate and checkpoint by validation", order, (CE, WEIGHTED, BEST))
+    new = {name: found[name] for name in list(found)[SEEN:] or found}
+    fresh = against(new, "The same on the sets on which nothing was chosen before", (SUM,), (CE, WEIGHTED, BEST))
+    budgets = []
+    for budget, steps in enumerate(size.steps, 1):
+        base = {name: of_sets(found, name, budget) for name in (CE, BEST)}
+        for method in (WEIGHTED, HARD, f"{CE} + SmoothAP", SUM):
+            values = of_sets(found, method, budget)
+            budgets += [{"steps": steps, "method": method, "base": name} | compare(values, base[name]) for name in base]
+    lines = [[f"{one['steps']:,}", one["method"], one["base"], *cells(one)] for one in budgets]
+    header = ("budget of steps", "loss", "minus", "AP", "p", "better")
+    markdown(f"By the budget of steps; {len(found)} sets, {len(lines)} comparisons", header, lines)
+    speed = []
+    for rate, value in enumerate(size.rates):
+        for method in (WEIGHTED, HARD, f"{CE} + SmoothAP", SUM):
+            pairs = [[steps_to(found, name, which, rate, size.steps) for which in (method, CE)] for name in found]
+            logs = OverSets.of([float(np.log(own / other)) for own, other in pairs])
+            ratio, low, high = (float(np.exp(part)) for part in logs[:3])
+            never = sum(own > size.steps[-1] for own, _ in pairs)
+            record = {"rate": value, "method": method, "ratio": ratio, "low": low, "high": high}
+            speed.append(record | {"p": logs.p, "never": never})
+    lines = []
+    for one in speed:
+        ratio = f"{one['ratio']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
+        lines.append([f"{one['rate']:g}", one["method"], ratio, f"{one['p']:.3f}", str(one["never"])])
+    header = ("rate", "loss", "steps relative to cross-entropy", "p", "never")
+    markdown(f"Steps to 97 % of the AP of cross-entropy; {len(found)} sets", header, lines)
+    return {"binary": main, "fresh": fresh, "budgets": budgets, "speed": speed}
 
 
-def print_queue(records: list[Record]) -> None:
-    """Print the figures with and without a queue, by loss, batch and learning rate."""
-    rates, lines = _different(records, "lr"), []
-    comparisons = len(QUEUED) * len(QUEUE_BATCHES)
-    for method in QUEUED:
-        for batch in QUEUE_BATCHES:
-            for queue in QUEUES:
-                where = {"method": method, "batch": batch, "queue": queue}
-                cells = [f"{_mean(_values(records, 'ap', **where, lr=rate)):.3f}" for rate in rates]
-                cells += [f"{_mean(_values(records, metric, **where)):.3f}" for metric in METRICS]
-                base = _values(records, "ap", **(where | {"queue": 0}))
-                compared = against(_values(records, "ap", **where), base, comparisons)
-                lines.append([method, f"{batch:,}", f"{queue:,}", *cells, *(compared.cells if queue else ["", "", ""])])
-    header = ["loss", "batch", "queue", *(f"AP, lr {rate:g}" for rate in rates), *(LABELS[name] for name in METRICS)]
-    header += ["AP minus that without queue, over sets / over splits", "better", "worst ratio"]
-    markdown(f"Queue; intervals corrected for {comparisons} comparisons", header, lines)
+def draw(results: Record, path: Path) -> None:
+    """Draw the gain over cross-entropy by the budget of steps, and that of each set with all steps."""
+    steps = [str(value) for value in results["size"]["steps"]]
+    by_set = {record["method"]: record["sets"] for record in results["binary"]}
+    gains = {name: value - by_set[CE][name] for name, value in by_set[SUM].items()}
+    names = sorted(gains, key=gains.__getitem__)
+    with panels_of(2, 3.4 + 0.21 * len(names), height_ratios=[2.4, 0.4 + 0.21 * len(names)]) as (figure, axes):
+        budgets, sets = axes[:, 0]
+        for shift, (method, colour, label) in enumerate(
+            ((SUM, BLUE, "weighted + SmoothAP"), (WEIGHTED, ORANGE, "weighted"))
+        ):
+            rows = [one for one in results["budgets"] if (one["method"], one["base"]) == (method, CE)]
+            place = [x + 0.12 * shift for x in range(len(rows))]
+            y = np.array([[one[key] for key in ("mean", "low", "high")] for one in rows])
+            spread = np.abs(y[:, 1:].T - y[:, 0])
+            budgets.errorbar(place, y[:, 0], yerr=spread, fmt="o-", color=colour, lw=1.8, capsize=3, label=label)
+        budgets.legend(frameon=False, loc="upper right")
+        budgets.axhline(0, color=LINE, linewidth=1)
+        budgets.set_xticks(range(len(steps)), steps)
+        budgets.set(xlabel="budget of steps", title="AP minus that of cross-entropy")
+        for row, name in enumerate(names):
+            colour = BLUE if gains[name] > 0 else MUTED
+            sets.plot([0, gains[name]], [row, row], color=colour, linewidth=2)
+            sets.plot(gains[name], row, "o", color=colour, markersize=5)
+        sets.axvline(0, color=LINE, linewidth=1)
+        sets.set_yticks(range(len(names)), names, fontsize=9)
+        sets.tick_params(axis="y", length=0)
+        sets.set(title="By set, weighted + SmoothAP, all steps", ylim=(-0.7, len(names) - 0.3))
+        sets.grid(axis="y", visible=False)
+        save(figure, path)
 
 
-PRINT: dict[str, Callable[[list[Record]], None]] = {
-    "defaults": print_defaults,
-    "tuned": print_tuned,
-    "classes": print_classes,
-    "queue": print_queue,
-}
+def classes(size: Size, cache: Cache) -> list[Record]:
+    """Return and print the figures of several classes, averaged over sets and seeds."""
+    keys, records = ("logits", "probabilities", "accuracy"), []
+    for method in SEVERAL:
+        runs = []
+        for name in size.several:
+            for seed in range(size.class_seeds):
+                job = (name, seed, method, size.class_steps)
+                runs.append(cache.get(("classes", *job), lambda job=job: run_classes(*job)))
+        records.append({"method": method} | {key: float(np.mean([each[key] for each in runs])) for key in keys})
+    lines = [[record["method"], *(f"{record[key]:.3f}" for key in keys)] for record in records]
+    header = ("loss", "macro AP of logits", "macro AP of probabilities", "balanced accuracy")
+    markdown(f"Several classes, {len(size.several)} sets, {size.class_seeds} seeds", header, lines)
+    return records
 
 
 def main() -> None:
     """Run, print, write."""
-    script = Run(__doc__, "real", full="all sets, five splits, three learning rates")
-    add = script.parser.add_argument
-    add("--tables", nargs="+", choices=list(PRINT), default=list(PRINT))
-    add("--sets", nargs="+", choices=[*BINARY, *CLASSES], help="these sets only")
-    add("--rates", nargs="+", type=float, help="these learning rates only, in every table but tuned")
-    add("--splits", type=int, help="number of splits (default: by the size)")
-    add("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes (default: 2)")
-    add("--cache", type=Path, help="file of finished runs, one line of JSON each")
+    script, tables = Run(__doc__, "real"), ("binary", "thinned", "classes")
+    script.parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
+    script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
     options = script.start()
     if (absent := missing()) is not None:
         script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
-    size = SIZES[script.size]
-    if options.sets:
-        binary = tuple(name for name in BINARY if name in options.sets)
-        size = size._replace(
-            binary=binary, several=tuple(name for name in CLASSES if name in options.sets), queued=binary
-        )
-    if options.rates:
-        size = size._replace(rates=tuple(options.rates), class_rates=tuple(options.rates))
-    if options.splits:
-        size = size._replace(splits=options.splits, class_seeds=options.splits, queue_splits=options.splits)
-    workers = Workers(options.workers, Cache(options.cache))
-    study = Study(size, workers)
-    sets_of = {"classes": size.several, "queue": size.queued}
-    tables = [table for table in options.tables if sets_of.get(table, size.binary)]
-    results = {table: getattr(study, table)() for table in tables}
-    workers.close()
-    sets = describe((*size.binary, *size.several))
-    print_sets(sets)
-    for table, records in results.items():
-        PRINT[table](records)
-    script.write(size=size._asdict(), sets=sets, **results)
+    torch.set_num_threads(1)
+    size, cache = QUICK if options.quick else FULL, Cache(options.cache)
+    large = [name for name in size.sets if len(load(name).targets) >= ROWS]
+    plan = [(size.sets, METHODS, None)] if "binary" in options.tables else []
+    plan += [(large, THINNED, SHARE)] if "thinned" in options.tables else []
+    jobs = [
+        Job(name, method, size.rates, size.splits, size.steps, share)
+        for sets, methods, share in plan
+        for name in sets
+        for method in methods
+    ]
+    found: dict[float | None, Found] = {}
+    start = time.perf_counter()
+    for done, job in enumerate(jobs, 1):
+        result = np.array(cache.get(job, lambda job=job: run(job)))
+        found.setdefault(job.share, {}).setdefault(job.set, {})[job.method] = result
+        if job.method == METHODS[-1] or done % 10 == 0:
+            print(f"{time.perf_counter() - start:.0f} s: {done} of {len(jobs)} runs, {job.set}", flush=True)
+    results: Record = {"size": size._asdict(), "sets": describe((*size.sets, *size.several))}
+    print_sets(results["sets"])
+    results |= binary(found[None], size) if None in found else {}
+    if SHARE in found:
+        title = "Thinned to 0.4 % positives, rate and checkpoint by validation"
+        results["thinned"] = against(found[SHARE], title, THINNED, (CE, SAMPLER))
+    if "classes" in options.tables:
+        results["classes"] = classes(size, cache)
+    script.write(**results)
+    if "binary" in results and (folder := script.folder(PICTURES)) is not None:
+        draw(results, folder / "gains.svg")
 
 
 if __name__ == "__main__":

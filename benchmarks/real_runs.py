@@ -236,7 +236,9 @@ def run_classes(name: str, seed: int, method: str, steps: int) -> dict[str, floa
         else:
             terms.append(nn.CrossEntropyLoss(weight=1 / shares if "weighted" in term else None))
     optimizer = torch.optim.Adam(model.parameters(), lr=CLASS_RATE, fused=True)
-    for _, index in zip(range(steps), batches(rows.train.targets, min(CLASS_BATCH, len(rows.train.targets)), None, seed)):
+    for _, index in zip(
+        range(steps), batches(rows.train.targets, min(CLASS_BATCH, len(rows.train.targets)), None, seed)
+    ):
         logits, targets = model(rows.train.features[index]), rows.train.targets[index]
         optimizer.zero_grad()
         sum(term(logits, targets) for term in terms).backward()

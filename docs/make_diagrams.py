@@ -1,4 +1,4 @@
-"""Draw the diagrams of the documentation: the map, what travels, the life of one call, gains and curves.
+"""Draw the diagrams of the documentation: the map, what travels, the life of one call, and curves.
 
 Usage: python docs/make_diagrams.py [--out FOLDER]
 
@@ -30,8 +30,6 @@ STYLE = f"""
 .fr-diagram .c {{ fill: var(--c); stroke: var(--line); }}
 .fr-diagram .gain {{ stroke: var(--a-line); stroke-width: 3; }}
 .fr-diagram .loss {{ stroke: var(--b-line); stroke-width: 3; }}
-.fr-diagram .before {{ fill: var(--line); }}
-.fr-diagram .after {{ fill: var(--a-line); }}
 .fr-diagram .pad {{ fill: none; stroke: var(--line); stroke-dasharray: 3 3; }}
 .fr-diagram .arrow {{ fill: none; stroke: var(--muted); stroke-width: 1.5; }}
 .fr-diagram .tip {{ fill: var(--muted); }}
@@ -300,54 +298,6 @@ def draw_narrow_call() -> str:
     return svg("call-narrow", 344, y + 74, CALL, CALL_IN_WORDS, parts)
 
 
-SETS = {  # what is positive in each, for its line in the picture
-    "letter-H": "letters, H",
-    "satimage-4": "satellite pixels, damp soil",
-    "page-blocks0": "page blocks, not text",
-    "diamonds-fair": "diamonds, fair cut",
-    "nass-dead": "car crashes, death",
-    "accidents-fatal": "road accidents, fatal",
-    "flights-cancelled": "flights, cancelled",
-    "bird-strikes": "bird strikes, an effect",
-    "covid-tests": "covid tests, positive",
-    "lending-bad": "loans, bad",
-    "stops-searched": "traffic stops, a search",
-}
-
-
-def draw_gains() -> str:
-    """Return the average precision of each real set of the benchmark, without and with the added line."""
-    results = json.loads((Path(__file__).resolve().parents[1] / "benchmarks/results/real.json").read_text("utf-8"))
-    steps = max(results["size"]["lengths"])
-
-    def mean_of(method: str, name: str) -> float:
-        records = [one for one in results["defaults"] if (one["method"], one["steps"]) == (method, steps)]
-        values = [value for one in records for value in one["ap"][name]]
-        return sum(values) / len(values)
-
-    sets = {one["set"]: one for one in results["sets"] if one["set"] in results["size"]["binary"]}
-    found = {name: (mean_of("CE", name), mean_of("SmoothAP + CE", name)) for name in sets}
-    left, unit, pitch, top = 215, 190, 27, 66
-    parts = [text(4, 24, "Average precision on test rows, nothing tuned", "head")]
-    parts += ['<circle cx="10" cy="43" r="6" class="before"/>', text(22, 48, "cross-entropy", "small")]
-    parts += ['<circle cx="136" cy="43" r="6" class="after"/>', text(148, 48, "cross-entropy + SmoothAPLoss", "small")]
-    names = sorted(found, key=lambda name: found[name][0] - found[name][1])
-    for row, name in enumerate(names):
-        y, (before, after) = top + row * pitch + 10, found[name]
-        one, other = left + unit * before, left + unit * after
-        note = f"{SETS[name]}, {100 * sets[name]['share']:.1f} %"
-        parts += [text(4, y + 5, note, "small"), path("pad", f"M{left} {y} H{left + unit}")]
-        parts += [path("gain" if after > before else "loss", f"M{one:.1f} {y} H{other:.1f}")]
-        parts += [f'<circle cx="{x:.1f}" cy="{y}" r="6" class="{k}"/>' for x, k in ((one, "before"), (other, "after"))]
-        parts += [text(left + unit + 12, y + 5, f"{before:.3f} {after - before:+.3f}", "small")]
-    y = top + len(names) * pitch + 10
-    parts += [text(left + unit * share, y + 8, f"{share:g}", "small", "middle") for share in (0, 0.5, 1)]
-    description = f"For each of {len(names)} imbalanced sets the average precision without and with SmoothAPLoss: "
-    description += "; ".join(f"{name} {found[name][0]:.3f} and {found[name][1]:.3f}" for name in names) + "."
-    title = f"Average precision without and with SmoothAPLoss, {steps:,} steps, mean over learning rates and splits"
-    return svg("gains", 530, y + 24, title, description, parts)
-
-
 def draw_accumulation(narrow: bool = False) -> str:
     """Return the learning curves of two panels of the accumulation example, the same batches cut in three ways."""
     file = Path(__file__).resolve().parents[1] / "benchmarks/results/accumulation.json"
@@ -411,7 +361,6 @@ def draw_curves(
 DIAGRAMS = {
     "accumulation.svg": draw_accumulation,
     "accumulation-narrow.svg": draw_narrow_accumulation,
-    "gains.svg": draw_gains,
     "map.svg": draw_map,
     "map-narrow.svg": draw_narrow_map,
     "travel.svg": draw_travel,

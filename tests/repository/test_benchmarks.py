@@ -91,6 +91,12 @@ def check_pooling(results: Results) -> None:
     assert len(results["runs"]) == 12
 
 
+def check_real(results: Results) -> None:
+    assert len(results["thinned"]) == 8
+    assert {len(results[name]) for name in ("binary", "classes")} == {10, 6}
+    assert all(len(record["sets"]) == 2 for record in results["binary"] + results["thinned"])
+
+
 def check_sum_weight(results: Results) -> None:
     """Real processes with a detached gather have the gradient of the smaller weight."""
     assert max(row["error"] for row in results["real"]) <= 1e-12  # float64
@@ -109,6 +115,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     # More nodes, less error.
     "order": lambda results: all(some[0]["error"] > 1e3 * some[-1]["error"] for some in results["orders"].values()),
     "pooling": check_pooling,
+    "real": check_real,
     "retrieval": check_retrieval,
     "scale": check_scale,
     "soak": lambda results: max(results["worst"].values()) <= 1e-12 and set(results["leaked_files"]) == {0},
@@ -145,44 +152,77 @@ def test_the_script_for_gpus(tmp_path: Path) -> None:
 
 
 def test_intervals_are_of_the_differences(scripts: Callable[[str], Any]) -> None:
-    runs = scripts("quality_runs")
-    gain = runs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.7])  # 0.1, 0.1, 0.2
+    intervals = scripts("intervals")
+    gain = intervals.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.7])  # 0.1, 0.1, 0.2
     # Standard deviation 0.1 / sqrt(3), of the mean of three a third of 0.1; Student's t of 2 degrees is 4.302653.
     assert (gain.mean, gain.width) == pytest.approx((0.4 / 3, 4.302653 * 0.1 / 3), rel=1e-6)
-    assert gain.sign == "0"  # 0.133 +- 0.143
-    assert runs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.79]).sign == "+"
-    assert runs.paired([0.4, 0.6, 0.79], [0.5, 0.7, 0.9]).sign == "-"
-    assert runs.Interval.of([0.5, 0.7, 0.9]).width > 3 * gain.width  # the control
-    assert math.isnan(runs.Interval.of([0.5]).width)
+    assert intervals.Interval.of([0.5, 0.7, 0.9]).width > 3 * gain.width  # the control
+    assert math.isnan(intervals.Interval.of([0.5]).width)
 
 
-def test_every_comparison_is_paired_and_corrected(scripts: Callable[[str], Any]) -> None:
-    against = scripts("real").against
-    base = {"a": [0.4, 0.6], "b": [0.2, 0.2], "c": [0.5, 0.5]}
-    values = {"a": [0.5, 0.7], "b": [0.4, 0.4], "c": [0.4, 0.4]}
-    found = against([values], [base], 1)
-    assert (found.gain, found.better, found.of, found.worst) == pytest.approx((0.2 / 3, 2, 3, 0.8))
-    # Gains of the sets 0.1, 0.2, -0.1: standard deviation 0.152753; Student's t of 2 degrees is 4.302653.
-    assert found.over_sets == pytest.approx(4.302653 * 0.1527525 / math.sqrt(3), rel=1e-6)
-    # Each of them twice: standard deviation 0.136626; Student's t of 5 degrees is 2.570582.
-    assert found.over_splits == pytest.approx(2.570582 * 0.1366260 / math.sqrt(6), rel=1e-6)
-    # Five comparisons take 1 %: Student's t of 2 degrees is 9.924843.
-    assert against([values], [base], 5).over_sets == pytest.approx(found.over_sets * 9.924843 / 4.302653, rel=1e-6)
-    # Two learning rates count as two for "better", and as one for the interval.
-    both = against([values, base], [base, base], 1)
-    assert (both.better, both.of, both.gain) == pytest.approx((2, 6, 0.1 / 3))
+def test_the_bootstrap_over_sets(scripts: Callable[[str], Any]) -> None:
+    """Close to the interval of the normal distribution for many sets, and on one side of 0 where all sets are."""
+    values = np.random.default_rng(1).normal(0.1, 1.0, 400)
+    found = scripts("intervals").OverSets.of(values)
+    width = 1.96 * values.std() / 20
+    assert (found.low, found.high) == pytest.approx((values.mean() - width, values.mean() + width), abs=0.1 * width)
+    assert (found.mean, found.wins, found.sets) == pytest.approx((values.mean(), (values > 0).sum(), 400))
+    above = scripts("intervals").OverSets.of([0.1, 0.2, 0.3, 0.1, 0.2, 0.4])
+    assert above.low > 0
+    assert above.p == pytest.approx(2 / 2**6)  # Wilcoxon's exact p of six differences above 0
+
+
+def test_validation_chooses_rate_and_checkpoint_for_each_split(scripts: Callable[[str], Any]) -> None:
+    real = scripts("real")
+    #           rate 0: splits, steps       rate 1
+    validation = [[[0.1, 0.3], [0.1, 0.2]], [[0.2, 0.1], [0.9, 0.1]]]
+    test = [[[0.11, 0.31], [0.11, 0.21]], [[0.5, 0.5], [0.41, 0.5]]]
+    found = {"a": {"one": np.array([validation, test]), "other": np.array([validation, test]) - 0.05}}
+    assert real.chosen(found, "a", ("one",)) == pytest.approx((0.31 + 0.41) / 2)
+    assert real.chosen(found, "a", ("one",), 1) == pytest.approx((0.5 + 0.41) / 2)  # within the first checkpoint
+    assert real.chosen(found, "a", ("other", "one")) == pytest.approx((0.31 + 0.41) / 2)  # the best of two methods
+    found["a"]["cross-entropy"] = found["a"]["one"]
+    # Rate 0: checkpoints at 0.31 and 0.21, mean 0.26, of which 97 % lie between 0.11 at 50 steps and 0.26 at 100.
+    expected = 50 * 2 ** ((0.97 * 0.26 - 0.11) / 0.15)
+    assert real.steps_to(found, "a", "one", 0, (50, 100)) == pytest.approx(expected)
+    assert real.steps_to(found, "a", "other", 0, (50, 100)) == 200  # never
+
+
+def test_networks_side_by_side_train_as_each_does_alone(scripts: Callable[[str], Any]) -> None:
+    """The loss of one network is not touched by those of the others."""
+    runs = scripts("real_runs")
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(40, 3, generator=generator) * torch.tensor([1, 5, 9]), torch.zeros(40, 3).long()
+    targets[:9] = 1
+    for method in ("weighted cross-entropy + SmoothAP", "hard-negative 0.2", "pAUC", "SmoothAP, queue"):
+        together = runs.build(method, 0.1, 3)(logits, targets)
+        alone = [runs.build(method, 0.1, 1)(logits[:, i : i + 1], targets[:, i : i + 1]) for i in range(3)]
+        torch.testing.assert_close(together, sum(alone), rtol=1e-5, atol=1e-6)
+    networks = runs.Networks(4, (0, 1), (0.1, 0.2))
+    features = torch.randn(2, 5, 4, generator=generator)
+    for seed, own in enumerate(features):  # the same weights as the plain network of that seed, at both rates
+        expected = runs.make_model(4, seed)(own)[:, 0]
+        torch.testing.assert_close(networks(features)[:, seed], expected.expand(2, -1), rtol=1e-5, atol=1e-6)
 
 
 def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights(scripts: Callable[[str], Any]) -> None:
-    build, share = scripts("real_methods").build, torch.tensor([0.1])
-    logits, targets = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([1, 0, 0])
+    build = scripts("real_runs").build
+    logits, targets = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([[1], [0], [0]])
     two = torch.cat([torch.zeros_like(logits), logits], dim=1)
-    expected = F.cross_entropy(two, targets, weight=torch.tensor([1 / 0.9, 1 / 0.1]))
-    torch.testing.assert_close(build("weighted CE", share, {})(logits, targets), expected)
-    torch.testing.assert_close(build("weighted CE", torch.tensor([0.9, 0.1]), {})(two, targets), expected)
-    both = build("SmoothAP + weighted CE", share, {"ce": 0.3})(logits, targets)
-    torch.testing.assert_close(both, build("SmoothAP", share, {})(logits, targets) + 0.3 * expected)
-    assert abs(build("CE", share, {})(logits, targets) - expected) > 0.1  # the control
+    expected = F.cross_entropy(two, targets[:, 0], weight=torch.tensor([1 / 0.9, 1 / 0.1]))
+    torch.testing.assert_close(build("weighted cross-entropy", 0.1, 1)(logits, targets), expected)
+    both = build("weighted cross-entropy + SmoothAP", 0.1, 1)(logits, targets)
+    torch.testing.assert_close(both, build("SmoothAP", 0.1, 1)(logits, targets) + expected)
+    assert abs(build("cross-entropy", 0.1, 1)(logits, targets) - expected) > 0.1  # the control
+
+
+def test_a_weighed_average_precision_is_that_of_fewer_positives(scripts: Callable[[str], Any]) -> None:
+    """Each negative stands for four: the same as rows in which it occurs four times."""
+    average_precision = scripts("real_runs").average_precision
+    scores, targets = torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([1, 0, 1, 0])
+    repeated = average_precision(torch.cat([scores, scores[targets == 0].repeat(3)]), torch.tensor([1, 0, 1, *[0] * 7]))
+    assert average_precision(scores, targets, share=0.2) == pytest.approx(repeated)  # 2 of 10
+    assert average_precision(scores, targets) > repeated + 0.1  # the control
 
 
 def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[[str], Any]) -> None:
