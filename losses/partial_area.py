@@ -130,7 +130,11 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         if not (by_rate and area.surrogate == "dro"):  # then the rivals are the reference
             valid = valid & rivals.any(dim=1)
         (mask, queries, share), (inside, points), flat_class = list_both(pool.scores, numerator, share, rivals, flat)
-        queries, points = _usable(queries, mask, points, inside, valid, found)
+        # What does not count is put where it has no effect.
+        filling: Tensor | float = 0.0 if found.edges is None else _filling(found, valid)
+        kept = valid[:, None]
+        queries = torch.where(kept if mask is None else mask & kept, queries, filling)
+        points = torch.where(kept if inside is None else inside & kept, points, filling)
         if mask is not None:
             share = share * mask
         if area.surrogate == "dro":
@@ -251,16 +255,6 @@ def _filling(found: Thresholds, valid: Tensor) -> Tensor:
     lowest = found.edges.base[:, -1:]
     is_finite = lowest - lowest == 0  # isfinite takes four operators
     return torch.where(is_finite & valid[:, None], lowest, 0.0)
-
-
-def _usable(
-    queries: Tensor, mask: Tensor | None, points: Tensor, inside: Tensor | None, valid: Tensor, found: Thresholds
-) -> tuple[Tensor, Tensor]:
-    """Return queries and points with what does not count at a place where it has no effect."""
-    filling: Tensor | float = 0.0 if found.edges is None else _filling(found, valid)
-    kept = valid[:, None]
-    queries = torch.where(kept if mask is None else mask & kept, queries, filling)
-    return queries, torch.where(kept if inside is None else inside & kept, points, filling)
 
 
 def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:

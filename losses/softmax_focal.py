@@ -124,9 +124,18 @@ def _elements(
         # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the sum and out of the gradient.
         x = torch.where(valid.unsqueeze(1), x, torch.zeros((), dtype=x.dtype, device=x.device))
         classes = torch.where(valid, targets, torch.zeros_like(targets))
-    alpha = _class_weights(x, classes, rule)
-    values = _element_losses(x, classes, rule)
+    log_p = F.log_softmax(x, dim=1)
+    of_target = F.nll_loss(log_p, classes, reduction="none")  # [N, *]
+    values = of_target
+    if rule.label_smoothing > 0:
+        values = (1 - rule.label_smoothing) * values - rule.label_smoothing * log_p.mean(dim=1)
+    if rule.gamma != 0:
+        values = focus(-of_target, rule.gamma) * values
+    alpha = None if rule.alpha is None else torch.as_tensor(rule.alpha, dtype=x.dtype, device=x.device)
     if alpha is not None:
+        if alpha.shape != (x.shape[1],):
+            raise ValueError(expected("alpha", f"{x.shape[1]} weights, one per class", alpha))
+        alpha = alpha[classes]
         values = values * alpha
     weight, unit = None if valid is None else valid.to(x.dtype), None
     if sample_weight is not None:
@@ -186,26 +195,6 @@ def check_element_weight(
         fix = squeeze_advice("sample_weight", sample_weight, shape)
         raise ValueError(expected("sample_weight", f"shape {shape}, one weight per element", sample_weight, fix))
     return weight_and_check(sample_weight, dtype, validate_args)
-
-
-def _element_losses(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor:
-    """Return the focal loss of each element (N, *) before class weights: logits (N, C, *), class indices in range."""
-    log_p = F.log_softmax(x, dim=1)
-    of_target = F.nll_loss(log_p, classes, reduction="none")  # [N, *]
-    cross_entropy = of_target
-    if rule.label_smoothing > 0:
-        cross_entropy = (1 - rule.label_smoothing) * cross_entropy - rule.label_smoothing * log_p.mean(dim=1)
-    return cross_entropy if rule.gamma == 0 else focus(-of_target, rule.gamma) * cross_entropy
-
-
-def _class_weights(x: Tensor, classes: Tensor, rule: _Rule) -> Tensor | None:
-    """Return alpha of the class of each element (N, *), for logits (N, C, *); None without class weights."""
-    if rule.alpha is None:
-        return None
-    alpha = torch.as_tensor(rule.alpha, dtype=x.dtype, device=x.device)
-    if alpha.shape != (x.shape[1],):
-        raise ValueError(expected("alpha", f"{x.shape[1]} weights, one per class", alpha))
-    return alpha[classes]
 
 
 @completed(softmax_focal)

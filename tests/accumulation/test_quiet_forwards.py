@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from verbs import run_window
 from workers import WorkerPool, error_of
 
 from fullrank import DeferredMean, accumulate
+from fullrank.gradients.wrappers import find_sync
 
 OTHER_FORMS = ("find unused", "static graph", "no broadcasts", "nested")
 FORMS = ["default", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)]
@@ -124,6 +126,22 @@ def test_a_forward_without_a_backward_before_the_window(rank: int, way: str, lay
             run_window(model, make_window(layout, rank))
             errors.append(error(gradient(model), one_process(Model(torch.float64), all_batches(layout)).gradient))
         assert max(errors) <= 1e-12
+
+
+@on_ranks(2)
+def test_ranks_compare_which_modules_would_broadcast(rank: int) -> None:
+    """Equal numbers if and only if the same ones would, and 0 if none has run a forward."""
+    modules = [DistributedDataParallel(nn.Linear(1, 1)) for _ in range(3)]
+    numbers: dict[object, set[int]] = {}
+    for flags in itertools.product((1, False, True), repeat=3):  # as a window leaves it, after no_sync, after a forward
+        for module, flag in zip(modules, flags):
+            module.require_forward_param_sync = flag
+        key = set(map(type, flags)) != {int} and [flag is True for flag in flags]
+        numbers.setdefault(str(key), set()).add(find_sync(nn.ModuleList(modules)).forwards_since)
+    assert numbers["False"] == {0}
+    assert all(len(found) == 1 for found in numbers.values())
+    assert len(set.union(*numbers.values())) == len(numbers) == 9
+    assert max(map(max, numbers.values())) < 2**53
 
 
 @on_ranks(2)
