@@ -1,9 +1,9 @@
-"""Draw the figures of real runs: the band of PAUCAtBudgetLoss in a training, and a metric of each class.
+"""Draw the figures of real runs: the band of PAUCAtBudgetLoss in a training, a metric of each class, a review curve.
 
 Usage: python docs/make_diagnostics.py [--out FOLDER]
 
-Runs the Python blocks of docs/tutorial.md up to the section "Two processes", and those of docs/logging.md, and draws
-their results.
+Runs the Python blocks of docs/tutorial.md up to the section "Two processes", and those of docs/logging.md and
+docs/recipes/after-training.md, and draws their results.
 """
 
 from __future__ import annotations
@@ -84,16 +84,17 @@ def draw(names: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Draw both pictures."""
+    """Draw the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = FOLDER / "images"
     parser.add_argument("--out", type=Path, default=folder, help="folder for the pictures (default: docs/images)")
     out = parser.parse_args().out
     draw(run_page("tutorial.md"), out / "diagnostics.svg")
     with plt.rc_context(RC):
-        figure = run_page("logging.md")["figure"]
-        figure.set_size_inches(WIDTH, 0.65 * WIDTH)
-        save(figure, out / "per-class.svg")
+        for page, name in (("logging.md", "per-class.svg"), ("recipes/after-training.md", "review.svg")):
+            figure = run_page(page)["figure"]
+            figure.set_size_inches(WIDTH, 0.65 * WIDTH)
+            save(figure, out / name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: a callback that passes epoch and step to the schedules of the losses.
+"""PyTorch Lightning: callbacks that pass epoch and step to the schedules of the losses, and log what the losses do.
 
 It works with both distributions, ``lightning`` and ``pytorch_lightning``, and with both at once.
 """
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
+from .monitor import Monitor
 from .schedules import find_schedules, sharded_losses
 
 
@@ -80,3 +81,43 @@ class LossSchedule(_Callback):
             # After a restart from the last step of an epoch, Lightning skips the epoch hook of the next epoch.
             schedule.on_train_epoch_start(trainer.current_epoch)
             schedule.on_train_batch_start(trainer.global_step)
+
+
+class LossMonitor(_Callback):
+    """Log the temperature of every loss in the LightningModule, and the positives in its pool.
+
+    For a loss that is the attribute ``loss_fn`` of the module:
+
+    - ``loss_fn/temperature``: its ``current_temperature``. One that is learned and sharded by FSDP2 is left out.
+    - ``loss_fn/positives``: how many the pool of a training call has, the mean over the classes and the calls of this
+      epoch so far.
+    - ``loss_fn/without_positives``: the share of the training calls of this epoch so far that had none, or no negative,
+      so that the loss was 0; with several classes or queries, the share of these.
+
+    The last two are those of the losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`. A call
+    of :func:`~fullrank.pooled_backward` with ``stream=True`` is not counted.
+
+    Distributed:
+        The values are equal on every rank, and no collective is added.
+
+    Example:
+        >>> LossMonitor().state_key
+        'LossMonitor'
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count, also where a resumed trainer skips its epoch hook."""
+        self._monitor = Monitor(pl_module)
+        self._monitor.start()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count anew."""
+        self._monitor.start()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the values; Lightning passes them to its loggers every ``log_every_n_steps`` steps."""
+        pl_module.log_dict(self._monitor.values(), batch_size=1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Count no more."""
+        self._monitor.stop()

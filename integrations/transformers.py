@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..accumulation import pooled_backward
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import causal_lm_loss
+from .monitor import Monitor
 from .schedules import find_schedules, sharded_losses
 
 
@@ -46,7 +47,16 @@ def causal_lm_loss_func(
     return causal_lm_loss(_logits(outputs), labels, num_items=num_items_in_batch)
 
 
-class LossState:
+class _Callback:
+    """A callback of the Trainer that does nothing, without importing transformers for its base class."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return lambda *args, **kwargs: None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class LossState(_Callback):
     """A callback of the Trainer that saves the state of a loss in its checkpoints, and loads it on resume.
 
     Equal to saving ``loss.state_dict()`` in the folder of the checkpoint whenever the Trainer writes one, and to
@@ -142,11 +152,45 @@ class LossState:
             folder /= state.trial_name
         return folder / f"checkpoint-{state.global_step}"
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        """Do nothing in the other events. There is no base class to inherit from without importing transformers."""
-        if name.startswith("on_"):
-            return lambda *args, **kwargs: None
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+class LossMonitor(_Callback):
+    """A callback of the Trainer that logs the temperature of every loss in a module, and the positives in its pool.
+
+    The names and values are those of :class:`fullrank.integrations.lightning.LossMonitor`, without the name of the loss
+    if ``loss`` is that loss itself; a mean is over the training calls since the last log. They stand next to the
+    ``loss`` that the Trainer logs, in its ``log_history`` and in all callbacks that come later. So it must be the
+    first: ``trainer.callback_handler.callbacks.insert(0, LossMonitor(loss))``. :class:`PooledLossMixin` does that.
+
+    Args:
+        loss: a loss, or a module that has losses in it.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from fullrank import SmoothAPLoss
+        >>> logs, state = {"loss": 1.0}, SimpleNamespace(log_history=[{"loss": 1.0, "step": 1}])
+        >>> LossMonitor(SmoothAPLoss(temperature=0.5)).on_log(None, state, None, logs=logs)
+        >>> logs, state.log_history
+        ({'loss': 1.0, 'temperature': 0.5}, [{'loss': 1.0, 'step': 1, 'temperature': 0.5}])
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._monitor = Monitor(loss)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count."""
+        self._monitor.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Add the values to the logs of training, and count anew."""
+        if "loss" in logs:
+            values = {name: float(value) for name, value in self._monitor.values().items()}
+            logs.update(values)
+            state.log_history[-1].update(values)
+            self._monitor.start()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count no more."""
+        self._monitor.stop()
 
 
 class PooledLossMixin:
@@ -160,7 +204,7 @@ class PooledLossMixin:
 
     The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If ``pooled_loss`` is
     a module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint, and loads them when
-    ``train(resume_from_checkpoint=...)`` resumes.
+    ``train(resume_from_checkpoint=...)`` resumes. A :class:`LossMonitor` logs its temperature and its positives.
 
     Args:
         pooled_loss: called as ``pooled_loss(logits, labels)``; returns a scalar, the same on every rank.
@@ -187,10 +231,11 @@ class PooledLossMixin:
         self.pooled_loss = pooled_loss
         self._pooled_window: list[Mapping[str, Any]] = []
         self._pooled_epoch = -1
-        self._pooled_state = LossState(pooled_loss) if isinstance(pooled_loss, nn.Module) else None
-        if self._pooled_state is not None:
-            trainer: Any = self
+        self._pooled_state: LossState | None = None
+        if isinstance(pooled_loss, nn.Module):
+            self._pooled_state, trainer = LossState(pooled_loss), cast(Any, self)
             trainer.add_callback(self._pooled_state)
+            trainer.callback_handler.callbacks.insert(0, LossMonitor(pooled_loss))  # before those that write logs
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; the state of the loss comes from the same checkpoint."""

@@ -56,6 +56,29 @@ class PerClass(NamedTuple):
     valid: Tensor  # [C] bool
 
 
+class PoolCounts:
+    """Sums over the training calls of a loss, for a logger. Nothing waits for an accelerator until they are read."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        # Of each call: positives in the pool, a mean over the classes, and the share of classes without a loss.
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, pool: Pool, per_class: PerClass, total: float) -> None:
+        """Add a call.
+
+        Args:
+            pool: the rows that the loss was computed over, or this rank's part of them.
+            per_class: the loss of each class, or of each query.
+            total: positives of all classes; inf counts those of ``pool``.
+        """
+        valid = per_class.valid.detach()
+        missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
+        counts = pool.positive.sum(dtype=torch.float64) if total == math.inf else torch.full_like(missing, total)
+        self.calls += 1
+        self.sums = self.sums.to(valid.device) + torch.stack([counts / pool.positive.shape[0], missing])
+
+
 class LossWithClasses(NamedTuple):
     """``loss``, with the loss of each class (NaN where the class is not valid) and which classes are valid."""
 

@@ -21,7 +21,7 @@ from .distributed_loss import (
     saved_temperature,
 )
 from .hints import Hints
-from .pool import REDUCTIONS, Reduction, check_temperature, local_pool
+from .pool import REDUCTIONS, PoolCounts, Reduction, check_temperature, local_pool
 from .targets import TargetRule
 
 PoolForm = Literal["gathered", "sharded"]
@@ -147,6 +147,7 @@ class QueuedLoss(HoldsQueue):
         self._num_draws = 0
         self._warned: set[str] = set()
         self._hints = Hints(type(self).__name__)
+        self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
         self.register_load_state_dict_pre_hook(check_saved_queues)
         self.register_load_state_dict_pre_hook(_check_own_rows)
 

@@ -121,8 +121,7 @@ class RankingLoss(QueuedLoss):
             return_per_class: also return the loss of each class and which classes are valid.
             indexes: (N,) integers, the query of each row, on every rank or on none; :class:`SmoothAPLoss` alone takes
                 it. Requires ``num_classes=1`` and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then
-                refer to the queries of all ranks: (queries,) in the order of their sorted indexes. The queue is neither
-                read nor filled.
+                refer to the queries of all ranks: (queries,) in the order of their sorted indexes. No queue is used.
 
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
@@ -145,7 +144,7 @@ class RankingLoss(QueuedLoss):
 
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
-        return super().fits_in_a_graph() and self.queue_size == 0 and self.max_pool_size is None
+        return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
 
     def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
         """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
@@ -276,9 +275,11 @@ class RankingLoss(QueuedLoss):
         """Return the loss. Enqueue the live rows, and warn of a likely misuse."""
         pool, live, facts = pooled[:3]
         loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
-        num_rows, num_queued = pool.scores.shape[1], len(self.queue)
+        num_rows, num_queued, num_positive = pool.scores.shape[1], len(self.queue), torch.inf
         if facts is not None:
-            num_rows, num_queued = facts.num_rows, facts.num_queued
+            num_rows, num_queued, num_positive = facts.num_rows, facts.num_queued, sum(facts.positives)
+        if self.pool_counts is not None and self.training and has_values(live.logits):
+            self.pool_counts.add(pool, per_class, num_positive)
         is_full = num_queued == self.queue_size
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
             rows = live.logits, live.targets, live.iid_mask, live.sample_weight
@@ -289,8 +290,7 @@ class RankingLoss(QueuedLoss):
                 self._sharded_queue.enqueue(*rows, facts.stored, num_rows=sum(facts.rows), mark=mark)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
             if facts is not None:  # what a hint says about some ranks' rows alone could stop these ranks alone
-                none = torch.zeros(0, dtype=torch.int64, device=live.logits.device)
-                pool, live = pool._replace(scores=pool.scores.detach()), live.take(none)
+                pool, live = pool._replace(scores=pool.scores.detach()), live.take(live.targets.new_zeros(0).long())
             setting = self._setting(num_rows)
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
         return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss

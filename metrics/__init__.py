@@ -2,5 +2,6 @@
 
 from .pauc_at_budget import PAUCAtBudget
 from .recall_at_quantile import RecallAtQuantile
+from .review_curve import ReviewCurve
 
-__all__ = ["PAUCAtBudget", "RecallAtQuantile"]
+__all__ = ["PAUCAtBudget", "RecallAtQuantile", "ReviewCurve"]

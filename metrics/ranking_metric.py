@@ -17,6 +17,7 @@ from ..losses.pool import PerClass, Pool, local_pool, one_vs_rest
 from ..losses.queued_loss import QueuedLoss
 from ..losses.targets import TargetRule
 from ..losses.tensors import compute_dtype
+from .review_curve import ReviewCurve
 from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
@@ -116,8 +117,7 @@ class RankingMetric(GatheredMetric):
                 f"The ``compute`` method of metric {type(self).__name__} found no row on any rank: the value is NaN.",
                 UserWarning,
             )
-        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _NOTHING)
-        pool = one_vs_rest(Batch(logits, targets), rule)
+        pool = self._pool(logits, targets)
         values, valid = self.compute_per_class(pool)
         poisoned = pool.scores.isnan().any(dim=1)  # [C]
         values = values.masked_fill(poisoned | ~valid, math.nan)
@@ -127,6 +127,25 @@ class RankingMetric(GatheredMetric):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the value of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
+
+    def review_curve(self, class_index: int = 0) -> ReviewCurve:
+        """Return precision, recall and threshold over the review budget, of one class; a collective like ``compute``.
+
+        Raises:
+            ValueError: for a class that there is not, and for a score that is NaN; on every rank.
+        """
+        pool = self._pool(*self.synchronized_rows())
+        if not 0 <= class_index < self.num_classes:
+            raise ValueError(expected("class_index", f"0 to {self.num_classes - 1}", class_index))
+        member = pool.everyone[class_index]
+        scores, positive = pool.scores[class_index][member], pool.positive[class_index][member]
+        if scores.isnan().any():
+            raise ValueError(expected(f"the scores of class {class_index}", "numbers", Words("NaN")))
+        return ReviewCurve.of(scores, positive)
+
+    def _pool(self, logits: Tensor, targets: Tensor) -> Pool:
+        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _NOTHING)
+        return one_vs_rest(Batch(logits, targets), rule)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return all rows of the state: (M, C) float64, and (M,) int64 or (M, C), in these dtypes even without rows."""

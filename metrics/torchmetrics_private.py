@@ -55,6 +55,12 @@ class GatheredMetric(Metric):
         """True while the state is that of all ranks, as in a ``compute`` that synchronizes."""
         return self._is_synced
 
+    def synchronized_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the rows that ``compute`` sees; a collective where that synchronizes."""
+        synchronizes = self._to_sync and not self._is_synced
+        with self.sync_context(self.dist_sync_fn, should_sync=synchronizes, should_unsync=synchronizes):
+            return self.rows()
+
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """Plot ``val``, results of ``forward`` or ``compute`` (by default a new one), and return figure and axes."""
         return self._plot(val, ax)

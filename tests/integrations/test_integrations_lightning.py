@@ -78,10 +78,12 @@ def average_precision(encoder: Any, rows: tuple[Tensor, Tensor]) -> float:
         return float(average_precision_score(rows[1].numpy(), encoder(rows[0].double()).numpy()))
 
 
-def trained(rank: int, definitions: str, training: str, folder: str) -> tuple[float, float, list[float], float, float]:
+def trained(
+    rank: int, definitions: str, training: str, folder: str
+) -> tuple[float, float, list[float], float, float, dict[str, float]]:
     """Return the errors of parameters and last loss, the metric of each epoch with the one before, and its reference.
 
-    The last number is that of the checkpoint that was kept as the best.
+    The last number is that of the checkpoint that was kept as the best; after it comes what LossMonitor logs.
     """
     encoder, reference = make_encoder().double(), make_encoder().double()
     names = run_block(definitions, {"encoder": encoder})
@@ -110,7 +112,8 @@ def trained(rank: int, definitions: str, training: str, folder: str) -> tuple[fl
     last = float(found["trainer"].callback_metrics["loss"])
     errors = change(encoder, before, expected), abs(last / losses[-1] - 1)
     values = [first, *recorder.values]
-    return *errors, values, average_precision(reference, rows), float(found["best"].best_model_score)
+    logged = {name: float(value) for name, value in found["trainer"].callback_metrics.items() if "/" in name}
+    return *errors, values, average_precision(reference, rows), float(found["best"].best_model_score), logged
 
 
 def resumed(rank: int, definition: str, folder: str, at: int, keeps_loss: bool) -> tuple[list[str], float]:
@@ -274,7 +277,12 @@ def test_the_ranker_trains_as_one_process(workers: WorkerPool, tmp_path: Path, p
         pytest.skip(f"needs {package}")
     blocks = [block.replace("lightning.pytorch", package) for block in (DEFINITION, TRAINING)]
     assert all(package in block for block in blocks)
-    for parameters, loss, values, expected, best in workers(trained, *blocks, str(tmp_path)):
+    targets = make_rows(64)[1]
+    counts = [int(targets[rows].sum()) for rows in dealt(64, 8, EPOCHS - 1)]  # of all ranks, in the last epoch
+    for parameters, loss, values, expected, best, logged in workers(trained, *blocks, str(tmp_path)):
+        assert logged["loss_fn.losses.ap/positives"] == pytest.approx(sum(counts) / len(counts))
+        assert logged["loss_fn.losses.ap/without_positives"] == counts.count(0) / len(counts)
+        assert 0.01 < logged["loss_fn.losses.ap/temperature"] < 1
         assert parameters <= LIMIT
         assert loss <= LIMIT
         assert values[0] < values[1]  # the first epoch improves the metric

@@ -24,7 +24,7 @@ from workers import WorkerPool
 
 import fullrank
 from fullrank.data import BalancedBatchSampler
-from fullrank.integrations.transformers import LossState, PooledLossMixin, causal_lm_loss_func
+from fullrank.integrations.transformers import LossMonitor, LossState, PooledLossMixin, causal_lm_loss_func
 
 pytestmark = pytest.mark.slow
 
@@ -230,12 +230,12 @@ def alone(rank: int, folder: str, use_cpu: bool) -> str:
 
 def fitted(
     rank: int, script: str, folder: str, form: str
-) -> tuple[float, list[float], list[float], str, list[bool], str]:
+) -> tuple[float, list[float], list[float], str, list[bool], str, list[list[float]]]:
     """Train, validate and resume with the script of the page.
 
     Returns the error of the parameters, the metric before training and after each epoch, the same of one process by
     scikit-learn, the name of the best checkpoint, whether a resumed training ends with the same bits (with the state of
-    the loss, without it), and the error without the file of the state.
+    the loss, without it), the error without the file of the state, and the positives of the pools, logged and expected.
     """
     rows = pooled_rows()
     options = f"num_classes=1, queue_size=64, temperature=0.5, pool={form!r}"
@@ -262,6 +262,8 @@ def fitted(
     loss_fn.gather_distributed = False
     tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels"))
     expected: list[float] = []
+    pools: list[float] = []  # positives of the pool of each step
+    past: list[float] = []  # targets that have entered the queue
 
     def validate() -> None:
         with torch.no_grad():
@@ -270,6 +272,9 @@ def fitted(
     def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
         if step == 3:
             validate()
+        own = labels[chosen].flatten().tolist()
+        pools.append(sum(past[-64:] + own))
+        past.extend(own)
         return loss_fn(reference.train()(input_ids=tokens[chosen]).logits, labels[chosen])
 
     validate()
@@ -279,7 +284,8 @@ def fitted(
     last = script.replace("load_best_model_at_end=True", "load_best_model_at_end=False")
     last = re.sub(r"    callbacks=.*\n", "", last)
     trainer = job("through", last)
-    history = log_of(trainer, "eval_ap")
+    history, positives = log_of(trainer, "eval_ap"), log_of(trainer, "losses.ap/positives")
+    assert type(trainer.callback_handler.callbacks[0]) is LossMonitor  # those that write logs come after it
     errors = change(trainer.model, flat(make_model("bert")), flat(reference))
     best = Path(job("best", script).state.best_model_checkpoint).name
     job("killed", last.replace("num_train_epochs=2", "num_train_epochs=1"))
@@ -293,7 +299,7 @@ def fitted(
         job("killed", again)
     except FileNotFoundError as error:
         text = str(error)
-    return errors, history, expected, best, resumed, text
+    return errors, history, expected, best, resumed, text, [positives, pools]
 
 
 def places(rank: int, folder: str) -> tuple[list[str], list[float], str]:
@@ -446,7 +452,8 @@ def test_pooled_losses_train_as_one_process(workers: WorkerPool, tmp_path: Path,
 
 @pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
-    for parameters, history, expected, best, resumed, missing in workers(fitted, SCRIPT, str(tmp_path), form):
+    for parameters, history, expected, best, resumed, missing, pools in workers(fitted, SCRIPT, str(tmp_path), form):
+        assert pools[0] == pools[1]
         assert parameters <= LIMIT
         assert history == pytest.approx(expected, rel=1e-6)
         assert history[0] < history[1]  # the first epoch improves the metric

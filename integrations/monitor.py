@@ -1,0 +1,57 @@
+"""What the logging callbacks of the frameworks share: the temperatures and positives of the losses in a module."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from ..losses import InfoNCELoss
+from ..losses.distributed_loss import CurrentTemperature
+from ..losses.pool import PoolCounts
+from ..losses.queued_loss import QueuedLoss
+
+
+class Monitor:
+    """Watches the training calls of every loss in ``module``.
+
+    The values are equal on every rank: they come from the pool, which the loss has gathered or whose sums it has
+    exchanged. Reading them communicates nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._losses = [(name, one) for name, one in module.named_modules() if isinstance(one, CurrentTemperature)]
+
+    def start(self) -> None:
+        """Count the calls from here on."""
+        for _, loss in self._losses:
+            if isinstance(loss, QueuedLoss):
+                loss.pool_counts = PoolCounts()
+
+    def stop(self) -> None:
+        """Count no more."""
+        for _, loss in self._losses:
+            if isinstance(loss, QueuedLoss):
+                loss.pool_counts = None
+
+    def values(self) -> dict[str, Tensor | float]:
+        """Return the values since :meth:`start`, each under the name of its loss in the module."""
+        found: dict[str, Tensor | float] = {}
+        for name, loss in self._losses:
+            prefix = f"{name}/" if name else ""
+            temperature = _temperature(loss)
+            if temperature is not None:
+                found[f"{prefix}temperature"] = temperature
+            counts = loss.pool_counts if isinstance(loss, QueuedLoss) else None
+            if counts is not None and counts.calls:
+                found[f"{prefix}positives"], found[f"{prefix}without_positives"] = counts.sums / counts.calls
+        return found
+
+
+def _temperature(loss: CurrentTemperature) -> Tensor | float | None:
+    """Return the temperature without a wait for the device; None for one that only a collective would show."""
+    if not isinstance(loss, InfoNCELoss) or loss.logit_scale is None:
+        return loss.current_temperature
+    if hasattr(loss.logit_scale, "full_tensor"):
+        return None
+    return (-loss.logit_scale.detach().clamp_max(math.log(loss.max_logit_scale))).exp().reshape(())
