@@ -297,12 +297,12 @@ def draw(records: list[Record], path: Path) -> None:
                 if axes is panels[0, 0]:
                     style = {"textcoords": "offset points", "color": colour, "ha": "right"}
                     axes.annotate(pool, (some[-1]["ranks"], values[-1]), (0, 8), **style)
-            axes.set(xscale="log", yscale="log", xlabel="ranks", xticks=[2, 8, 64, 1024])
+            axes.set(xscale="log", yscale="log", xlabel="processes", xticks=[2, 8, 64, 1024])
             axes.set_xticklabels(["2", "8", "64", "1,024"])
             kind = "binary" if classes == 1 else f"{classes:,} classes"
             axes.set_title(f"{names[loss]}, {kind}\n{rows:,} rows", fontsize=10)
         for row in panels:
-            row[0].set_ylabel("MB per rank and step")
+            row[0].set_ylabel("MB per process and step")
         save(figure, path)
 
 

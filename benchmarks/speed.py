@@ -162,12 +162,12 @@ def draw_panel(axes: Any, points: list[Record], lines: dict[str, tuple[str, str,
         axes.plot(*zip(*drawn), color=colour, linewidth=width, marker="o", markersize=width + 2.5)
         # Why the line of a peer ends: its arrays of pairs, or of triples in retrieval, would be larger.
         end = f", then\nneeds over {PEER_MOST_BYTES / 2**30:.0f} GiB" if len(drawn) < len(points) else ""
-        place = -22 if key == "peer_ms" else 9  # to the left of a peer, because another line passes on the right
+        place = -30 if key == "peer_ms" else 9  # to the left of a peer, because another line passes on the right
         style = {"textcoords": "offset points", "color": colour, "va": "top", "ha": "right" if place < 0 else "left"}
         axes.annotate(label, drawn[-1], (place, 6), fontweight="bold", **style)
         axes.annotate(as_time(drawn[-1][1]) + end, drawn[-1], (place, -7), fontsize=8, **style)
     rows = [point["rows"] for point in points]
-    axes.set_xlim(rows[0] * 0.85, rows[-1] * (rows[-1] / rows[0]) ** 0.42)  # room for the labels
+    axes.set_xlim(rows[0] * 0.35, rows[-1] * (rows[-1] / rows[0]) ** 0.42)  # room for the labels
     axes.set_xticks([tick for tick in (10**power for power in range(9)) if rows[0] <= tick <= rows[-1]])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} million" if value >= 1e6 else f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: as_time(value))

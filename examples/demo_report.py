@@ -81,13 +81,13 @@ def exact_figures(scores: np.ndarray, targets: np.ndarray, quantile: float, beta
     return Figures(float(average_precision_score(targets, scores)), float(recall), float(area / beta))
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str | None = None) -> str:
     """Return the number and the noun, in the plural if needed."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 class Progress:
-    """A bar for each loss on a terminal, elsewhere only its final line. Only one rank prints."""
+    """A bar for each loss on a terminal, elsewhere only its final line. Only one process prints."""
 
     def __init__(self, total: int, is_shown: bool) -> None:
         self.total, self.is_shown, self.is_terminal = total, is_shown, sys.stdout.isatty()
@@ -98,18 +98,17 @@ class Progress:
         self.label, self.done, self.began = label, 0, time.perf_counter()
         self._draw()
 
-    def watch(self, run: Run) -> Run:
-        """Count ``run`` and return it."""
+    def advance(self) -> None:
+        """Count one of ``total``."""
         self.done += 1
         self._draw()
-        return run
 
     def _draw(self) -> None:
         is_complete = self.done == self.total
         if not self.is_shown or not (self.is_terminal or is_complete):
             return
         bar = "#" * (30 * self.done // self.total)
-        text = f"{time.perf_counter() - self.began:.1f} s" if is_complete else f"[{bar:.<30}] {self.done}/{self.total}"
+        text = f"{time.perf_counter() - self.began:.1f} s" if is_complete else f"[{bar:.<30}]"
         back = "\r\x1b[K" if self.is_terminal else ""  # carriage return, erase the line
         print(f"{back}  {self.label:<28}{text}", end="\n" if is_complete else "", flush=True)
 
@@ -128,7 +127,7 @@ def print_table(runs: Mapping[str, Sequence[Run]], quantile: float, beta: float,
         print(f"  {STYLES[name].label:<24}" + "".join(f"{cell:>22}" for cell in cells))
     largest = max(one.largest_difference() for many in runs.values() for one in many)
     word = "they agree" if largest <= tolerance else "THEY DISAGREE. The exit status is 1"
-    print("\n  The same by AP of torchmetrics and by fullrank.metrics, each rank with its own rows:")
+    print("\n  The same by AP of torchmetrics and by fullrank.metrics, each process with its own rows:")
     print(f"  largest difference {largest:.1e}, {word}.")
 
 
@@ -210,7 +209,7 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path, subject: str) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     found = compare(runs)
-    heights = [3.5, 1.0 + 0.5 * len(found)] if found else [3.5]
+    heights = [3.8, 1.0 + 0.5 * len(found)] if found else [3.8]
     is_faster = bool(found) and all(against.interval[2] < 1 for against in found.values())
     claim = "the same average precision in fewer steps" if is_faster else "average precision by step"
     with mpl.rc_context(LOOK):
@@ -233,9 +232,10 @@ def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
     for name in sorted(curves, key=lambda name: -curves[name][:, -1].mean()):
         axes.plot(steps, curves[name].mean(axis=0), color=STYLES[name].color, label=STYLES[name].label)
     if "cross_entropy" in curves:
-        goal, note = REACHED * curves["cross_entropy"][:, -1].mean(), f"{REACHED:.0%} of the end of cross-entropy"
+        goal, note = REACHED * curves["cross_entropy"][:, -1].mean(), f"{REACHED:.0%} of cross-entropy's end"
         axes.axhline(goal, color=STYLES["cross_entropy"].color, linewidth=1, linestyle=(0, (4, 3)), label=note)
-    axes.legend(loc="lower right", framealpha=0.9, edgecolor="none")
+    # Below the axes, where no curve can be.
+    axes.legend(loc="upper center", bbox_to_anchor=(0.42, -0.18), ncols=2, frameon=False, fontsize=9, columnspacing=1)
     seeds = count(len(next(iter(runs.values()))), "seed")
     axes.set(xlabel="optimizer step", title=f"Average precision on test rows, mean over {seeds}")
     axes.set(xlim=(0, steps[-1]), ylim=(0, 1.05))

@@ -4,7 +4,7 @@ Two processes:  torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 One process:    python examples/train_ddp.py --seeds 1 --steps 20
 
 To use the recipe in your own training, copy `WeightedPlusRanking`. DDP wraps the model with its default settings, and
-the batches of the ranks may differ in size.
+the batches of the processes may differ in size.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from demo_data import Rows, UnevenShards, make_rows, own_share, world_size
 from demo_proof import print_proof, prove
 from demo_report import STYLES, Figures, Progress, Run, count, exact_figures, plot, print_table, print_verdict
+from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -109,57 +112,67 @@ def wrap(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
+def every(options: argparse.Namespace) -> int:
+    """Return the steps between two evaluations."""
+    return max(options.steps // 40, 1)
+
+
 def train(
-    model: nn.Module, loss: nn.Module, train_rows: Rows, test_shard: Rows, options: argparse.Namespace, seed: int
+    model: nn.Module,
+    loss: nn.Module,
+    rows: tuple[Rows, Rows],
+    options: argparse.Namespace,
+    seed: int,
+    evaluated: Callable[[], None],
 ) -> list[tuple[int, float]]:
-    """Train ``model`` and return pairs of (step, average precision on the test rows of all ranks)."""
+    """Train ``model`` and return pairs of (step, average precision on the test rows)."""
+    train_rows, test_rows = rows
     shards = UnevenShards(len(train_rows.targets), options.batch_size * world_size(), options.steps, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    every = max(options.steps // 40, 1)
     curve: list[tuple[int, float]] = []
     # batch_size=None: the sampler yields the indices of a whole batch, so there is nothing to collate.
     for step, (features, targets) in enumerate(DataLoader(TensorDataset(*train_rows), sampler=shards, batch_size=None)):
         optimizer.zero_grad()
         loss(model(features), targets).backward()
         optimizer.step()
-        if (step + 1) % every == 0:
-            curve.append((step + 1, average_precision(score(model, test_shard.features), test_shard.targets)))
+        if (step + 1) % every(options) == 0:
+            scores = together(score(model, test_rows))
+            curve.append((step + 1, float(average_precision_score(test_rows.targets, scores))))
+            evaluated()
     return curve
 
 
 @torch.no_grad()
-def score(model: nn.Module, features: Tensor) -> Tensor:
-    """Return the logits (N, 1)."""
-    return model(features)
+def score(model: nn.Module, rows: Rows) -> Tensor:
+    """Return the logits (N, 1) of this process's share of ``rows``."""
+    return model(rows.features[own_share(len(rows.targets))])
 
 
-def average_precision(logits: Tensor, targets: Tensor) -> float:
-    """Return the average precision over the rows of all ranks."""
-    metric = BinaryAveragePrecision()
-    # torchmetrics applies a sigmoid to scores outside [0, 1], in float32, where large logits become ties.
-    metric.update(logits[:, 0].double().sigmoid(), targets)
-    return float(metric.compute())
+def together(logits: Tensor) -> np.ndarray:
+    """Return the scores of all processes."""
+    everyone = all_gather_no_grad(logits) if dist.is_initialized() else logits
+    return everyone[:, 0].double().numpy()
 
 
 def our_figures(logits: Tensor, targets: Tensor, share: float) -> Figures:
-    """Return the metrics over the rows of all ranks; each rank updates them with its own rows."""
-    recall, pauc = RecallAtQuantile(1, share), PAUCAtBudget(1, 0.0, share)
+    """Return the metrics over the rows of all processes; each updates them with its own rows."""
+    ap, recall, pauc = BinaryAveragePrecision(), RecallAtQuantile(1, share), PAUCAtBudget(1, 0.0, share)
+    # torchmetrics applies a sigmoid to scores outside [0, 1], in float32, where large logits become ties.
+    ap.update(logits[:, 0].double().sigmoid(), targets)
     recall.update(logits, targets)
     pauc.update(logits, targets)
-    return Figures(average_precision(logits, targets), float(recall.compute()), float(pauc.compute()))
+    return Figures(float(ap.compute()), float(recall.compute()), float(pauc.compute()))
 
 
-def run(name: str, seed: int, options: argparse.Namespace) -> Run:
+def run(name: str, seed: int, options: argparse.Namespace, evaluated: Callable[[], None]) -> Run:
     """Train with one loss and one seed, and evaluate. The seed draws the rows, the model and the batches."""
     train_rows, test_rows = make_rows(options.letter, seed)
     share = float(train_rows.targets.double().mean())
-    test_shard = test_rows.take(own_share(len(test_rows.targets)))
     model = wrap(build_model(seed))
-    curve = train(model, build_loss(name, share), train_rows, test_shard, options, seed)
-    logits = score(model, test_shard.features)
-    everyone = all_gather_no_grad(logits) if dist.is_initialized() else logits
-    ours = our_figures(logits, test_shard.targets, options.budget)
-    scores, targets = everyone[:, 0].double().numpy(), test_rows.targets.numpy()
+    curve = train(model, build_loss(name, share), (train_rows, test_rows), options, seed, evaluated)
+    logits, targets = score(model, test_rows), test_rows.targets.numpy()
+    ours = our_figures(logits, test_rows.targets[own_share(len(targets))], options.budget)
+    scores = together(logits)
     return Run(scores, targets, curve, ours, exact_figures(scores, targets, options.budget, options.budget))
 
 
@@ -174,7 +187,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--losses", nargs="+", choices=list(STYLES), default=DEFAULT, help="which to compare")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--steps", type=int, default=1600, help="optimizer steps of each run")
-    parser.add_argument("--batch-size", type=int, default=256, help="rows per rank and step, on average over the ranks")
+    parser.add_argument("--batch-size", type=int, default=256, help="rows per process and step, on average")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of Adam, for all losses")
     parser.add_argument("--letter", default="H", metavar="A..Z", help="the positive letter")
     parser.add_argument(
@@ -185,7 +198,7 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if not 0 < options.budget < 1:
         parser.error(f"--budget: expected a share between 0 and 1, got {options.budget}")
-    # With two rows per rank, every rank gets at least one.
+    # With two rows per process, each gets at least one.
     for name, least in (("seeds", 1), ("steps", 1), ("batch_size", 2), ("queue_size", 0)):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')}: expected a number >= {least}, got {getattr(options, name)}")
@@ -210,11 +223,11 @@ def train_all(options: argparse.Namespace, is_first: bool) -> bool:
     """Train with every loss and seed, print and plot the metrics; return whether they are those of scikit-learn."""
     if is_first:
         print(f"\nTraining, {count(options.seeds, 'seed')} of {count(options.steps, 'step')} each\n", flush=True)
-    progress = Progress(options.seeds, is_first)
+    progress = Progress(options.seeds * (options.steps // every(options)), is_first)
     runs: dict[str, list[Run]] = {}
     for name in options.losses:
         progress.start(STYLES[name].label)
-        runs[name] = [progress.watch(run(name, seed, options)) for seed in range(options.seeds)]
+        runs[name] = [run(name, seed, options, progress.advance) for seed in range(options.seeds)]
     if is_first:
         print_table(runs, options.budget, options.budget, METRIC_TOLERANCE)
         print_verdict(runs)
@@ -240,7 +253,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     try:
         status = demonstrate(options, dist.get_rank() == 0)
-        dist.barrier()  # gloo may abort a rank that leaves while another rank still communicates
+        dist.barrier()  # gloo may abort a process that leaves while another still communicates
         return status
     finally:
         dist.destroy_process_group()
