@@ -128,12 +128,12 @@ def check_rows(tensors: Sequence[Tensor | None]) -> int:
     return count or 0
 
 
-def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None:
-    """Raise ValueError unless all tensors are on one device that ``group`` serves."""
+def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> bool:
+    """Return whether all tensors are on the host; raise ValueError unless they are on one device of ``group``."""
     usable = backend_by_device(group)
     devices = {tensor.device.type for tensor in tensors if tensor is not None}
-    if devices == {"cpu"} <= usable.keys():
-        return
+    if devices <= {"cpu"} <= usable.keys():
+        return True
     if len(devices) > 1:
         raise ValueError(expected("tensors", "all on one device", sorted(devices), "Move them with to(device)."))
     if not devices <= usable.keys():
@@ -142,6 +142,7 @@ def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> None
     for index, tensor in enumerate(tensors):
         if tensor is not None:
             check_device_of_group(f"tensor {index}", tensor, group)
+    return False
 
 
 WITH_GRADIENT = " with gradient"
@@ -203,7 +204,7 @@ def _unpack(padded: Tensor, counts: Sequence[int], places: Places | None) -> Ten
 
 def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
     """Return True when the tensor must be copied to the CPU first: gloo moves no memory of an accelerator."""
-    return tensor.device.type != "cpu" and backend_by_device(group).get(tensor.device.type) == "gloo"
+    return not tensor.is_cpu and backend_by_device(group).get(tensor.device.type) == "gloo"
 
 
 @contextmanager

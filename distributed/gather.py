@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from ..errors import Words, anchor_of, expected, first_order_only
 from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import Agreement, Offer, State, agree_on, refuse_in_backward
+from .header import HEADER_BYTES, Agreement, Offer, State, agree_on, refuse_in_backward
 from .room import unpack
 from .torch_private import not_compiled
 
@@ -47,20 +47,15 @@ class _GatherRows(torch.autograd.Function):
                               reduce_scatter: k / W * (sum_r dy_i)[own rows]
     ======== ================ =============================================
 
-    The local form needs no communication: every rank computes the same loss and therefore the same dy. A second
-    derivative would multiply by k twice, so it raises.
+    The inputs are those that require a gradient, each with an anchor, and the outputs have been gathered before. The
+    local form needs no communication: every rank computes the same loss and therefore the same dy. A second derivative
+    would multiply by k twice, so it raises.
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, block: Tensor | None, anchors: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.call, ctx.anchors = plan, plan.call, anchors
-        tensors = inputs[anchors:]
-        ctx.save_for_backward(*inputs[:anchors])
-        if block is None:
-            outputs = Exchange(plan.call, plan.group).rows(tensors, plan.rows)
-        else:
-            outputs = unpack(block, tensors, plan.rows)
-        ctx.mark_non_differentiable(*(y for x, y in zip(tensors, outputs) if not x.requires_grad))
+    def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.call = plan, plan.call
+        ctx.save_for_backward(*inputs[: len(outputs)])
         # The local form skips a gradient that was not computed. A collective needs one on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
         return tuple(outputs)
@@ -69,10 +64,9 @@ class _GatherRows(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         own = _sum_own_rows if ctx.plan.reduce_scatter else _own_rows
-        skipped = 3 + ctx.anchors
-        needed = ctx.needs_input_grad[skipped:]
-        found = (own(g, ctx.plan) if g is not None and need else None for g, need in zip(grads, needed))
-        return *[None] * skipped, *found
+        needed = ctx.needs_input_grad[-len(grads) :]
+        found = (own(grad, ctx.plan) if grad is not None and need else None for grad, need in zip(grads, needed))
+        return None, None, *[None] * len(grads), *found
 
 
 def _own_rows(grad: Tensor, plan: _Plan) -> Tensor:
@@ -130,13 +124,22 @@ def gather_after(
         gradient_reduction: see :func:`all_gather_with_grad`.
         backward: see :func:`all_gather_with_grad`.
     """
-    present = [tensor for tensor in agreed.tensors if tensor is not None]
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
-    scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad)
-    plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
-    anchors = [anchor_of(tensor) for tensor in present if tensor.requires_grad and torch.is_grad_enabled()]
-    outputs = iter(_GatherRows.apply(plan, agreed.block, len(anchors), *anchors, *present) if present else ())
-    return tuple(None if tensor is None else next(outputs) for tensor in agreed.tensors)
+    present, rows = [tensor for tensor in agreed.tensors if tensor is not None], agreed.rows
+    places = [place for place, tensor in enumerate(present) if tensor.requires_grad and torch.is_grad_enabled()]
+    scale = gradient_scale(gradient_reduction, group, needs_grad=bool(places))
+    if agreed.arrived is not None:
+        found = unpack(agreed.arrived, HEADER_BYTES, present, rows)
+    else:
+        with torch.no_grad():
+            found = Exchange(call, group).rows(present, rows) if present else []
+    if places:
+        plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
+        inputs = [present[place] for place in places]
+        outputs = _GatherRows.apply(plan, [found[place] for place in places], *map(anchor_of, inputs), *inputs)
+        for place, output in zip(places, outputs):
+            found[place] = output
+    gathered = iter(found)
+    return tuple(None if tensor is None else next(gathered) for tensor in agreed.tensors)
 
 
 def gather_rows(

@@ -197,21 +197,23 @@ class DataGroup:
         """Return the group to communicate over, or None when the call is local (also at world size 1)."""
         if gather_distributed is False:
             return None
-        if not is_initialized():
+        world = dist.group.WORLD if dist.is_available() else None
+        if world is None:
             if gather_distributed:
                 fix = f"Please {_NO_GROUP}, or set gather_distributed=None to detect it."
                 raise RuntimeError(expected("gather_distributed=True", "an initialized process group", None, fix))
             return None
-        if self._world is not dist.group.WORLD:
+        if self._world is not world:
             if self._dropped:
                 warn(
                     "A loss that was unpickled has lost its process group and uses the default group. "
                     "Set loss.group to choose another."
                 )
             self._resolved = resolve_group(self.group)
-            self._world = dist.group.WORLD
+            self._world = world
         assert self._resolved is not None
-        _rank_in(self._resolved, "group")
+        if self._resolved is not world:  # which exists
+            _rank_in(self._resolved, "group")
         return self._resolved if self._resolved.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:

@@ -23,10 +23,12 @@ exchange headers once more.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_int64
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -46,6 +48,7 @@ T = TypeVar("T")
 NUM_TOTALS = 4
 _WORDS = 4 + NUM_TOTALS
 _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
+HEADER_BYTES = _LAYOUT.size
 
 _UNREAD, _FAILED = 1, 2  # the first word
 
@@ -131,7 +134,7 @@ class Agreement(Generic[T]):
     rows: tuple[int, ...]
     totals: Tensor  # [W, NUM_TOTALS] float64, on the host
     tensors: tuple[Any, ...] = ()  # a tensor or None each, as they were offered
-    block: Tensor | None = None  # [W, bytes] the tensors of all ranks, if they came with the headers
+    arrived: Tensor | None = None  # [W, words] all headers with their rooms, if the tensors of all ranks are in these
 
 
 def refuse_in_backward(call: str) -> None:
@@ -172,38 +175,35 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         with outside_func_transforms():  # only plain tensors can travel
             return agree_on(call, ranks, _refuse_transforms)
     number, device, room = next(_NUMBERS), header_device(ranks), room_of(ranks)
-    texts, advice, checksum, mine, travelling = {"call": call}, {}, None, None, None
+    facts: dict[str, object] = {"call": Words(call)}
+    checksum = mine = travelling = None
 
     def header_of_failure(error: Exception) -> Tensor:
         return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device, room.size)
 
     try:
         offer = bring()
-        tensors, rows, facts = offer.tensors or (), offer.rows, offer.facts
+        tensors, rows = offer.tensors or (), offer.rows
+        facts |= offer.facts
         if offer.tensors is not None:
             rows = check_rows(tensors)
-            check_devices(tensors, ranks)
-            facts = {**facts, "tensors": [describe(tensor) for tensor in tensors]}
-        if any(map(has_tangent, (*tensors, *offer.totals))):
+            is_on_host = check_devices(tensors, ranks)
+            facts["tensors"] = list(map(describe, tensors))
+        if has_tangent(*tensors, *offer.totals):
             _refuse_transforms()
-        texts |= {name: repr(fact) for name, fact in facts.items()}
-        advice = {name: fact.advice for name, fact in offer.facts.items() if isinstance(fact, State)}
         checksum, check = offer.checksum, offer.check
         if check is not None and "cpu" in (device.type, check.flag.device.type):
             check.read()  # which waits no longer than it would take to read the flag
             check = None
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
-        known = digest(texts), rows, 0 if checksum is None else checksum.value
+        known = digest(facts), rows, 0 if checksum is None else checksum.value
         for total in offer.totals:
             if isinstance(total, Tensor):
                 check_device_of_group("total", total, ranks)
-        if offer.tensors is not None and not offer.stays and device.type == "cpu":
-            present = [tensor for tensor in tensors if tensor is not None]
-            if all(tensor.device.type == "cpu" for tensor in present):
-                travelling = present
-        sent = travelling or ()
-        if size_of(sent, rows) > room.size:
-            sent = ()
+        if offer.tensors is not None and is_on_host and not offer.stays and device.type == "cpu":
+            travelling = [tensor for tensor in tensors if tensor is not None]
+        needed = size_of(travelling or (), rows)
+        sent = travelling if travelling is not None and needed <= room.size else ()
         header = _pack((0 if check is None else check.flag, *known), offer.totals, device, room.size, sent)
     except Exception as error:
         if _is_shared(error, ranks, number):
@@ -211,7 +211,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         mine, header = error, header_of_failure(error)
     exchange = Exchange(call, ranks)
     gathered = exchange.each(header, "the headers").cpu()  # [W, words]; an accelerator is waited for once, here
-    if _UNREAD in gathered[:, 0].tolist():
+    heads = _heads_of(gathered)
+    if any(head[0] == _UNREAD for head in heads):
         try:
             if mine is None and check is not None:
                 check.read()
@@ -219,20 +220,21 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         except Exception as error:
             mine, header = error, header_of_failure(error)
         gathered = exchange.each(header, "the headers").cpu()
-    heads = gathered[:, :4].tolist()
+        heads = _heads_of(gathered)
     first = heads[0]
     if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):
-        everyone = group_ranks(ranks)
-        spoken = _exchange(heads, texts, mine, ranks)
+        everyone, known_facts = group_ranks(ranks), facts if mine is None else {"call": facts["call"]}
+        spoken = _exchange(heads, {name: repr(fact) for name, fact in known_facts.items()}, mine, ranks)
+        advice = {name: fact.advice for name, fact in facts.items() if isinstance(fact, State)}
         raised = joint_error(call, everyone, heads, spoken, advice, checksum)
         raised.agreement = (id(ranks), number)
         raise raised from cause_of(mine)
-    counts, block = tuple(head[2] for head in heads), None
-    needed = 0 if travelling is None else size_of(travelling, max(counts))
-    if travelling is not None and needed <= room.size:
-        block = gathered.view(torch.uint8)[:, _LAYOUT.size :]
+    counts = tuple([head[2] for head in heads])
+    if travelling is not None and max(counts) > rows:
+        needed = size_of(travelling, max(counts))
+    arrived = gathered if travelling is not None and needed <= room.size else None
     room.adapt(needed)
-    return Agreement(offer.value, counts, gathered[:, 4:_WORDS].view(torch.float64), tensors, block)
+    return Agreement(offer.value, counts, gathered[:, 4:_WORDS].view(torch.float64), tensors, arrived)
 
 
 def _refuse_transforms() -> NoReturn:
@@ -261,9 +263,9 @@ def _pack(
         else:
             plain.append(0)
             late[slot] = value.detach().reshape(1)
-    packed = bytearray(_LAYOUT.size + room)
+    packed = (c_int64 * (_WORDS + room // 8))()
     _LAYOUT.pack_into(packed, 0, *plain, *[0.0] * (_WORDS - len(plain)))
-    pack_into(memoryview(packed)[_LAYOUT.size :], rows)
+    pack_into(addressof(packed) + HEADER_BYTES, rows)
     # Without waiting: torch copies so little memory that is not pinned before it returns.
     header = torch.frombuffer(packed, dtype=torch.int64).to(device, non_blocking=True)
     for slot, value in late.items():
@@ -272,10 +274,21 @@ def _pack(
     return header
 
 
-def digest(texts: Mapping[str, str]) -> int:
+def digest(facts: Mapping[str, object]) -> int:
     """Return a signed 64-bit hash of the facts, the same in every process (``hash`` is salted per process)."""
-    data = "\n".join(f"{key}={value}" for key, value in texts.items()).encode(errors="backslashreplace")
+    return _hash_of(repr({name: fact.value if type(fact) is State else fact for name, fact in facts.items()}))
+
+
+@functools.lru_cache(maxsize=64)  # most calls have the facts of an earlier one
+def _hash_of(text: str) -> int:
+    data = text.encode(errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+def _heads_of(gathered: Tensor) -> list[list[int]]:
+    """Return the first words of each header; by numpy, which takes a fraction of the time of torch."""
+    heads: list[list[int]] = gathered.numpy()[:, :4].tolist()
+    return heads
 
 
 def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:

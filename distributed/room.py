@@ -15,12 +15,16 @@ unpack them in launches of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import memmove
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from ..errors import expected
 
 MOST = 2**16  # bytes of a rank
 MOST_OF_ALL = 2**20  # bytes of all ranks, which each of them receives
@@ -67,7 +71,7 @@ def aligned(size: int) -> int:
 
 def row_bytes(tensor: Tensor) -> int:
     """Return the bytes of one row of ``tensor``."""
-    return tensor.shape[1:].numel() * tensor.element_size()
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def size_of(tensors: Sequence[Tensor], count: int) -> int:
@@ -85,33 +89,38 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def pack_into(target: memoryview, tensors: Sequence[Tensor]) -> None:
-    """Write the rows of ``tensors``, which are on the host, into ``target``."""
-    start = 0
+# Memory is copied by its address: an operator of torch takes several times as long for few rows.
+
+
+def pack_into(target: int, tensors: Sequence[Tensor]) -> None:
+    """Write the rows of ``tensors``, which are on the host, to the address ``target``."""
     for tensor in tensors:
-        content = bytes_of(tensor)
-        target[start : start + content.numel()] = content.numpy().data
-        start += aligned(content.numel())
+        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        content, size = tensor if is_plain else bytes_of(tensor), tensor.nbytes
+        if size and not content.data_ptr():  # such as a wrapper of a transform
+            raise RuntimeError(expected("rows", "a tensor with memory of its own", tensor))
+        memmove(target, content.data_ptr(), size)
+        target += aligned(size)
 
 
-def unpack(block: Tensor, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+def unpack(arrived: Tensor, header: int, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """Return each of ``tensors`` with the rows of all ranks, as copies.
 
     Args:
-        block: (W, size) uint8, the rooms of all ranks as they arrived.
+        arrived: (W, words) on the host, contiguous: the headers of all ranks with their rooms.
+        header: bytes of a header.
         tensors: those of this rank, for their dtypes and shapes.
         counts: the number of rows of every rank.
     """
-    outputs, starts = [], [0] * len(counts)
+    block = arrived.nbytes // len(counts)
+    outputs, sources = [], [arrived.data_ptr() + block * place + header for place in range(len(counts))]
     for tensor in tensors:
-        sizes = [count * row_bytes(tensor) for count in counts]
         # No view, because it may change in place.
-        output = block.new_empty(sum(counts), *tensor.shape[1:], dtype=tensor.dtype)
-        content = output.view(-1).view(torch.uint8)
-        if min(counts) == max(counts):
-            content.view(len(counts), -1).copy_(block[:, starts[0] : starts[0] + sizes[0]])
-        else:
-            torch.cat([one[start : start + size] for one, start, size in zip(block, starts, sizes)], out=content)
+        output = torch.empty((sum(counts), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+        target, width = output.data_ptr(), row_bytes(tensor)
+        for place, count in enumerate(counts):
+            memmove(target, sources[place], count * width)
+            target += count * width
+            sources[place] += aligned(count * width)
         outputs.append(output)
-        starts = [start + aligned(size) for start, size in zip(starts, sizes)]
     return outputs

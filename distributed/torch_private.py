@@ -86,11 +86,11 @@ def outside_func_transforms() -> AbstractContextManager[object]:
     return context
 
 
-def has_tangent(tensor: object) -> bool:
-    """Return True if ``tensor`` is a dual tensor of forward-mode differentiation."""
-    if not isinstance(tensor, Tensor) or getattr(forward_ad, "_current_level", 0) < 0:
+def has_tangent(*values: object) -> bool:
+    """Return True if one of ``values`` is a dual tensor of forward-mode differentiation."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
         return False
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    return any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in values)
 
 
 def version_of(tensor: Tensor) -> int:

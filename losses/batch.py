@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
     def with_counts(self, totals: Tensor) -> Batch:
         """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each, (W, >= 3)."""
-        num_incomplete, *counts = (sum(column) for column in totals.t()[:3].tolist())
+        num_incomplete, *counts, _ = map(sum, zip(*totals.tolist()))
         counts = [None if number != number else int(number) for number in counts]
         return self._replace(complete=num_incomplete == 0, num_positive=counts[0], num_stored=counts[1])
 
