@@ -172,28 +172,30 @@ class MemoryQueue(nn.Module):
         if self.num_classes is None:
             self.num_classes = logits.shape[1]
             self._allocate(logits.device, self._logits.dtype)
-        rows, count = self._as_stored(logits, targets, iid_mask, sample_weight), logits.shape[0]
+        rows, count = on_host(self._as_stored(logits, targets, iid_mask, sample_weight)), logits.shape[0]
         if num_stored is None or num_stored < count:
-            wanted = self.wanted(logits, targets)
-            if num_stored is not None:  # the same places, without waiting for the device
-                index = wanted.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
-                rows = [new.index_select(0, index) for new in rows]
-            elif wanted.device.type != "cpu" or not wanted.all():
-                index = wanted.nonzero()[:, 0]
-                rows = [new.index_select(0, index) for new in rows]
-        arrays, count = on_host(rows), rows[0].shape[0]
-        self._checksum = self._checksum + self._hash(*arrays)
+            index = self.wanted(*rows[:2])
+            if not logits.is_cpu and num_stored is None:
+                index = index.nonzero()[:, 0]
+            elif not logits.is_cpu:  # the same places, without waiting for the device
+                index = index.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
+            if not logits.is_cpu or not index.all():
+                rows = [new[index] for new in rows]
+        count, checksum = len(rows[0]), self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
         head = self.capacity - start  # the rest goes to the begin of the ring
-        for old, new in zip(on_host([self._logits, self._targets, self._iid, self._weight]), arrays):
+        for old, new in zip(on_host([self._logits, self._targets, self._iid, self._weight]), rows):
             kept = new[-self.capacity :]
             old[start : start + len(kept)] = kept[:head]
             if head < len(kept):
                 old[: len(kept) - head] = kept[head:]
-        self._pointer = (self._pointer + count) % self.capacity
-        self._fill = min(self._fill + count, self.capacity)
-        self._num_enqueued += count
-        self._has_weights |= sample_weight is not None
+        vars(self).update(  # an assignment to a module takes as long as an operator
+            _checksum=checksum,
+            _pointer=(self._pointer + count) % self.capacity,
+            _fill=min(self._fill + count, self.capacity),
+            _num_enqueued=self._num_enqueued + count,
+            _has_weights=self._has_weights or sample_weight is not None,
+        )
 
     def _as_stored(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
@@ -212,36 +214,32 @@ class MemoryQueue(nn.Module):
         stored = (self._logits, self._targets, self._iid, self._weight)
         return [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
 
-    def wanted(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return (N,) bool: the rows that :meth:`enqueue` would store."""
-        wanted = logits.isfinite().all(dim=1)
+    def wanted(self, logits: Any, targets: Any) -> Any:
+        """Return (N,) bool: the rows that :meth:`enqueue` would store; of tensors or of arrays."""
         taking_part = targets != self.ignore_index
         if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
             taking_part = taking_part & (targets == 0)
-        return wanted & (taking_part.any(dim=1) if self.multi_hot else taking_part)
+        finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits).all(1)
+        return finite & (taking_part.any(1) if self.multi_hot else taking_part)
 
     def _hash(self, logits: Any, targets: Any, iid: Any, weight: Any) -> Tensor | int:
-        """Return the sum over rows of a hash of the row and its sequence number, modulo 2**64.
+        """Return the sum over all numbers of the rows, each times a factor of its row and of its column, modulo 2**64.
 
-        Because it is a sum, two parts of a batch give the same as the whole. Because of the sequence number, the order
-        of the rows counts. Each part is mixed before it is added: a linear hash would be the same for targets
-        (1, 0, 0, 1) and (0, 1, 1, 0). The rows are tensors, or what :func:`on_host` returns, with the same bits.
+        Because it is a sum, two parts of a batch give the same as the whole. The factor of a row is a mix of its
+        sequence number, so the order of the rows counts. Without the mix targets (1, 0, 0, 1) and (0, 1, 1, 0) would
+        give the same. The rows are tensors, or what :func:`on_host` returns, with the same bits.
         """
         (count, columns), kind = logits.shape, torch if isinstance(logits, Tensor) else numpy
         options: dict[str, Any] = {"dtype": kind.int64, **({"device": logits.device} if kind is torch else {})}
         bits = kind.int64 if logits.dtype == kind.float64 else kind.int32
-        place = kind.arange(columns, **options)[:, None] * 2 + 1 if columns > 1 else 1
-        words = kind.empty((columns + (columns if self.multi_hot else 1) + 2, count), **options)
-        of_logits, of_targets = words[:columns], words[columns:-2]
-        of_logits[:] = logits.view(bits).T
-        of_logits += place * _MIX[0]
-        of_targets[:] = targets.T if self.multi_hot else targets
-        of_targets += (place if self.multi_hot else 1) * _MIX[1]
-        words[-2] = weight.view(bits)
-        first = self._num_enqueued + _MIX[2]
-        words[-1] = kind.arange(first, first + count, **options)
-        mixed = _mix(words)
-        total = _mix((mixed[:-1].sum(0) + iid * _MIX[1]) ^ mixed[-1]).sum()
+        size = columns + (columns if self.multi_hot else 1) + 2
+        words, numbers = kind.empty((size, count), **options), kind.arange(-size, count, **options)
+        words[:columns] = logits.view(bits).T
+        words[columns:-2] = targets.T if self.multi_hot else targets
+        words[-2], words[-1] = weight.view(bits), iid
+        numbers[size:] += self._num_enqueued
+        factors = _mix(numbers + _MIX[2])
+        total = ((words * factors[size:]).sum(1) * factors[:size]).sum()
         return total if kind is torch else int(total)
 
     @not_compiled
