@@ -208,9 +208,9 @@ class MemoryQueue(nn.Module):
             self._logits = self._logits.to(logits.device, dtype)
             self._weight = self._weight.to(logits.device, dtype)
             self._move(logits.device)
-        device, count = self._logits.device, logits.shape[0]
-        iid = torch.ones(count, dtype=torch.bool, device=device) if iid_mask is None else iid_mask
-        weight = torch.ones(count, device=device) if sample_weight is None else sample_weight
+        count = logits.shape[0]
+        iid = self._iid.new_ones(count) if iid_mask is None else iid_mask
+        weight = self._weight.new_ones(count) if sample_weight is None else sample_weight
         stored = (self._logits, self._targets, self._iid, self._weight)
         return [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
 
@@ -344,14 +344,15 @@ class MemoryQueue(nn.Module):
 
 def on_host(tensors: list[Tensor]) -> list[Any]:
     """Return the memory of tensors on the CPU as arrays of numpy, which takes a third of the time for few rows."""
-    return [one.contiguous().numpy(force=True) if one.device.type == "cpu" else one.contiguous() for one in tensors]
+    return [one.contiguous().numpy(force=True) if one.is_cpu else one.contiguous() for one in tensors]
 
 
 def _mix(values: Any) -> Any:
-    """Return a 64-bit mix of each of ``values``, int64 of torch or of numpy, by invertible shifts and products."""
-    for shift, factor in ((31, _MIX[0]), (30, _MIX[1])):
-        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return values ^ ((values >> 29) & ((1 << 35) - 1))
+    """Return a 64-bit mix of each of ``values``, int64 of torch or of numpy, by products and shifts."""
+    for factor in _MIX[:2]:
+        values = values * factor
+        values ^= values >> 32
+    return values
 
 
 def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
