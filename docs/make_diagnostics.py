@@ -93,7 +93,7 @@ def main() -> None:
     with plt.rc_context(RC):
         for page, name in (("logging.md", "per-class.svg"), ("recipes/after-training.md", "review.svg")):
             figure = run_page(page)["figure"]
-            figure.set_size_inches(WIDTH, 0.65 * WIDTH)
+            figure.set(size_inches=(WIDTH, 0.65 * WIDTH), layout_engine="constrained")
             save(figure, out / name)
 
 

@@ -55,5 +55,5 @@ class ReviewCurve(NamedTuple):
         lines += right.plot(budget, threshold, color="0.5", linestyle="--", label="threshold (right)")
         ax.set(xscale="log", ylim=(0, 1.05), xlabel="share of the rows that is reviewed", ylabel="precision, recall")
         right.set_ylabel("threshold")
-        ax.legend(handles=lines)
+        ax.legend(handles=lines, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
         return figure, ax
