@@ -50,12 +50,28 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\w\s]")  # parts of names
 REAL, REAL_STEPS = (1, 2, 4), 20
 
 
+class Function(NamedTuple):
+    """A function or method of a file, as text."""
+
+    path: str
+    summary: str  # the first line of the docstring
+    body: str  # without it
+
+
 class Functions(NamedTuple):
     """The functions of some files."""
 
     words: Tensor  # [all words] int64
     starts: Tensor  # [functions + 1]
     file: Tensor  # [functions]
+
+    @classmethod
+    def of(cls, texts: Sequence[str], paths: Sequence[str]) -> Functions:
+        """Return texts that come from files, those of a file one after another."""
+        words = [hashed(text) for text in texts]
+        number = {path: place for place, path in enumerate(dict.fromkeys(paths))}
+        starts = torch.tensor([0, *map(len, words)]).cumsum(0)
+        return cls(torch.tensor([*itertools.chain(*words)]), starts, torch.tensor([number[path] for path in paths]))
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the words of some functions as an EmbeddingBag takes them."""
@@ -65,20 +81,21 @@ class Functions(NamedTuple):
         return self.words[torch.arange(len(shift)) + shift], ends - sizes
 
 
-def bodies(source: str) -> Iterator[str]:
-    """Yield the bodies of the functions and methods of a file without docstrings; a nested function is part of one."""
-    waiting: list[ast.AST] = [ast.parse(source)]
+def functions_of(path: Path) -> Iterator[Function]:
+    """Yield the functions and methods of a file; a nested function is part of one."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+                docstring = ast.get_docstring(node)
+                body = node.body if docstring is None else node.body[1:]
                 if len(lines := "\n".join(map(ast.unparse, body)).splitlines()) >= 3:
-                    yield "\n".join(lines)
+                    yield Function(str(path), (docstring or "").partition("\n")[0], "\n".join(lines))
             else:
                 waiting.append(node)
 
 
-def read(most_files: int) -> Functions:
+def read(most_files: int) -> list[Function]:
     """Return the functions of an even sample of the files; a body that occurs twice counts once."""
     roots = [Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent]
     paths = [
@@ -88,29 +105,26 @@ def read(most_files: int) -> Functions:
         if path.stat().st_size < 200_000 and not {"site-packages", "test", "tests"} & {*path.relative_to(root).parts}
     ]
     seen: set[str] = set()
-    files: list[list[list[int]]] = []
+    functions: list[Function] = []
     start = time.perf_counter()
     for number, path in enumerate(paths[:: max(1, len(paths) // most_files)]):
         try:
-            found = [body for body in bodies(path.read_text("utf-8")) if body not in seen]
+            found = [function for function in functions_of(path) if function.body not in seen]
         except (SyntaxError, UnicodeDecodeError):  # files that are wrong on purpose
             continue
-        seen.update(found)
+        seen.update(function.body for function in found)
         if len(found) >= FEWEST:
-            files.append([hashed(body) for body in found])
+            functions += found
         if number % 200 == 199:
             print(f"read {number + 1} files, {time.perf_counter() - start:.0f} s", flush=True)
-    functions = [words for file in files for words in file]
-    starts = torch.tensor([0, *map(len, functions)]).cumsum(0)
-    numbers = torch.arange(len(files)).repeat_interleave(torch.tensor([len(file) for file in files]))
-    return Functions(torch.tensor([word for words in functions for word in words]), starts, numbers)
+    return functions
 
 
-def hashed(body: str) -> list[int]:
-    """Return the hashes of the first words of a body and of the pairs of neighbours, each once."""
-    words = [word.lower() for word in WORD.findall(body)][:MOST_WORDS]
+def hashed(text: str) -> list[int]:
+    """Return the hashes of the first words of a text and of the pairs of neighbours, each once."""
+    words = [word.lower() for word in WORD.findall(text)][:MOST_WORDS]
     some = itertools.chain(words, map(" ".join, itertools.pairwise(words)))
-    return sorted({zlib.crc32(text.encode()) % WORDS for text in some})
+    return sorted({zlib.crc32(one.encode()) % WORDS for one in some})
 
 
 class Cell(NamedTuple):
@@ -155,10 +169,12 @@ class Draws:
         return torch.cat([self.some(self.train[file], FUNCTIONS) for file in files])
 
 
-def train(functions: Functions, draws: Draws, seed: int, cell: Cell, steps: int) -> Encoder:
+def train(
+    functions: Functions, draws: Draws, seed: int, cell: Cell, steps: int, loss_fn: nn.Module | None = None
+) -> Encoder:
     """Return the encoder that the processes of ``cell`` would train."""
     model = Encoder(seed)
-    loss_fn = RetrievalSmoothAPLoss(temperature=TEMPERATURES[cell.temperature])
+    loss_fn = loss_fn or RetrievalSmoothAPLoss(temperature=TEMPERATURES[cell.temperature])
     optimizer = torch.optim.Adam(model.parameters(), lr=cell.rate)
     for _ in range(steps):
         rows = draws.step(cell.processes)
@@ -279,7 +295,8 @@ def main() -> None:
     options = script.start()
     torch.set_num_threads(1)
     quick = options.quick
-    functions = read(150 if quick else MOST_FILES)
+    found = read(150 if quick else MOST_FILES)
+    functions = Functions.of([one.body for one in found], [one.path for one in found])
     files = int(functions.file[-1]) + 1
     test_files = files // 3 if quick else TEST_FILES
     seeds, widths, steps = (2, (1, 2), 5) if quick else (options.seeds, WIDTHS, STEPS)

@@ -1,0 +1,243 @@
+"""What other rows are worth to a contrastive loss: code search on Python's source, and SupCon, by number of processes.
+
+Usage: python benchmarks/code_search.py [--quick] [--seeds 5] [--cache FILE] [--out FOLDER]
+
+The first line of a function's docstring looks for its body among 2,000 of files that were not trained on. The encoder
+of both is a mean of embeddings of hashed words and pairs of words. Each process has 16 pairs a step, and all runs take
+400 steps of Adam at one rate, so a process adds rows and nothing else. The loss is symmetric ``InfoNCELoss``, over a
+process's own pairs or those of all; W processes are simulated in one, as in pooling.py, whose data this is. A queue has
+1,024 keys of each side, of the encoder that is trained or of its running mean (0.99 a step). ``Smooth-AP`` is
+``RetrievalSmoothAPLoss`` with the two rows of a pair as positives of each other.
+
+Runs with 1, 2 and 4 real processes, each by micro-batches with ``pooled_backward`` (GradCache), are compared with one
+process that has all rows at once, in float64: their parameters must go the same way.
+
+SupCon takes the task of pooling.py: functions of one file are positives of each other.
+
+A seed draws the files, the model and the batches. Intervals are 95 %, Student's t over seeds; differences from ``base``
+are paired. The full run takes about a quarter of an hour on one core and writes code_search.json. A run that starts
+again takes finished runs from ``--cache``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pooling
+import torch
+import torch.nn.functional as F
+from pooling import MOST_FILES, OTHER_RATE, RATE, STEPS, TEST_FILES, WIDTH, WORDS, Draws, Function, Functions, read
+from quality_runs import Cache, Interval, paired, say
+from report import Record, Run, on_ranks, print_records
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, SupConLoss, pooled_backward
+
+PAIRS, TEST_PAIRS = 16, 2_000  # of a process and step, and to test on
+QUEUE, MOMENTUM, TEMPERATURE = 1_024, 0.99, 0.05
+REAL, REAL_ROWS, REAL_STEPS = (1, 2, 4), 64, 20
+
+
+class Cell(NamedTuple):
+    """What the runs of all seeds share."""
+
+    loss: str
+    processes: int
+    pool: str  # "own" rows or those of "all" processes
+    queue: str = "none"  # or of the "same" encoder, or of a "slow" one
+    scale: str = "learned"  # or "fixed"
+    rate: float = RATE
+
+
+BASE = Cell("InfoNCE", 16, "all")
+CELLS = (
+    Cell("InfoNCE", 1, "all"),
+    *(Cell("InfoNCE", processes, pool) for processes in (4, 16) for pool in ("own", "all")),
+    *(Cell("InfoNCE", 16, "all", queue, scale) for scale in ("learned", "fixed") for queue in ("same", "slow")),
+    Cell("InfoNCE", 16, "all", "none", "fixed"),
+    *(Cell("InfoNCE", 16, pool, rate=OTHER_RATE) for pool in ("own", "all")),
+    Cell("Smooth-AP", 16, "all"),
+    *(Cell("SupCon", 16, pool) for pool in ("own", "all")),
+)
+
+
+class Pairs(NamedTuple):
+    """Functions with a docstring: its first line, and the body."""
+
+    summaries: Functions
+    bodies: Functions
+
+    @classmethod
+    def of(cls, functions: Sequence[Function]) -> Pairs:
+        """Return the functions whose first line has three words or more and did not occur before."""
+        first = {one.summary: one for one in reversed(functions) if len(one.summary.split()) >= 3}
+        some = [one for one in functions if first.get(one.summary) is one]
+        paths = [one.path for one in some]
+        return cls(Functions.of([one.summary for one in some], paths), Functions.of([one.body for one in some], paths))
+
+    def split(self, generator: torch.Generator, test_pairs: int) -> tuple[Tensor, Tensor]:
+        """Return pairs to train on and pairs of other files to test on."""
+        file = self.bodies.file
+        count = torch.bincount(file)
+        order = torch.randperm(len(count), generator=generator)
+        tested = torch.zeros(len(count), dtype=torch.bool)
+        tested[order[: int((count[order].cumsum(0) < test_pairs).sum()) + 1]] = True
+        test = tested[file].nonzero()[:, 0]
+        return (~tested[file]).nonzero()[:, 0], test[torch.randperm(len(test), generator=generator)[:test_pairs]]
+
+
+class Search(nn.Module):
+    """The encoder of summaries and bodies, and its loss."""
+
+    def __init__(self, seed: int, queue: int = 0, learned: bool = True) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
+        nn.init.normal_(self.words.weight, std=0.1, generator=torch.Generator().manual_seed(seed))
+        some = [InfoNCELoss(TEMPERATURE, learn_temperature=learned, queue_size=queue) for _ in range(2)]
+        some[1].logit_scale = some[0].logit_scale
+        self.find_body, self.find_summary = some
+
+    def forward(self, pairs: Pairs, rows: Tensor) -> Tensor:
+        """Return the embeddings (rows, 2, WIDTH)."""
+        return torch.stack([self.words(*texts.take(rows)) for texts in pairs], dim=1)
+
+    def contrast(self, embeddings: Tensor, keys: Tensor) -> Tensor:
+        """Return the loss of both directions; without a queue it is InfoNCELoss(symmetric=True)."""
+        (summary, body), (key_summary, key_body) = embeddings.unbind(1), keys.unbind(1)
+        loss: Tensor = (self.find_body(summary, key_body) + self.find_summary(body, key_summary)) / 2
+        return loss
+
+
+def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> Record:
+    """Return the figures of the encoder that the processes of ``cell`` would train."""
+    generator = torch.Generator().manual_seed(2_000 + seed)
+    own, test = pairs.split(generator, test_pairs)
+    model = Search(seed, 0 if cell.queue == "none" else QUEUE, cell.scale == "learned")
+    slow, smooth_ap = copy.deepcopy(model).requires_grad_(False), RetrievalSmoothAPLoss(temperature=TEMPERATURE)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cell.rate)
+    parts = cell.processes if cell.pool == "own" else 1
+    for _ in range(steps):
+        rows = own[torch.randperm(len(own), generator=generator)[: PAIRS * cell.processes]]
+        embeddings = keys = model(pairs, rows)
+        if cell.queue == "slow":
+            slow.words.weight.lerp_(model.words.weight.detach(), 1 - MOMENTUM)
+            keys = slow(pairs, rows)
+        if cell.loss == "Smooth-AP":
+            losses = [smooth_ap(embeddings.transpose(0, 1).flatten(0, 1), torch.arange(len(rows)).repeat(2))]
+        else:
+            losses = [model.contrast(*some) for some in zip(embeddings.chunk(parts), keys.chunk(parts))]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        summary, body = F.normalize(model(pairs, test), dim=2).unbind(1)
+    scores = summary @ body.T
+    rank = 1.0 + (scores > scores.diagonal()[:, None]).sum(dim=1)
+    temperature = model.find_body.temperature if cell.loss == "InfoNCE" else TEMPERATURE
+    return {"recall": float((rank == 1).double().mean()), "mean": float((1 / rank).mean()), "temperature": temperature}
+
+
+def train_supcon(functions: Functions, seed: int, cell: Cell, steps: int, test_files: int) -> Record:
+    """Return the figures of SupCon on the task of pooling.py."""
+    draws = Draws(functions, seed, test_files)
+    same = pooling.Cell(cell.rate, "0.05", cell.processes, cell.pool)
+    model = pooling.train(functions, draws, seed, same, steps, SupConLoss(temperature=0.1))
+    precision, recall = pooling.evaluate(model, functions, draws.test)
+    return {"recall": recall, "mean": precision, "temperature": 0.1}
+
+
+def way(rank: int, processes: int, pairs: Pairs, steps: int, parts: int) -> Tensor:
+    """Return the way that the parameters go in float64: by ``pooled_backward``, or with all rows at once (parts 0).
+
+    With SGD, because Adam divides rounding errors by their own size where a gradient is 0.
+    """
+    model, generator = Search(0).double(), torch.Generator().manual_seed(0)
+    wrapped = DistributedDataParallel(model) if parts else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    for _ in range(steps):
+        rows = torch.randperm(len(pairs.bodies.file), generator=generator)[:REAL_ROWS].chunk(processes)[rank]
+        optimizer.zero_grad()
+        if parts:
+            pooled_backward(
+                wrapped,
+                rows.chunk(parts),
+                forward=lambda some: wrapped(pairs, some),
+                loss=lambda embeddings, _: model.contrast(embeddings, embeddings),
+            )
+        else:
+            embeddings = model(pairs, rows)
+            model.contrast(embeddings, embeddings).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach() - start
+
+
+def agreement(pairs: Pairs, steps: int) -> list[Record]:
+    """Return how far micro-batches on real processes lead from one process with all rows, relative to its way.
+
+    The control is half of the rows.
+    """
+    whole, half = (way(0, processes, pairs, steps, 0) for processes in (1, 2))
+    found = []
+    for processes in REAL:
+        micro_batches = REAL_ROWS // PAIRS // processes
+        real = on_ranks(processes, way, processes, pairs, steps, micro_batches)[0]
+        gaps = {"difference": float((real - whole).norm() / whole.norm())}
+        gaps["control"] = float((half - whole).norm() / whole.norm())
+        found.append({"processes": processes, "micro_batches": micro_batches, "steps": steps, **gaps})
+    return found
+
+
+def summary(runs: Sequence[tuple[Cell, list[Any]]]) -> list[Record]:
+    """Return the means with their intervals, and the differences from the base, from which SupCon's is its own."""
+    by_cell, records = dict(runs), []
+    for cell, found in runs:
+        base = by_cell.get(BASE._replace(loss=cell.loss) if cell.loss == "SupCon" else BASE, found)
+        record: Record = cell._asdict()
+        for name in ("recall", "mean"):
+            values = [one[name] for one in found]
+            of, gain = Interval.of(values), paired(values, [one[name] for one in base])
+            record |= {name: of.mean, f"{name}_width": of.width, f"{name}_gain": gain.mean, f"{name}_pm": gain.width}
+        records.append(record | {"temperature": Interval.of([one["temperature"] for one in found]).mean})
+    return records
+
+
+def main() -> None:
+    """Measure, print, write."""
+    script = Run(__doc__, "code_search")
+    script.parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
+    script.parser.add_argument("--cache", type=Path, help="file of finished runs")
+    options = script.start()
+    torch.set_num_threads(1)
+    quick = options.quick
+    found = read(150 if quick else MOST_FILES)
+    functions, pairs = Functions.of([one.body for one in found], [one.path for one in found]), Pairs.of(found)
+    test_pairs, test_files = (100, 10) if quick else (TEST_PAIRS, TEST_FILES)
+    seeds, steps = (2, 2) if quick else (options.seeds, STEPS)
+    about = {"pairs": len(pairs.bodies.file), "test_pairs": test_pairs, "functions": len(functions.file)}
+    say(f"{about}")
+    real = agreement(pairs, 2 if quick else REAL_STEPS)
+    print_records("Micro-batches on real processes against one process with all rows: relative difference", real)
+    cache = Cache(options.cache)
+    runs: dict[Cell, list[Record]] = {cell: [] for cell in CELLS}
+    for seed in range(seeds):
+        for cell in CELLS:
+            key = [*cell, seed, steps]
+            if cell.loss == "SupCon":
+                one = cache.get(key, partial(train_supcon, functions, seed, cell, steps, test_files))
+            else:
+                one = cache.get(key, partial(train, pairs, seed, cell, steps, test_pairs))
+            runs[cell].append(one)
+            say(f"seed {seed}, {cell}: recall@1 {one['recall']:.4f}, mean {one['mean']:.4f}")
+    means = summary([*runs.items()])
+    print_records("Recall@1, and the mean reciprocal rank, of SupCon the mean average precision", means)
+    script.write(about=about, real=real, means=means, runs=[{**cell._asdict(), "runs": runs[cell]} for cell in runs])
+
+
+if __name__ == "__main__":
+    main()
