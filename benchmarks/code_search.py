@@ -112,6 +112,15 @@ class Search(nn.Module):
         loss: Tensor = (self.find_body(summary, key_body) + self.find_summary(body, key_summary)) / 2
         return loss
 
+    def contrast_own(self, embeddings: Tensor) -> Tensor:
+        """Return the mean of the losses of processes that have ``PAIRS`` rows each and see no others."""
+        summary, body = F.normalize(embeddings, dim=2).unflatten(0, (-1, PAIRS)).unbind(2)  # [W, PAIRS, WIDTH]
+        assert self.find_body.logit_scale is not None
+        scores = self.find_body.logit_scale.exp() * summary @ body.mT
+        places = torch.arange(PAIRS).repeat(len(scores))
+        some: list[Tensor] = [F.cross_entropy(one.flatten(0, 1), places) for one in (scores, scores.mT)]
+        return (some[0] + some[1]) / 2
+
 
 def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> Record:
     """Return the figures of the encoder that the processes of ``cell`` would train."""
@@ -119,8 +128,7 @@ def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> R
     own, test = pairs.split(generator, test_pairs)
     model = Search(seed, 0 if cell.queue == "none" else QUEUE, cell.scale == "learned")
     slow, smooth_ap = copy.deepcopy(model).requires_grad_(False), RetrievalSmoothAPLoss(temperature=TEMPERATURE)
-    optimizer = torch.optim.Adam(model.parameters(), lr=cell.rate)
-    parts = cell.processes if cell.pool == "own" else 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=cell.rate, fused=True)
     for _ in range(steps):
         rows = own[torch.randperm(len(own), generator=generator)[: PAIRS * cell.processes]]
         embeddings = keys = model(pairs, rows)
@@ -128,11 +136,11 @@ def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> R
             slow.words.weight.lerp_(model.words.weight.detach(), 1 - MOMENTUM)
             keys = slow(pairs, rows)
         if cell.loss == "Smooth-AP":
-            losses = [smooth_ap(embeddings.transpose(0, 1).flatten(0, 1), torch.arange(len(rows)).repeat(2))]
+            loss = smooth_ap(embeddings.transpose(0, 1).flatten(0, 1), torch.arange(len(rows)).repeat(2))
         else:
-            losses = [model.contrast(*some) for some in zip(embeddings.chunk(parts), keys.chunk(parts))]
+            loss = model.contrast_own(embeddings) if cell.pool == "own" else model.contrast(embeddings, keys)
         optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
+        loss.backward()
         optimizer.step()
     with torch.no_grad():
         summary, body = F.normalize(model(pairs, test), dim=2).unbind(1)
