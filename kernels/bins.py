@@ -56,6 +56,11 @@ class Bins(NamedTuple):
         """Fine bins per class."""
         return self.num_coarse * self.fine
 
+    @property
+    def numbering(self) -> tuple[float, Tensor]:
+        """The fine bins per unit of the scores, and the number of the first of each class, (C,)."""
+        return self.fine / self.width, self.first * self.fine
+
 
 def find_bins(scores: Tensor, low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins | None:
     """Return bins that hold all ``scores`` (C, M), finite; None if most bins would be empty.

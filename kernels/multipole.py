@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import native
 from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
 from .node_tables import (
     Order,
@@ -55,6 +57,10 @@ class Tables:
     def moments(self, line: Line, weights: Tensor) -> Tensor:
         """Return the moments (p, C, n, B, F) of the scores of ``line`` with ``weights`` (C, N, n)."""
         num_classes, _, count = weights.shape
+        layout = self.bins.num_coarse, self.bins.fine
+        if self._reads_in_c(line) and count == 1 and weights.aminmax() == (1.0, 1.0):
+            found = native.moments(line.scores, None, *self.bins.numbering, self.bins.num_fine, self.order.p)
+            return found[:, :, None, :-1].unflatten(-1, layout)
         lanes = num_lanes(line.scores, self.bins.num_fine)
         shape = self.order.p, num_classes * lanes, count, self.bins.num_fine
         table = torch.zeros(shape, dtype=torch.float64, device=weights.device)
@@ -62,7 +68,10 @@ class Tables:
             for n in range(count):
                 add_moments(table[:, c if lanes == 1 else slice(None), n], index, u, weights[c, m, n])
         table = table if lanes == 1 else table.sum(dim=1, keepdim=True)
-        return table.unflatten(-1, (self.bins.num_coarse, self.bins.fine))
+        return table.unflatten(-1, layout)
+
+    def _reads_in_c(self, line: Line) -> bool:
+        return line.places is None and self.bins.outside is None and native.is_usable(line.scores)
 
     def _places(self, line: Line) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Yield slices of classes and of rows with their bins and the positions in these, (c, m) each."""
@@ -97,6 +106,9 @@ class Tables:
         num_classes, count = values.shape[:2]
         table = coefficients(values, self.matrices, line.scores.dtype).view(self.order.p, num_classes, count, -1)
         result = line.scores.new_empty(*line.scores.shape, count)
+        if self._reads_in_c(line) and count == 1:
+            native.evaluate(F.pad(table[:, :, 0], (0, 1)), line.scores, None, *self.bins.numbering, result[..., 0])
+            return result
         for c, m, index, u in self._places(line):
             for n in range(count):
                 result[c, m, n] = evaluate(table[:, c, n], index, u)

@@ -145,7 +145,7 @@ def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> li
     """
     scores, size = problem.scores, bins.num_fine + 1
     if places.rows is None and _reads_rows_in_c(scores, bins):
-        everyone = native.moments(scores, problem.member, *_numbering(bins), bins.num_fine, order.p)
+        everyone = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p)
     else:
         lanes = num_lanes(scores, size)
         everyone = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
@@ -247,7 +247,7 @@ def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Pla
     # Every row is treated as a negative first, then the positives are overwritten.
     pull = polynomials[:, 0].to(problem.scores.dtype)
     if places.rows is None and _reads_rows_in_c(problem.scores, bins) and gradient.is_contiguous():
-        native.evaluate(pull, problem.scores, problem.member, *_numbering(bins), gradient)
+        native.evaluate(pull, problem.scores, problem.member, *bins.numbering, gradient)
     else:
         for c, m in chunks(problem.scores):
             gradient[c, m] = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
@@ -263,11 +263,6 @@ def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Pla
 
 def _reads_rows_in_c(scores: Tensor, bins: Bins) -> bool:
     return bins.outside is None and native.is_usable(scores)
-
-
-def _numbering(bins: Bins) -> tuple[float, Tensor]:
-    """Return the fine bins per unit of the scores, and the number of the first of each class, (C,)."""
-    return bins.fine / bins.width, bins.first * bins.fine
 
 
 def _locate_chunk(problem: Problem, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,8 @@ class NDCGLoss(CurrentTemperature):
     .. math:: L = 1 - \frac{1}{I} \sum_i \frac{g_i}{\log_2(1 + r_i)},
 
     where I is the same sum in the best order. At a small temperature it is one minus ``ndcg_score`` of scikit-learn and
-    ``RetrievalNormalizedDCG`` of torchmetrics, for scores without ties.
+    ``RetrievalNormalizedDCG`` of torchmetrics: to 1e-6 where no two scores of a query are within 15 temperatures of
+    each other. Closer ones share their places, by the definition of the soft ranks.
 
     Args:
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is

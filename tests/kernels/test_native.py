@@ -13,6 +13,8 @@ from torch import Tensor
 
 import fullrank
 from fullrank.kernels import native
+from fullrank.kernels.costs import TABLE
+from fullrank.kernels.sigmoid_sums import sigmoid_sums
 from fullrank.kernels.soft_ranks import smooth_ap_and_gradient
 
 needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
@@ -187,6 +189,29 @@ def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
         native.evaluate(table, scores, member, scale, first, out)
         value = sum(table[k].gather(1, bins).double() * u.double() ** k for k in range(p))
         torch.testing.assert_close(out.double(), value.where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_sums_of_sigmoids_with_and_without_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several classes, with weights of one, which it adds up, and others, whose sums it only reads."""
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=1000))
+    keys, _, _ = rows(2, 3000, dtype)
+    ones, others = torch.ones(2, 3000, 1, dtype=dtype), torch.rand(2, 3000, 1, dtype=dtype)
+    calls, plain = [], native.moments
+    monkeypatch.setattr(native, "moments", lambda *given: calls.append(given) or plain(*given))
+    for weights in (ones, others):
+        found = []
+        for functions in (native.FUNCTIONS, {}):
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "FUNCTIONS", functions)
+                points, queries = keys.clone().requires_grad_(), keys[:, :40].clone().requires_grad_()
+                sums = sigmoid_sums(queries, points, weights, 0.1, method="binned")
+                sums.square().sum().backward()
+                found.append([sums.detach(), queries.grad, points.grad])
+        for ours, torchs in zip(*found):
+            assert (ours - torchs).norm() <= 2 * LIMITS[dtype] * torchs.norm()
+    assert len(calls) == 2  # of the keys with ones, forward and backward
 
 
 @needs_extension
