@@ -128,6 +128,35 @@ def test_the_checksum_is_not_linear(first: list[list[int]], second: list[list[in
     assert checksums[0] != checksums[1]
 
 
+def mixed(value: int) -> int:
+    """Return 64 bits of a number mixed, as splitmix64 does."""
+    value %= 2**64
+    for shift, factor in ((31, 0x9E3779B97F4A7C15), (30, 0xC2B2AE3D27D4EB4F)):
+        value = (value ^ value >> shift) * factor % 2**64
+    return value ^ value >> 29
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("columns", "multi_hot"), [(1, False), (3, False), (3, True)])
+def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, dtype: torch.dtype) -> None:
+    """By whole numbers of Python: it is saved with the queue, and compared with that of ranks on other devices."""
+    generator, queue, total = torch.Generator().manual_seed(0), MemoryQueue(9, columns, multi_hot=multi_hot), 0
+    bits = torch.int64 if dtype == torch.float64 else torch.int32
+    for number in range(2):
+        logits = torch.randn(5, columns, generator=generator, dtype=torch.float64).to(dtype)
+        targets = torch.randint(0, 2, (5, columns) if multi_hot else (5,), generator=generator)
+        iid, weight = torch.arange(5) % 2 == 0, torch.rand(5, generator=generator, dtype=torch.float64).to(dtype)
+        queue.enqueue(logits, targets, iid, weight)
+        for row in range(5):
+            words = [word + (2 * j + 1) * 0x9E3779B97F4A7C15 for j, word in enumerate(logits.view(bits)[row].tolist())]
+            labels = targets.reshape(5, -1)[row].tolist()
+            words += [label + (2 * j + 1) * 0xC2B2AE3D27D4EB4F for j, label in enumerate(labels)]
+            words.append(int(weight.view(bits)[row]))
+            place = mixed(5 * number + row + 0x165667B19E3779F9)
+            total += mixed(sum(map(mixed, words)) + int(iid[row]) * 0xC2B2AE3D27D4EB4F ^ place)
+    assert int(queue.checksum) % 2**64 == total % 2**64
+
+
 def test_rows_that_never_enter() -> None:
     queue = MemoryQueue(8, 2)
     bad = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
