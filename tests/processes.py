@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -29,6 +30,7 @@ class OwnedProcess(ForkServerProcess):
 
     def run(self) -> None:
         end_with_parent()
+        gc.freeze()  # what the server has imported stays
         lines.begin(self.test)
         super().run()
 

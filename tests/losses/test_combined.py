@@ -124,6 +124,9 @@ def test_losses_of_torch_get_the_targets_they_need() -> None:
     for form in (targets, targets.int(), targets.double(), targets[:, None]):
         loss(logits, form)
         assert_close(loss.parts["torch"], loss.parts["ce"], rtol=1e-14, atol=0.0)
+    alone = CombinedLoss({"torch": nn.CrossEntropyLoss(), "again": nn.CrossEntropyLoss()})
+    with pytest.raises(ValueError, match=r"targets: expected .*got \d\.5"):
+        alone(logits, targets + 0.5)
     with pytest.raises(ValueError, match="CrossEntropyLoss of one logit is always 0"):
         CombinedLoss({"torch": nn.CrossEntropyLoss(), "ap": SmoothAPLoss(1)})(*rows(0))
 

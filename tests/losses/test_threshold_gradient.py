@@ -130,6 +130,18 @@ def test_an_infinite_threshold_carries_nothing() -> None:
     assert float(imbalance(gradient)) <= 1e-12
 
 
+def test_a_threshold_near_the_ends_of_float32() -> None:
+    """Between two scores, of which the difference from its offset would overflow: as that of scores near 1."""
+    found = []
+    for scale in (1.0, 1e38):
+        scores = (scale * torch.tensor([[-2.0, -0.5, 0.4, 1.0]])).requires_grad_()
+        levels = Levels(torch.tensor([[-2.0 * scale]]), torch.tensor([[1.6 * scale]]))
+        point = carry_gradient(levels, scores, None, torch.tensor([0.5 * scale]), levels_are_rows=False)
+        found.append(torch.autograd.grad(point.sum(), scores)[0])
+    assert_close(found[1], found[0], rtol=1e-5, atol=0)
+    assert bool(found[0].any())
+
+
 def test_a_nan_reaches_no_other_class() -> None:
     scores, targets = normal(40, 2), (normal(40, 2, seed=1) > 0.5).long()
     expected = recall_at_quantile(scores, targets, 0.2, 0.3, "none", multi_hot=True)
