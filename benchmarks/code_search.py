@@ -14,9 +14,9 @@ process that has all rows at once, in float64: their parameters must go the same
 
 SupCon takes the task of pooling.py: functions of one file are positives of each other.
 
-A seed draws the files, the model and the batches. Intervals are 95 %, Student's t over seeds; differences from ``base``
-are paired. The full run takes about a quarter of an hour on one core and writes code_search.json. A run that starts
-again takes finished runs from ``--cache``.
+A seed draws the files, the model and the batches. Intervals are 95 %, Student's t over seeds; differences are paired,
+from all rows of as many processes without a queue. The full run takes about a quarter of an hour on one core and writes
+code_search.json. A run that starts again takes finished runs from ``--cache``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import pooling
 import torch
 import torch.nn.functional as F
-from pooling import MOST_FILES, OTHER_RATE, RATE, STEPS, TEST_FILES, WIDTH, WORDS, Draws, Function, Functions, read
-from quality_runs import Cache, Interval, paired, say
+from intervals import Interval, paired
+from pooling import MOST_FILES, RATE, STEPS, TEST_FILES, WIDTH, WORDS, Draws, Function, Functions, read
+from real_runs import Cache
 from report import Record, Run, on_ranks, print_records
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,16 +52,13 @@ class Cell(NamedTuple):
     pool: str  # "own" rows or those of "all" processes
     queue: str = "none"  # or of the "same" encoder, or of a "slow" one
     scale: str = "learned"  # or "fixed"
-    rate: float = RATE
 
 
-BASE = Cell("InfoNCE", 16, "all")
 CELLS = (
     Cell("InfoNCE", 1, "all"),
     *(Cell("InfoNCE", processes, pool) for processes in (4, 16) for pool in ("own", "all")),
-    *(Cell("InfoNCE", 16, "all", queue, scale) for scale in ("learned", "fixed") for queue in ("same", "slow")),
-    Cell("InfoNCE", 16, "all", "none", "fixed"),
-    *(Cell("InfoNCE", 16, pool, rate=OTHER_RATE) for pool in ("own", "all")),
+    *(Cell("InfoNCE", processes, "all", queue) for processes in (1, 16) for queue in ("same", "slow")),
+    *(Cell("InfoNCE", 1, "all", queue, "fixed") for queue in ("none", "same", "slow")),
     Cell("Smooth-AP", 16, "all"),
     *(Cell("SupCon", 16, pool) for pool in ("own", "all")),
 )
@@ -128,7 +126,7 @@ def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> R
     own, test = pairs.split(generator, test_pairs)
     model = Search(seed, 0 if cell.queue == "none" else QUEUE, cell.scale == "learned")
     slow, smooth_ap = copy.deepcopy(model).requires_grad_(False), RetrievalSmoothAPLoss(temperature=TEMPERATURE)
-    optimizer = torch.optim.Adam(model.parameters(), lr=cell.rate, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
     for _ in range(steps):
         rows = own[torch.randperm(len(own), generator=generator)[: PAIRS * cell.processes]]
         embeddings = keys = model(pairs, rows)
@@ -153,7 +151,7 @@ def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> R
 def train_supcon(functions: Functions, seed: int, cell: Cell, steps: int, test_files: int) -> Record:
     """Return the figures of SupCon on the task of pooling.py."""
     draws = Draws(functions, seed, test_files)
-    same = pooling.Cell(cell.rate, "0.05", cell.processes, cell.pool)
+    same = pooling.Cell(RATE, "0.05", cell.processes, cell.pool)
     model = pooling.train(functions, draws, seed, same, steps, SupConLoss(temperature=0.1))
     precision, recall = pooling.evaluate(model, functions, draws.test)
     return {"recall": recall, "mean": precision, "temperature": 0.1}
@@ -202,10 +200,11 @@ def agreement(pairs: Pairs, steps: int) -> list[Record]:
 
 
 def summary(runs: Sequence[tuple[Cell, list[Any]]]) -> list[Record]:
-    """Return the means with their intervals, and the differences from the base, from which SupCon's is its own."""
+    """Return the means with their intervals, and the differences from all rows of as many processes and no queue."""
     by_cell, records = dict(runs), []
     for cell, found in runs:
-        base = by_cell.get(BASE._replace(loss=cell.loss) if cell.loss == "SupCon" else BASE, found)
+        loss = "SupCon" if cell.loss == "SupCon" else "InfoNCE"
+        base = by_cell[Cell(loss, cell.processes, "all", "none", cell.scale)]
         record: Record = cell._asdict()
         for name in ("recall", "mean"):
             values = [one[name] for one in found]
@@ -228,7 +227,7 @@ def main() -> None:
     test_pairs, test_files = (100, 10) if quick else (TEST_PAIRS, TEST_FILES)
     seeds, steps = (2, 2) if quick else (options.seeds, STEPS)
     about = {"pairs": len(pairs.bodies.file), "test_pairs": test_pairs, "functions": len(functions.file)}
-    say(f"{about}")
+    print(about, flush=True)
     real = agreement(pairs, 2 if quick else REAL_STEPS)
     print_records("Micro-batches on real processes against one process with all rows: relative difference", real)
     cache = Cache(options.cache)
@@ -241,7 +240,7 @@ def main() -> None:
             else:
                 one = cache.get(key, partial(train, pairs, seed, cell, steps, test_pairs))
             runs[cell].append(one)
-            say(f"seed {seed}, {cell}: recall@1 {one['recall']:.4f}, mean {one['mean']:.4f}")
+            print(f"seed {seed}, {cell}: recall@1 {one['recall']:.4f}, mean {one['mean']:.4f}", flush=True)
     means = summary([*runs.items()])
     print_records("Recall@1, and the mean reciprocal rank, of SupCon the mean average precision", means)
     script.write(about=about, real=real, means=means, runs=[{**cell._asdict(), "runs": runs[cell]} for cell in runs])
