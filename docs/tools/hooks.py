@@ -9,6 +9,7 @@ from __future__ import annotations
 import configparser
 import html
 import importlib.util
+import json
 import posixpath
 import re
 import tempfile
@@ -48,10 +49,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
-# Links to files outside docs/: a script gets a page that shows its source, a picture is copied.
+# Links to files outside docs/: a script gets a page that shows its source, a notebook one with its outputs too, a
+# picture is copied.
 
 _outside: dict[str, Path] = {}  # pictures: the path in the site, and the file
-OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w/.-]+\.(?:py|png|svg))\)")
+OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w/.-]+\.(?:py|ipynb|png|svg))\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -65,6 +67,8 @@ def on_files(files: Files, config: Any) -> Files:
             if source.suffix == ".py":
                 text = source.read_text("utf-8")
                 files.append(File.generated(config, name, content=f"# {target}\n\n~~~~python\n{text}~~~~\n"))
+            elif source.suffix == ".ipynb":
+                files.append(File.generated(config, name, content=notebook_page(source, files, config)))
             else:
                 files.append(File.generated(config, name, abs_src_path=str(source)))
                 _outside[name] = source
@@ -74,7 +78,28 @@ def on_files(files: Files, config: Any) -> Files:
 def outside_name(target: str) -> str:
     """Return the path in the site of a file of the repository."""
     path = Path(target)
-    return f"files/{path.with_suffix('.md')}" if path.suffix == ".py" else f"images/{path.name}"
+    return f"files/{path.with_suffix('.md')}" if path.suffix in (".py", ".ipynb") else f"images/{path.name}"
+
+
+def notebook_page(source: Path, files: Files, config: Any) -> str:
+    """Return the cells of a notebook and what they printed and drew; ``alt`` in the metadata of a cell says what."""
+    parts = []
+    for number, cell in enumerate(json.loads(source.read_text("utf-8"))["cells"]):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(text.replace("](../docs/", "](../../"))
+            continue
+        parts.append(f"~~~~python\n{text}\n~~~~")
+        for output in cell["outputs"]:
+            if "text" in output:
+                parts.append(f"~~~~text\n{''.join(output['text'])}~~~~")
+                continue
+            name = f"images/{source.stem}-{number}.svg"
+            _outside[name] = path = Path(_package.name) / Path(name).name
+            path.write_text("".join(output["data"]["image/svg+xml"]), "utf-8")
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+            parts.append(f"![{cell['metadata']['alt']}](../../{name})")
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
