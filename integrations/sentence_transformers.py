@@ -1,11 +1,11 @@
-"""sentence-transformers: average precision over the batch of all ranks, as a loss of its trainer.
+"""sentence-transformers: average precision over the batch of all ranks, and one loss over the window of all ranks.
 
 This module does not import sentence-transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected
 from ..losses import RetrievalSmoothAPLoss
+from . import transformers
 
 LABELS_OF_A_RANK = 1 << 40  # labels made up on different ranks must not meet
 
@@ -97,3 +98,20 @@ class RetrievalAPLoss(nn.Module):
     def citation(self) -> str:
         """The paper of the loss, for the model card."""
         return "Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020."
+
+
+class PooledLossMixin(transformers.PooledLossMixin):
+    """A mixin for ``SentenceTransformerTrainer``: one loss over the texts of all micro-batches and all ranks.
+
+    That of :class:`fullrank.integrations.transformers.PooledLossMixin`, with embeddings in place of logits. With a
+    ``label`` the ``pooled_loss`` is called with the embeddings (N, D) of the one column and the labels, as a
+    :class:`~fullrank.SupConLoss` is. Otherwise it is called with the embeddings of each column, as an
+    :class:`~fullrank.InfoNCELoss` is with those of anchor and positive. The trainer's argument ``loss`` is not used.
+    """
+
+    collect_features: Callable[[Mapping[str, Any]], tuple[list[dict[str, Tensor]], Tensor | None]]
+    _labels = "label"
+
+    def _run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        columns = [model(features)["sentence_embedding"] for features in self.collect_features(inputs)[0]]
+        return {"logits": columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)}

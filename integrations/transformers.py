@@ -207,7 +207,9 @@ class PooledLossMixin:
     ``train(resume_from_checkpoint=...)`` resumes. A :class:`LossMonitor` logs its temperature and its positives.
 
     Args:
-        pooled_loss: called as ``pooled_loss(logits, labels)``; returns a scalar, the same on every rank.
+        pooled_loss: called as ``pooled_loss(logits, labels)``, or as ``pooled_loss(*logits.unbind(1))`` where the
+            batches have no ``labels``, such as an :class:`~fullrank.InfoNCELoss` of embeddings (N, 2, D); returns a
+            scalar, the same on every rank. It may learn parameters that are parameters of the model too.
         *args, **kwargs: arguments of the Trainer. ``compute_loss_func`` is not used.
 
     Raises:
@@ -222,7 +224,7 @@ class PooledLossMixin:
     state: Any
     _prepare_inputs: Callable[..., Mapping[str, Any]]
 
-    def __init__(self, *args: Any, pooled_loss: Callable[[Tensor, Tensor], Tensor], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, pooled_loss: Callable[..., Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if is_initialized() and self.args.world_size == 1 < resolve_group(None).size():
             what = f"{resolve_group(None).size()}, the ranks of the process group"
@@ -265,7 +267,7 @@ class PooledLossMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the loss of one batch of all ranks; with ``return_outputs`` also the outputs of the model."""
-        outputs = model(**_without_labels(inputs))
+        outputs = self._run(model, inputs)
         loss = self._evaluate_loss(model, _logits(outputs), [inputs])
         return (loss, outputs) if return_outputs else loss
 
@@ -293,21 +295,24 @@ class PooledLossMixin:
         return pooled_backward(
             model,
             [self._prepare_inputs(batch) for batch in window],
-            forward=lambda batch: _logits(model(**_without_labels(batch))),
+            forward=lambda batch: _logits(self._run(model, batch)),
             loss=lambda scores, batches: self._evaluate_loss(model, scores, batches),
             scaler=self.accelerator.scaler,
         )
 
+    _labels = "labels"  # the name of their column
+
+    def _run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Return the outputs of the model, which would compute its own loss of labels."""
+        return model(**{name: value for name, value in inputs.items() if name != self._labels})
+
     def _evaluate_loss(self, model: nn.Module, scores: Tensor, batches: list[Mapping[str, Any]]) -> Tensor:
         if isinstance(self.pooled_loss, nn.Module):
             self.pooled_loss.train(model.training)  # rows enter the queue in training mode only
-        return self.pooled_loss(scores, torch.cat([batch["labels"] for batch in batches]))
+        if self._labels in batches[0]:
+            return self.pooled_loss(scores, torch.cat([batch[self._labels] for batch in batches]))
+        return self.pooled_loss(*scores.unbind(dim=1))
 
 
 def _logits(outputs: Any) -> Tensor:
     return outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-
-
-def _without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without labels, with which the model would compute its own loss."""
-    return {name: value for name, value in inputs.items() if name != "labels"}

@@ -191,8 +191,25 @@ def window_ranked(rank: int, definition: str) -> tuple[float, float]:
     def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
         return loss_fn(reference(features[rows].double()), targets[rows])
 
-    expected, losses, _ = train(reference, loss, [windows_of(dealt(48, 8, epoch)) for epoch in range(3)])
+    expected, losses, _ = train(reference, loss, [windows_of(dealt(48, 8, epoch)) for epoch in range(3)], max_norm=1.0)
     return change(encoder, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
+
+
+def contrasted(rank: int, definition: str) -> tuple[float, float]:
+    """Return the errors of parameters and last loss for pairs, after a window of 2 micro-batches and one of 1."""
+    first, second = make_rows(48)[0].double(), make_rows(96)[0][48:].double()
+    model = run_block(definition, {})["Contrast"](make_encoder(3), 2).double()
+    reference = nn.ModuleList([make_encoder(3), fullrank.InfoNCELoss(symmetric=True, learn_temperature=True)]).double()
+    before = flat(model)
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(model, DataLoader(TensorDataset(first, second), batch_size=8))
+    reference[1].gather_distributed = False
+
+    def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
+        return reference[1](reference[0](first[rows]), reference[0](second[rows]))
+
+    expected, losses, _ = train(reference, loss, [windows_of(dealt(48, 8, 0))], max_norm=1.0)
+    return change(model, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
 
 
 def balanced(rank: int, definition: str, options: dict[str, Any]) -> tuple[set[int], int, int, int]:
@@ -238,7 +255,7 @@ pytestmark = [
 ]
 
 LIMIT = 1e-6  # of what the training has changed
-DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER = blocks("recipes/lightning.md")
+DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER, CONTRAST = blocks("recipes/lightning.md")
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64)")
 WARM_RANKER = DEFINITION + WARM.replace(*QUEUE)
 WINDOW_RANKER = WINDOW_RANKER.replace(QUEUE[0], "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
@@ -355,6 +372,16 @@ def test_pooled_windows_train_as_one_process(workers: WorkerPool) -> None:
         assert max(errors) <= LIMIT
 
 
+def test_pooled_pairs_train_as_one_process(workers: WorkerPool) -> None:
+    """The parameters include a learned temperature. The control compares the pairs of one rank."""
+    alone = CONTRAST.replace("learn_temperature=True", "learn_temperature=True, gather_distributed=False")
+    assert alone != CONTRAST
+    for (parameters, loss), (wrong, _) in zip(*(workers(contrasted, WINDOW_RANKER + one) for one in (CONTRAST, alone))):
+        assert parameters <= 1e-12
+        assert loss <= LIMIT  # Lightning logs float32
+        assert wrong > 0.01
+
+
 @pytest.mark.full
 def test_lightning_keeps_balanced_batches(workers: WorkerPool) -> None:
     for found in workers(balanced, DEFINITION, {"use_distributed_sampler": False}):
@@ -362,7 +389,7 @@ def test_lightning_keeps_balanced_batches(workers: WorkerPool) -> None:
 
 
 def test_a_forward_that_ddp_does_not_see_is_refused(workers: WorkerPool) -> None:
-    past = WINDOW_RANKER.replace("self.trainer.model(batch[0])", "self(batch[0])")
+    past = WINDOW_RANKER.replace("forward=self.trainer.model", "forward=self")
     assert past != WINDOW_RANKER
     for text in workers(refused, "window_ranked", past):
         assert "a tensor from the forward of the DDP module" in text

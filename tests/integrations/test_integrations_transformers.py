@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration_cases import SIZE, change, flat, make_tokens, own_pool, token_mean, train, windows_of
+from integration_cases import (
+    SIZE,
+    change,
+    error,
+    flat,
+    make_encoder,
+    make_tokens,
+    own_pool,
+    token_mean,
+    train,
+    windows_of,
+)
 from pages import blocks, run_block
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
@@ -132,6 +143,34 @@ def pooled(rank: int, recipe: str, folder: str, options: dict[str, Any]) -> tupl
     expected, losses, norms = train(reference, loss, [per_epoch] * EPOCHS, max_norm=1.0)
     logged = worst(log_of(trainer, "loss"), losses), worst(log_of(trainer, "grad_norm"), norms)
     return change(model, before, expected), *logged
+
+
+def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float]:
+    """Return the errors of parameters, losses and last temperature for pairs, windows as in ``causal``, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    images, texts = torch.randn(2, 40, 5, generator=generator, dtype=torch.float64)
+    pairs = [{"images": image, "texts": text} for image, text in zip(images, texts)]
+    encoders = [nn.ModuleList([make_encoder(3), make_encoder(3)]).double() for _ in range(2)]
+    learned = fullrank.InfoNCELoss(symmetric=True, learn_temperature=True, gather_distributed=False).double()
+    reference = nn.ModuleList([*encoders[1], learned])
+    before = torch.cat([parameter.reshape(-1) for parameter in reference.parameters()]).detach()
+
+    def of_the_page(folder_of_page: str, **rest: Any) -> Any:
+        return make_arguments(folder, **rest)
+
+    names = run_block(DEFINITIONS, {}) | {"TrainingArguments": of_the_page, "pairs": pairs}
+    names |= {"image_encoder": encoders[0][0], "text_encoder": encoders[0][1]}
+    script = script.replace("learn_temperature=True)", "learn_temperature=True).double()")
+    trainer = run_block(script, names)["trainer"]
+
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        return learned(reference[0](images[chosen]), reference[1](texts[chosen]))
+
+    expected, losses, _ = train(reference, loss, [windows_of(40)] * EPOCHS, max_norm=1.0)
+    model = trainer.model
+    found = torch.cat([flat(model.image), flat(model.text), model.logit_scale.detach()])
+    logged = worst(log_of(trainer, "loss"), losses), abs(log_of(trainer, "temperature")[-1] / learned.temperature - 1)
+    return error(found - before, expected - before), *logged
 
 
 def one_process(like: Any) -> Any:
@@ -363,7 +402,7 @@ if int(version("transformers").partition(".")[0]) < 5:
     pytest.skip("needs transformers 5, which takes Python 3.11", allow_module_level=True)
 
 LIMIT = 1e-6  # float32, of what the training has changed
-CAUSAL, DEFINITIONS, SCRIPT = blocks("recipes/trainer.md")
+CAUSAL, DEFINITIONS, SCRIPT, CONTRAST = blocks("recipes/trainer.md")
 POOLED = (
     DEFINITIONS
     + """
@@ -475,6 +514,17 @@ def test_control_a_pooled_loss_as_function(workers: WorkerPool, tmp_path: Path, 
     for _, loss, norm in workers(pooled, POOLED_FUNC, str(tmp_path), {"gradient_accumulation_steps": steps}):
         assert loss > 0.7 * factor - 1
         assert norm > 0.9
+
+
+def test_pooled_pairs_train_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    """The parameters include a learned temperature. The control compares the pairs of one rank."""
+    alone = CONTRAST.replace("learn_temperature=True", "gather_distributed=False, learn_temperature=True")
+    assert alone != CONTRAST
+    both = (workers(contrasted, script, str(tmp_path)) for script in (CONTRAST, alone))
+    for (parameters, *logged), (wrong, *_) in zip(*both):
+        assert parameters <= 1e-12, (parameters, logged)
+        assert max(logged) <= LIMIT  # the Trainer logs float32
+        assert wrong > 0.01
 
 
 @pytest.mark.full

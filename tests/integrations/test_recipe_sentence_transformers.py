@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool
 
-from fullrank import RetrievalSmoothAPLoss
+from fullrank import RetrievalSmoothAPLoss, SupConLoss
 from fullrank.integrations.sentence_transformers import RetrievalAPLoss
 
 pytestmark = pytest.mark.slow
 
-(SCRIPT,) = blocks("recipes/sentence-transformers.md")
+SCRIPT, POOLED = blocks("recipes/sentence-transformers.md")
+IMPORTS = "\n".join(line for line in SCRIPT.splitlines() if line.startswith("from "))
 LIMIT = 1e-6
 TOPICS, WORDS = 8, 5
 
@@ -98,6 +99,48 @@ def trained(rank: int, script: str, folder: str, options: dict[str, Any]) -> tup
     return change(model, before, expected), abs(logged[-1] / losses[-1] - 1), history
 
 
+def pooled(rank: int, script: str, folder: str, columns: list[str]) -> float:
+    """Return the error of the parameters after windows of two micro-batches and of one."""
+    from datasets import Dataset
+
+    model, reference = make_model(), make_model()
+    before, texts = flat(model), make_texts(40, 0)
+    seen: list[list[Any]] = [[]]
+    rows = {"anchor": texts["text"], "positive": make_texts(40, 1)["text"], "label": texts["label"]}
+
+    class Recorded:
+        def training_step(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+            given, labels = self.collect_features(inputs)
+            seen[-1].append(([{**one} for one in given], labels))
+            if self.accelerator.sync_gradients:
+                seen.append([])
+            return super().training_step(model, inputs, *args)  # type: ignore[misc]
+
+    script = script.replace("(PooledLossMixin, ", "(Recorded, PooledLossMixin, ")
+    names = run_block(IMPORTS, {}) | {
+        "model": model,
+        "pairs": Dataset.from_dict({name: rows[name] for name in columns}),
+        "Recorded": Recorded,
+    }
+    options = {"per_device_train_batch_size": 4, "eval_on_start": False, "num_train_epochs": 1, "learning_rate": 0.5}
+    options |= {"optim": "sgd", "eval_strategy": "no", "save_strategy": "no"}
+    names["SentenceTransformerTrainingArguments"] = partial(make_arguments, folder, options)
+    names["SupConLoss"] = SupConLoss
+    loss_fn = run_block(script, names)["loss_fn"]
+    loss_fn.gather_distributed = False
+    windows = [[batch for one in both for batch in one] for both in zip(*gathered(seen[:-1]))]
+    assert [len(window) for window in windows] == [4, 4, 2]
+
+    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
+        parts = [[reference(one)["sentence_embedding"] for one in features] for features, _ in windows[step]]
+        embeddings = [torch.cat(column) for column in zip(*parts)]
+        labels = [labels for _, labels in windows[step] if labels is not None]
+        return loss_fn(*embeddings, *([torch.cat(labels)] if labels else []))
+
+    expected, *_ = train(reference, loss, [[[]] * len(windows)], max_norm=1.0)
+    return change(model, before, expected)
+
+
 class Encoder(nn.Module):
     """Stands for a model: it returns what sentence-transformers' models return."""
 
@@ -138,6 +181,19 @@ def test_it_trains_as_one_process(workers: WorkerPool, tmp_path: Any) -> None:
         assert loss <= 1e-4  # the trainer rounds what it logs
         assert history[0] < history[1]  # the first epoch improves the metric
     assert any(path.name.startswith("checkpoint-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["pairs", pytest.param("labels", marks=pytest.mark.full)])
+def test_pooled_micro_batches_train_as_one_process(workers: WorkerPool, tmp_path: Any, form: str) -> None:
+    """The control compares the texts of one rank."""
+    script, columns = POOLED, ["anchor", "positive"]
+    if form == "labels":
+        script, columns = POOLED.replace("InfoNCELoss(temperature=0.05)", "SupConLoss(temperature=0.05)"), columns[:1]
+        columns += ["label"]
+    alone = script.replace("temperature=0.05", "temperature=0.05, gather_distributed=False")
+    for error_of_all, wrong in zip(*(workers(pooled, one, str(tmp_path), columns) for one in (script, alone))):
+        assert error_of_all <= 1e-12
+        assert wrong > 0.01
 
 
 @pytest.mark.full
