@@ -14,6 +14,7 @@ import pages
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as of_torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from workers import error_of, get_pool
@@ -235,17 +236,131 @@ def test_the_partial_auc_of_libauc() -> None:
         assert torch.allclose(gradient(ours, scores), expected, rtol=1e-9, atol=1e-12) == is_equal
 
 
-# pytorch-metric-learning, open_clip
+# torch
 
 
-def test_the_lines_about_contrastive_losses_of_pytorch_metric_learning() -> None:
+def test_the_lines_about_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(6, 3, generator=generator), torch.tensor([0, 1, 2, 1, -100, 0])
+    assert_close(fullrank.CrossEntropyLoss()(logits, targets), F.cross_entropy(logits, targets))
+    binary, labels = logits[:, :1], torch.tensor([[0.0], [1.0], [0.0], [1.0], [0.0], [0.0]])
+    for options in ({}, {"pos_weight": torch.tensor([19.0])}):
+        expected = nn.BCEWithLogitsLoss(**options)(binary, labels)
+        assert_close(fullrank.BCEWithLogitsLoss(**options)(binary, labels), expected)
+    by_weight = fullrank.SigmoidFocalLoss(alpha=19 / 20, gamma=0, reduction="mean_weighted")(binary, labels)
+    assert_close(by_weight, expected * 6 / (2 * 19 + 4))
+    ranking = fullrank.SmoothAPLoss(temperature=0.1)
+    for scores in (binary, binary[:, 0]):
+        for given in (labels, labels[:, 0], labels.bool()):
+            assert torch.equal(ranking(scores, given), ranking(binary, labels[:, 0].long()))
+    assert error_of(lambda: ranking(binary, labels * 0.5))[0] == "ValueError"
+    two, odds = logits[:, :2], logits[:, 1:2] - logits[:, :1]
+    assert_close(F.cross_entropy(two, labels[:, 0].long()), F.binary_cross_entropy_with_logits(odds, labels))
+
+
+# Contrastive losses. Those of open_clip and lightly are written out: the values of open_clip 3.3.0 and lightly 1.6.0
+# agreed with them up to rounding.
+
+assert_close = torch.testing.assert_close
+
+
+def clip_loss(image: Tensor, text: Tensor, scale: Tensor, local: bool = False, with_grad: bool = False) -> Tensor:
+    """ClipLoss of open_clip; over the ranks with ``local_loss`` and ``gather_with_grad``."""
+    all_image, all_text, first = image, text, 0
+    if dist.is_initialized():
+        all_image, all_text = (gathered(rows, local, with_grad) for rows in (image, text))
+        first = dist.get_rank() * len(image) if local else 0
+    if not local:
+        image, text = all_image, all_text
+    labels = torch.arange(len(image)) + first
+    return (
+        F.cross_entropy(scale * image @ all_text.T, labels) + F.cross_entropy(scale * text @ all_image.T, labels)
+    ) / 2
+
+
+def gathered(rows: Tensor, local: bool, with_grad: bool) -> Tensor:
+    """``gather_features`` of open_clip."""
+    if with_grad:
+        return torch.cat(of_torch.all_gather(rows))
+    parts = [torch.zeros_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.detach())
+    if not local:
+        parts[dist.get_rank()] = rows
+    return torch.cat(parts)
+
+
+def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
+    """NTXentLoss of lightly without a memory bank."""
+    rows = F.normalize(torch.cat([first, second]), dim=1)
+    scores = (rows @ rows.T / temperature).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(scores, torch.arange(len(rows)).roll(len(first)))
+
+
+def pairs(number: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    first, second = torch.randn(2, number, 6, generator=generator, dtype=torch.float64)
+    return first, second
+
+
+def test_the_lines_about_open_clip() -> None:
+    image, text = (F.normalize(rows, dim=1) for rows in pairs())
+    loss = fullrank.InfoNCELoss(symmetric=True, normalize=False, learn_temperature=True).double()
+    scale = nn.Parameter(torch.tensor(2.3, dtype=torch.float64))
+    loss.logit_scale = scale
+    assert_close(loss(image, text), clip_loss(image, text, scale.exp()))
+    with torch.no_grad():
+        scale.fill_(9.0)
+    assert_close(loss(image, text), clip_loss(image, text, torch.tensor(100.0)))
+
+
+def of_open_clip(rank: int, local: bool, with_grad: bool) -> tuple[float, float, float]:
+    """Return the errors of encoder and scale under DDP, and how large the gradient of the encoder is for its length."""
+    found: list[list[Tensor]] = []
+    for is_whole in (True, False):
+        weight = torch.eye(6, dtype=torch.float64).requires_grad_()
+        scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+        image, text = (F.normalize(rows @ weight, dim=1) for rows in pairs())
+        if is_whole:
+            loss = fullrank.InfoNCELoss(1.0, symmetric=True, normalize=False, gather_distributed=False)
+            value = loss(image * scale, text)
+        else:
+            own = slice(6 * rank, 6 * rank + 6)
+            value = clip_loss(image[own], text[own], scale, local, with_grad)
+        value.backward()
+        if not is_whole:
+            for one in (weight, scale):
+                dist.all_reduce(one.grad)
+                one.grad /= 2  # DDP
+        found.append([weight.grad, scale.grad])
+    (whole, of_scale), (weight, other) = found
+    return (
+        float((weight - whole).norm() / whole.norm()),
+        float(abs(other / of_scale - 1)),
+        float(weight.norm() / whole.norm()),
+    )
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_the_gradients_of_open_clip(local: bool, with_grad: bool) -> None:
+    for of_encoder, of_scale, size in get_pool(2)(of_open_clip, local, with_grad):
+        assert of_scale <= 1e-12
+        if with_grad:
+            assert of_encoder <= 1e-12
+        elif local:
+            assert of_encoder > 0.05
+            assert size != pytest.approx(0.5, rel=1e-3)
+        else:
+            assert size == pytest.approx(0.5, rel=1e-12)
+
+
+def test_the_lines_about_pytorch_metric_learning() -> None:
     theirs = peer("pytorch_metric_learning.losses")
     generator = torch.Generator().manual_seed(0)
     rows, labels = torch.randn(3, 24, 6, generator=generator, dtype=torch.float64), torch.arange(8).repeat(3)
     twins = torch.arange(12).repeat(2)
-    pairs = theirs.SelfSupervisedLoss(theirs.NTXentLoss(temperature=0.5))(*rows[0].split(12))
-    assert_close = torch.testing.assert_close
-    assert_close(pairs, fullrank.SupConLoss(0.5)(rows[0], twins))
+    two_views = theirs.SelfSupervisedLoss(theirs.NTXentLoss(temperature=0.5))(*rows[0].split(12))
+    assert_close(two_views, fullrank.SupConLoss(0.5)(rows[0], twins))
     several = theirs.NTXentLoss(temperature=0.5)(rows[0], labels)
     assert abs(several - fullrank.SupConLoss(0.5)(rows[0], labels)) > 1e-3
     memory = theirs.CrossBatchMemory(theirs.SupConLoss(temperature=0.1), embedding_size=6, memory_size=48).double()
@@ -254,10 +369,94 @@ def test_the_lines_about_contrastive_losses_of_pytorch_metric_learning() -> None
         assert_close(memory(batch, labels), loss(batch, labels))
 
 
-def test_the_lines_about_open_clip() -> None:
-    theirs = peer("open_clip").ClipLoss()
-    generator = torch.Generator().manual_seed(0)
-    image, text = (F.normalize(torch.randn(9, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
-    loss = fullrank.InfoNCELoss(symmetric=True, normalize=False, learn_temperature=True).double()
-    loss.logit_scale = nn.Parameter(torch.tensor(2.3, dtype=torch.float64))
-    torch.testing.assert_close(theirs(image, text, loss.logit_scale.exp()), loss(image, text))
+def of_the_wrapper(rank: int) -> tuple[float, float, float]:
+    """Return the error of our gradient, of theirs under DDP, and their value over ours."""
+    from pytorch_metric_learning import losses
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+
+    own, labels = slice(8 * rank, 8 * rank + 8), torch.arange(4).repeat(4)
+    found, values = [], []
+    for way in ("whole", "ours", "theirs"):
+        weight = torch.eye(6, dtype=torch.float64).requires_grad_()
+        rows = pairs(16)[0] @ weight
+        if way == "whole":
+            loss = fullrank.SupConLoss(0.1, gather_distributed=False)(rows, labels)
+        elif way == "ours":
+            loss = fullrank.SupConLoss(0.1)(rows[own], labels[own])
+        else:
+            loss = DistributedLossWrapper(losses.SupConLoss(temperature=0.1))(rows[own], labels[own])
+        loss.backward()
+        if way != "whole":
+            dist.all_reduce(weight.grad)
+            weight.grad /= 2  # DDP
+        found.append(weight.grad)
+        values.append(float(loss))
+    errors = [float((one - found[0]).norm() / found[0].norm()) for one in found[1:]]
+    return errors[0], errors[1], values[2] / values[1]
+
+
+def test_the_wrapper_of_pytorch_metric_learning() -> None:
+    peer("pytorch_metric_learning")
+    for ours, theirs, ratio in get_pool(2)(of_the_wrapper):
+        assert max(ours, theirs) <= 1e-12
+        assert ratio == pytest.approx(2, rel=1e-9)
+
+
+def test_the_lines_about_lightly() -> None:
+    first, second = pairs()
+    index, loss = torch.arange(12).repeat(2), fullrank.SupConLoss(0.5)
+    assert_close(loss(torch.cat([first, second]), index), nt_xent(first, second, 0.5))
+    ours = fullrank.InfoNCELoss(0.5, queue_size=12)
+    bank = pairs(seed=1)
+    ours(*bank)
+    queries, keys, held = (F.normalize(rows, dim=1) for rows in (first, second, bank[1]))
+    both = F.cross_entropy(queries @ torch.cat([keys, held]).T / 0.5, torch.arange(12))
+    assert_close(ours(first, second), both)
+    own = torch.cat([(queries * keys).sum(dim=1, keepdim=True), queries @ held.T], dim=1) / 0.5
+    alone = F.cross_entropy(own, torch.zeros(12, dtype=torch.int64))  # theirs: keys of the batch are no negatives
+    assert both - alone > 0.1
+
+
+def of_lightly(rank: int, with_grad: bool) -> float:
+    """Return the difference of our gradient to that of NTXentLoss(gather_distributed=True), both under DDP."""
+    own, found = slice(6 * rank, 6 * rank + 6), []
+    for ours in (True, False):
+        weight = torch.eye(6, dtype=torch.float64).requires_grad_()
+        views = [F.normalize(rows[own] @ weight, dim=1) for rows in pairs()]
+        if ours:
+            loss = fullrank.SupConLoss(0.5)(torch.cat(views), (torch.arange(6) + 6 * rank).repeat(2))
+        else:
+            rows = torch.cat([gathered(view, local=True, with_grad=with_grad) for view in views])
+            scores = torch.cat(views) @ rows.T / 0.5  # own rows, view by view, against those of all ranks
+            places = torch.arange(6).repeat(2) + 6 * rank + torch.tensor([0, 12]).repeat_interleave(6)
+            scores = scores.scatter(1, places[:, None], -torch.inf)
+            loss = F.cross_entropy(scores, (places + 12) % 24)
+        loss.backward()
+        dist.all_reduce(weight.grad)
+        found.append(weight.grad / 2)
+    return float((found[0] - found[1]).norm() / found[0].norm())
+
+
+def test_the_gradient_of_lightly() -> None:
+    """The control does not carry gradients through the gather."""
+    assert max(get_pool(2)(of_lightly, True)) <= 1e-12
+    assert min(get_pool(2)(of_lightly, False)) > 0.05
+
+
+class Identity(nn.Sequential):
+    """Stands for a model of sentence-transformers, a sequence of modules."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": features["input_ids"]}
+
+
+def test_the_lines_about_sentence_transformers() -> None:
+    theirs = peer("sentence_transformers.sentence_transformer.losses")
+    columns = pairs()
+    features = [{"input_ids": rows} for rows in columns]
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    for options, symmetric in (({}, False), (both, True)):
+        loss = theirs.CachedMultipleNegativesRankingLoss(Identity(nn.Identity()), 10.0, mini_batch_size=5, **options)
+        found = loss(features, None)
+        assert_close(found, fullrank.InfoNCELoss(0.1, symmetric=symmetric)(*columns))
+        assert abs(found - fullrank.InfoNCELoss(0.1, symmetric=not symmetric)(*columns)) > 1e-3
