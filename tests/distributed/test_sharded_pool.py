@@ -22,6 +22,7 @@ from workers import WorkerPool, error_of
 
 import fullrank
 from fullrank.kernels.soft_ranks import smooth_ap_sums
+from fullrank.kernels.spread import sample_of
 from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 STEPS = 3
@@ -493,6 +494,20 @@ def test_the_automatic_temperature_is_that_of_a_gathered_pool(pool_of_two: Worke
     """Also where the sample holds a queued row twice, as an even sample of hardly more rows does."""
     for found in pool_of_two(temperatures, form):
         assert all(whole == part for whole, part in found), found
+
+
+@on_ranks(2)
+def test_a_sample_without_spread_is_not_the_pool(rank: int) -> None:
+    """Of many classes the sample has a few rows of some, which may all be constant; the spread is then that of all."""
+    scores = torch.zeros(130, 640)
+    scores[1::2] = 3 * torch.randn(65, 640, generator=torch.Generator().manual_seed(0))
+    scores.view(-1)[sample_of(torch.arange(scores.numel()).double().view_as(scores), None).long().reshape(-1)] = 0
+    own, found = slice(200) if rank else slice(200, None), []
+    for pool in ("gathered", "sharded"):
+        loss = fullrank.SmoothAPLoss(130, queue_size=0, pool=pool)
+        loss(scores.t()[own], torch.arange(640)[own] % 130)
+        found.append(loss.current_temperature)
+    assert found[0] == found[1] > 0.2
 
 
 # Controls
