@@ -110,6 +110,15 @@ def check_sum_weight(results: Results) -> None:
     assert results["table"][0]["minus exact"] == 0
 
 
+def check_linear_probe(results: Results) -> None:
+    """Two processes find the weights of one, which own rows alone do not; a method is at least as good as its start."""
+    assert results["real"]["all rows"] < 1e-9  # float64, twenty iterations of L-BFGS
+    assert results["real"]["own rows"] > 0.01
+    assert len(results["runs"]) == 4
+    for row in results["runs"]:
+        assert min(row["AP validation"], row["CE validation"]) >= row["LR validation"]
+
+
 SMOKE: dict[str, Callable[[Results], Any]] = {
     "accuracy": lambda results: all(case["met"] for case in results["cases"]),
     "balanced_batches": check_balanced_batches,
@@ -119,6 +128,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "gather": lambda results: all(row["ratio"] > 0 for row in results["gather"]),
     "grad_norm": lambda results: all(case["fullrank_error"] < 1e-6 for case in results["cases"]),
     "gradient_scale": check_gradient_scale,
+    "linear_probe": check_linear_probe,
     "memory": lambda results: all(case["peak_bytes"] > 0 for case in results["cases"]),
     # More nodes, less error.
     "order": lambda results: all(some[0]["error"] > 1e3 * some[-1]["error"] for some in results["orders"].values()),
@@ -237,7 +247,7 @@ def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[
     data = scripts("real_data")
     if (absent := data.missing()) is not None:
         pytest.skip(absent)
-    for name in data.BINARY:
+    for name in (*data.BINARY, *scripts("linear_probe_data").TABLES):
         table, parts = data.load(name), data.split(name, seed=3)
         assert sum(len(rows.targets) for rows in parts) == len(table.targets)
         columns = np.concatenate([np.nan_to_num(table.numbers, nan=-1e9), table.indicators], axis=1)
