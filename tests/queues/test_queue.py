@@ -129,11 +129,11 @@ def test_the_checksum_is_not_linear(first: list[list[int]], second: list[list[in
 
 
 def mixed(value: int) -> int:
-    """Return 64 bits of a number mixed, as splitmix64 does."""
-    value %= 2**64
-    for shift, factor in ((31, 0x9E3779B97F4A7C15), (30, 0xC2B2AE3D27D4EB4F)):
-        value = (value ^ value >> shift) * factor % 2**64
-    return value ^ value >> 29
+    """Return 64 bits of a number mixed, with a sign."""
+    for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F):
+        value = (value * factor + 2**63) % 2**64 - 2**63
+        value ^= value >> 32
+    return value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -148,12 +148,11 @@ def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, d
         iid, weight = torch.arange(5) % 2 == 0, torch.rand(5, generator=generator, dtype=torch.float64).to(dtype)
         queue.enqueue(logits, targets, iid, weight)
         for row in range(5):
-            words = [word + (2 * j + 1) * 0x9E3779B97F4A7C15 for j, word in enumerate(logits.view(bits)[row].tolist())]
-            labels = targets.reshape(5, -1)[row].tolist()
-            words += [label + (2 * j + 1) * 0xC2B2AE3D27D4EB4F for j, label in enumerate(labels)]
-            words.append(int(weight.view(bits)[row]))
-            place = mixed(5 * number + row + 0x165667B19E3779F9)
-            total += mixed(sum(map(mixed, words)) + int(iid[row]) * 0xC2B2AE3D27D4EB4F ^ place)
+            words = [*logits.view(bits)[row].tolist(), *targets.reshape(5, -1)[row].tolist()]
+            words += [int(weight.view(bits)[row]), int(iid[row])]
+            factors = [mixed(place - len(words) + 0x165667B19E3779F9) for place in range(len(words))]
+            of_row = mixed(5 * number + row + 0x165667B19E3779F9)
+            total += of_row * sum(word * factor for word, factor in zip(words, factors))
     assert int(queue.checksum) % 2**64 == total % 2**64
 
 
