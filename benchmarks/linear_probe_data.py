@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from pooling import bodies, hashed
+from pooling import functions_of, hashed
 from real_data import FRESH, SHARES, Source, _file, split
 from scipy import sparse
 from sklearn.decomposition import TruncatedSVD
@@ -227,7 +227,7 @@ def _functions() -> Part:
         if {"site-packages", "test", "tests"} & {*path.parts} - {*package.parts}:
             continue
         try:
-            found = [body for body in bodies(path.read_text("utf-8")) if body not in seen]
+            found = [function.body for function in functions_of(path) if function.body not in seen]
         except (SyntaxError, UnicodeDecodeError):  # files that are wrong on purpose
             continue
         seen.update(found)
