@@ -179,7 +179,7 @@ def binary(found: Found, size: Size) -> Record:
 
 def draw(results: Record, path: Path) -> None:
     """Draw the gain over cross-entropy by the budget of steps, and that of each set with all steps."""
-    steps = [str(value) for value in results["size"]["steps"]]
+    steps = [f"{value:,}" for value in results["size"]["steps"]]
     by_set = {record["method"]: record["sets"] for record in results["binary"]}
     gains = {name: value - by_set[CE][name] for name, value in by_set[SUM].items()}
     names = sorted(gains, key=gains.__getitem__)
