@@ -92,7 +92,7 @@ def check_pooling(results: Results) -> None:
 
 
 def check_real(results: Results) -> None:
-    assert len(results["thinned"]) == 8
+    assert len(results["thinned"]) == 7
     assert {len(results[name]) for name in ("binary", "classes")} == {10, 6}
     assert all(len(record["sets"]) == 2 for record in results["binary"] + results["thinned"])
 
