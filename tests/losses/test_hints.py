@@ -162,6 +162,12 @@ def test_nineteen_calls_without_a_positive_do_not_warn():
     assert "20 calls in a row" in text
 
 
+@pytest.mark.parametrize("number", [19, 20])
+def test_few_positives_may_all_happen_to_have_no_gradient(number):
+    targets = (torch.arange(ROWS) < number).long()
+    assert len(texts_of(SmoothAPLoss(1, temperature=1e-6), 2, targets=targets)) == (number == 20)
+
+
 def test_positives_that_are_ranked_well_need_no_gradient():
     loss = SmoothAPLoss(1, temperature=1e-4)
     scores = draw(0).detach() + 100.0 * every(5)[:, None]
