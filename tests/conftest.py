@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import device as simulated
 import lines
@@ -72,6 +73,15 @@ def pool_of_two() -> WorkerPool:
 def pool_of_four() -> WorkerPool:
     """Four gloo processes, for meshes and sub-groups."""
     return get_pool(4)
+
+
+@pytest.fixture
+def pyplot() -> Iterator[Any]:
+    """matplotlib without a screen, and without the figures that a test leaves behind."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    yield pyplot
+    pyplot.close("all")
 
 
 # Importing device.py registers the simulated device for the whole process. Workers import the files of tests, and must

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,6 @@ from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 METRICS = [(RecallAtQuantile, {"quantile": 0.3}), (PAUCAtBudget, {"beta": 0.3})]
 over_metrics = pytest.mark.parametrize("kind", METRICS, ids=["recall", "pAUC"])
-
-
-@pytest.fixture
-def pyplot() -> Iterator[Any]:
-    """matplotlib without a screen, and without the figures that a test leaves behind."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    yield pyplot
-    pyplot.close("all")
 
 
 def make_metric(kind: tuple[Any, dict[str, float]], average: str | None = "macro", seed: int = 0) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -143,15 +142,6 @@ def test_every_block_is_run() -> None:
 
 
 # Pages of one process
-
-
-@pytest.fixture
-def pyplot() -> Iterator[Any]:
-    """matplotlib without a screen, and without the figures that a test leaves behind."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    yield pyplot
-    pyplot.close("all")
 
 
 def run_in_order(page: str) -> dict[str, Any]:
