@@ -101,6 +101,23 @@ def test_control_ddp_does_not_reduce_after_a_forward_of_its_module(rank: int) ->
 
 
 @on_ranks(2)
+def test_a_module_that_earlier_micro_batches_alone_have_used(rank: int) -> None:
+    """The last backward would leave its gradients as they are on this rank. The control uses it there too."""
+    model, batches = nn.ModuleList(DistributedDataParallel(Model()) for _ in range(2)), make_window("full", rank)
+
+    def window(places: tuple[int, ...]) -> None:
+        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens)):
+            step.backward(sum(sum_loss(used, batch) for used in model[: 1 + (index in places)]))
+
+    for places in ((0,), (0, 2), (1,), (0,)):
+        kind, text = error_of(partial(window, places))
+        assert kind == ("none" if 2 in places else "ValueError")
+        assert ("loss of micro-batch 2: expected a tensor from the forward of the DDP module" in text) == (
+            kind != "none"
+        )
+
+
+@on_ranks(2)
 def test_the_loss_of_a_call_that_raised_is_not_taken_again(rank: int) -> None:
     """The error has reset DDP, so a backward of that loss would not reduce."""
     model, first = DistributedDataParallel(Model()), [make_window("full", other)[0] for other in range(2)]
