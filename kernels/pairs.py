@@ -19,7 +19,7 @@ class Problem(NamedTuple):
     member: Tensor | None  # [C, M] bool: the rows that take part, None for all
     class_of: Tensor  # [P] int64, ascending: class of each positive of a valid class
     row_of: Tensor  # [P] int64: its row
-    share: Tensor  # [P] float64: its weight in the mean of its class
+    share: Tensor  # [P] float64: its weight in the mean of its class; of one class without weights with a stride of 0
     temperature: float
 
 

@@ -139,9 +139,13 @@ def _list_positives(
     accelerator is not waited for once the list is made: it keeps the positives of other classes, with shares of 0.
     """
     num_classes = scores.shape[0]
-    class_of, row_of = positive.nonzero(as_tuple=True)
+    if positive.is_cpu and num_classes == 1:  # numpy takes a quarter of the time of torch
+        row_of = torch.from_numpy(positive.numpy()[0].nonzero()[0])
+        class_of = torch.zeros_like(row_of)
+    else:
+        class_of, row_of = positive.nonzero(as_tuple=True)
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
-        share = class_of.new_full(class_of.shape, 1 / row_of.numel(), dtype=torch.float64)
+        share = class_of.new_full((1,), 1 / row_of.numel(), dtype=torch.float64).expand_as(class_of)
         return Problem(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
     count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
     mixed = count < (scores.shape[1] if member is None else member.sum(dim=1))  # has negatives too

@@ -102,11 +102,29 @@ def _sum_by_bins(
     problem: Problem, bins: Bins, order: Order, gradient: Tensor | None, sums: Tensor | None, factor: Tensor | None
 ) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
+    if sums is None and problem.share.stride(0) == 0 and _reads_rows_in_c(problem.scores, bins):
+        return _sum_in_c(problem, bins, order, gradient)
     places = find_places(problem, bins)
     moments = moments_of(problem, bins, order, places) if sums is None else [*sums]
     loss, polynomials = solve(moments, bins, order, problem.temperature, factor, gradient is not None)
     if gradient is not None and polynomials is not None:
         read_gradient(polynomials, problem, bins, places, gradient)
+    return loss
+
+
+def _sum_in_c(problem: Problem, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
+    """Do the same for one class of equal weights, whose positives are read in C like all rows."""
+    scores, row_of, share = problem.scores, problem.row_of, problem.share[:1]
+    listed, numbering = scores.index_select(1, row_of), _numbering(bins)  # [1, P]
+    everyone, positives = (native.moments(one, None, *numbering, bins.num_fine, order.p) for one in (scores, listed))
+    moments = [everyone, positives, positives * share]
+    loss, polynomials = solve(moments, bins, order, problem.temperature, None, gradient is not None)
+    if gradient is not None and polynomials is not None:
+        native.evaluate(polynomials[:, 0].to(scores.dtype), scores, None, *numbering, gradient)
+        # Both terms of a positive contain its pair with itself. Their difference is taken in float64.
+        wide = listed.double()
+        native.evaluate(polynomials[:, 1] + polynomials[:, 2] * share, wide, None, *numbering, wide)
+        gradient.index_copy_(1, row_of, wide.to(gradient.dtype))
     return loss
 
 

@@ -123,12 +123,15 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         codes = batch.targets.t()  # [C, M]
         positive, member = rule.marked(codes), codes != rule.ignore_index
     else:
-        classes: Tensor | int = 1  # binary mode has this class alone
+        is_host, member = batch.targets.device.type == "cpu", None
         if rule.num_classes > 1:
             classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
-        positive, member = batch.targets.unsqueeze(0) == classes, None  # [C, M]
+            positive = batch.targets.unsqueeze(0) == classes  # [C, M]
+        elif is_host and has_values(batch.targets):  # numpy takes a fifth of the time of torch
+            positive = torch.from_numpy(batch.targets.numpy() == 1)[None]
+        else:
+            positive = batch.targets.unsqueeze(0) == 1  # binary mode has this class alone
         # A mask that is not needed takes less than to wait for an accelerator.
-        is_host = batch.targets.device.type == "cpu"
         if not batch.complete and (not is_host or may_hold(batch.targets, rule.ignore_index)):
             part = (batch.targets != rule.ignore_index)[None]
             positive, member = positive & part, part.expand_as(positive)
