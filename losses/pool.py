@@ -11,6 +11,7 @@ from torch import Tensor
 from ..distributed.torch_private import note_kind
 from ..errors import check_choice, check_int, check_positive, expected
 from ..kernels.spread import spread_of, standardized
+from ..kernels.torch_private import func_transforms_are_active
 from .arguments import completed
 from .batch import Batch, check_batch
 from .distributed_loss import DistributedLoss
@@ -127,7 +128,7 @@ def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queu
         if rule.num_classes > 1:
             classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
             positive = batch.targets.unsqueeze(0) == classes  # [C, M]
-        elif is_host and has_values(batch.targets):  # numpy takes a fifth of the time of torch
+        elif is_host and has_values(batch.targets) and not func_transforms_are_active():  # a fifth of torch's time
             positive = torch.from_numpy(batch.targets.numpy() == 1)[None]
         else:
             positive = batch.targets.unsqueeze(0) == 1  # binary mode has this class alone
