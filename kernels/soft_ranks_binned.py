@@ -115,7 +115,7 @@ def _sum_by_bins(
 def _sum_in_c(problem: Problem, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
     """Do the same for one class of equal weights, whose positives are read in C like all rows."""
     scores, row_of, share = problem.scores, problem.row_of, problem.share[:1]
-    listed, numbering = scores.index_select(1, row_of), _numbering(bins)  # [1, P]
+    listed, numbering = scores.index_select(1, row_of), bins.numbering  # [1, P]
     everyone, positives = (native.moments(one, None, *numbering, bins.num_fine, order.p) for one in (scores, listed))
     moments = [everyone, positives, positives * share]
     loss, polynomials = solve(moments, bins, order, problem.temperature, None, gradient is not None)
