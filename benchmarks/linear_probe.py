@@ -177,7 +177,7 @@ def agreement() -> Record:
 
 
 def summary(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Return a row per set, and the comparisons over all sets, over the tables and over the wide ones."""
+    """Return a row per set, and the comparisons over all sets, the tables, the wide ones and all but the two best."""
     sets: list[Record] = []
     for name in dict.fromkeys(record["set"] for record in records):
         own = [record for record in records if record["set"] == name]
@@ -186,7 +186,10 @@ def summary(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
         row |= {method: mean(record[method] for record in own) for method in ("LR", "CE", "AP")}
         sets.append(row | {"AP - LR": row["AP"] - row["LR"], "CE - LR": row["CE"] - row["LR"]})
     compared = []
-    for group, names in {"all": {*TABLES, *WIDE}, "tables": {*TABLES}, "wide": {*WIDE}}.items():
+    best = sorted(sets, key=lambda row: row["AP - LR"])[-2:]
+    groups = {"all": {*TABLES, *WIDE}, "tables": {*TABLES}, "wide": {*WIDE}}
+    groups["all but the two best"] = groups["all"] - {row["set"] for row in best}
+    for group, names in groups.items():
         some = [row for row in sets if row["set"] in names]
         for method, base in (("AP", "LR"), ("AP", "CE"), ("CE", "LR")):
             if some:

@@ -327,7 +327,7 @@ def public_names() -> list[str]:
     metrics = importlib.import_module("fullrank.metrics")
     names += [f"fullrank.metrics.{name}" for name in metrics.__all__]
     names += [f"fullrank.data.{name}" for name in importlib.import_module("fullrank.data").__all__]
-    for module in ("lightning", "sentence_transformers", "transformers"):
+    for module in ("lightning", "sentence_transformers", "sklearn", "transformers"):
         tree = ast.parse((ROOT / "integrations" / f"{module}.py").read_text("utf-8"))
         defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         names += [f"fullrank.integrations.{module}.{name}" for name in defined if not name.startswith("_")]
