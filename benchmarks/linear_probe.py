@@ -194,7 +194,7 @@ def summary(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
         for method, base in (("AP", "LR"), ("AP", "CE"), ("CE", "LR")):
             if some:
                 over = OverSets.of([row[method] - row[base] for row in some])
-                compared.append({"sets": group, "compared": f"{method} - {base}", **over._asdict()} | {"of": over.sets})
+                compared.append({"group": group, "compared": f"{method} - {base}", **over._asdict()})
     return sets, compared
 
 
