@@ -69,6 +69,7 @@ class Pairs(NamedTuple):
 
     summaries: Functions
     bodies: Functions
+    folder: Tensor  # [pairs]
 
     @classmethod
     def of(cls, functions: Sequence[Function]) -> Pairs:
@@ -76,7 +77,10 @@ class Pairs(NamedTuple):
         first = {one.summary: one for one in reversed(functions) if len(one.summary.split()) >= 3}
         some = [one for one in functions if first.get(one.summary) is one]
         paths = [one.path for one in some]
-        return cls(Functions.of([one.summary for one in some], paths), Functions.of([one.body for one in some], paths))
+        number = {folder: place for place, folder in enumerate(dict.fromkeys(str(Path(path).parent) for path in paths))}
+        folder = torch.tensor([number[str(Path(path).parent)] for path in paths])
+        summaries, bodies = ([getattr(one, name) for one in some] for name in ("summary", "body"))
+        return cls(Functions.of(summaries, paths), Functions.of(bodies, paths), folder)
 
     def split(self, generator: torch.Generator, test_pairs: int) -> tuple[Tensor, Tensor]:
         """Return pairs to train on and pairs of other files to test on."""
@@ -102,7 +106,7 @@ class Search(nn.Module):
 
     def forward(self, pairs: Pairs, rows: Tensor) -> Tensor:
         """Return the embeddings (rows, 2, WIDTH)."""
-        return torch.stack([self.words(*texts.take(rows)) for texts in pairs], dim=1)
+        return torch.stack([self.words(*texts.take(rows)) for texts in pairs[:2]], dim=1)
 
     def contrast(self, embeddings: Tensor, keys: Tensor) -> Tensor:
         """Return the loss of both directions; without a queue it is InfoNCELoss(symmetric=True)."""
