@@ -127,6 +127,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "contrastive": lambda results: max(row["difference"] for row in results["contrastive"]) < 2e-6,
     "gather": lambda results: all(row["ratio"] > 0 for row in results["gather"]),
     "grad_norm": lambda results: all(case["fullrank_error"] < 1e-6 for case in results["cases"]),
+    "graded": lambda results: len(results["table"]) == 3,
     "gradient_scale": check_gradient_scale,
     "linear_probe": check_linear_probe,
     "memory": lambda results: all(case["peak_bytes"] > 0 for case in results["cases"]),
