@@ -109,7 +109,7 @@ LIMIT = 1e-12  # float64
 ELSEWHERE = {"accumulation.md", "checkpointing.md", "integrations.md"}
 ELSEWHERE |= {
     f"recipes/{name}.md"
-    for name in ("accelerate", "ddp", "fsdp", "lightning", "loop", "sentence-transformers", "trainer")
+    for name in ("accelerate", "ddp", "fsdp", "lightning", "loop", "ray", "sentence-transformers", "trainer")
 }
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
