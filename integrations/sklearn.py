@@ -22,7 +22,7 @@ from ..losses import SmoothAPLoss
 CS = tuple(10.0**power for power in range(-4, 5))
 
 
-class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
     """A linear model of two classes, trained on the average precision of all rows from a logistic regression.
 
     A part of the rows is held out, and every choice is made by its average precision. The start is the best logistic
