@@ -31,7 +31,7 @@ import pooling
 import torch
 import torch.nn.functional as F
 from intervals import Interval, paired
-from pooling import MOST_FILES, RATE, STEPS, TEST_FILES, WIDTH, WORDS, Draws, Function, Functions, read
+from pooling import MOST_FILES, STEPS, TEST_FILES, WIDTH, WORDS, Draws, Function, Functions, read
 from real_runs import Cache
 from report import Record, Run, on_ranks, print_records
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, SupConLoss, pooled_backward
 
 PAIRS, TEST_PAIRS = 16, 2_000  # of a process and step, and to test on
-QUEUE, MOMENTUM, TEMPERATURE = 1_024, 0.99, 0.05
+QUEUE, MOMENTUM, TEMPERATURE, RATE = 1_024, 0.99, 0.05, 3e-3
 REAL, REAL_ROWS, REAL_STEPS = (1, 2, 4), 64, 20
 
 
@@ -155,8 +155,8 @@ def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> R
 def train_supcon(functions: Functions, seed: int, cell: Cell, steps: int, test_files: int) -> Record:
     """Return the figures of SupCon on the task of pooling.py."""
     draws = Draws(functions, seed, test_files)
-    same = pooling.Cell(RATE, "0.05", cell.processes, cell.pool)
-    model = pooling.train(functions, draws, seed, same, steps, SupConLoss(temperature=0.1))
+    same = pooling.Cell(cell.processes, cell.pool)
+    model = pooling.train(functions, draws, seed, same, steps, RATE, SupConLoss(temperature=0.1))
     precision, recall = pooling.evaluate(model, functions, draws.test)
     return {"recall": recall, "mean": precision, "temperature": 0.1}
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from code_search import TEST_PAIRS, Pairs, Search
 from intervals import Interval, paired
-from pooling import MOST_FILES, RATE, STEPS, read
+from pooling import MOST_FILES, STEPS, read
 from real_runs import Cache
 from report import Record, Run, print_records
 from sklearn.metrics import ndcg_score
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from fullrank import NDCGLoss
 
 FOLDERS, ROWS = 4, 16  # of a step, and of a folder
+RATE = 3e-3
 
 
 class Regression(nn.Module):

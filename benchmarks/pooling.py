@@ -5,8 +5,9 @@ Usage: python benchmarks/pooling.py [--quick] [--seeds 5] [--out FOLDER]
 The rows are the bodies of the functions in the standard library and in torch, which every machine that runs this has.
 Functions of one file are positives of each other. A function is a bag of hashed words and pairs of words, the encoder a
 mean of embeddings and a layer. Each process draws 4 files and 4 functions of each, 16 rows a step; no file is drawn
-twice in a step. All runs take the same number of steps of Adam at one rate, so a process adds rows and nothing else.
-``RetrievalSmoothAPLoss`` ranks a process's own 16 rows, or the rows of all processes.
+twice in a step. All runs take the same number of steps of Adam, so a process adds rows and nothing else.
+``RetrievalSmoothAPLoss`` ranks a process's own 16 rows, or the rows of all processes. Each of the two has, for each
+number of processes, its best rate and temperature of one seed that chooses; the five that are reported are others.
 
 W processes are simulated in one: the mean of the losses of W parts is what DDP computes for own rows, and the loss of
 the whole batch is what the package computes for all rows. The run trains with 1, 2 and 4 real processes too, in
@@ -43,9 +44,10 @@ FILES, FUNCTIONS = 4, 4  # of a process and step, and of a file
 FEWEST, MOST = 6, 10  # functions of a file that is used; of a file to test on
 TEST_FILES, MOST_FILES = 210, 3_000
 WORDS, WIDTH, MOST_WORDS = 2**14, 64, 256
-WIDTHS, STEPS, RATE = (1, 4, 16, 48), 400, 3e-3
-OTHER_RATE, OTHER_CELLS = 1e-2, ((4, "all"), (16, "own"), (16, "all"), (48, "own"))  # at a temperature of 0.05
+WIDTHS, STEPS = (1, 4, 16, 48), 400
+RATES = (0.1, 0.3)
 TEMPERATURES: dict[str, float | None] = {"automatic": None, "0.05": 0.05}
+SEARCH_SEED = 100  # of the runs that choose
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\w\s]")  # parts of names, numbers, signs
 REAL, REAL_STEPS = (1, 2, 4), 20
 
@@ -128,12 +130,17 @@ def hashed(text: str) -> list[int]:
 
 
 class Cell(NamedTuple):
-    """What the runs of all seeds share."""
+    """What is compared."""
+
+    processes: int
+    pool: str  # "own" rows or those of "all" processes
+
+
+class Tuned(NamedTuple):
+    """What is chosen for a cell."""
 
     rate: float
     temperature: str
-    processes: int
-    pool: str  # "own" rows or those of "all" processes
 
 
 class Encoder(nn.Module):
@@ -170,12 +177,11 @@ class Draws:
 
 
 def train(
-    functions: Functions, draws: Draws, seed: int, cell: Cell, steps: int, loss_fn: nn.Module | None = None
+    functions: Functions, draws: Draws, seed: int, cell: Cell, steps: int, rate: float, loss_fn: nn.Module
 ) -> Encoder:
     """Return the encoder that the processes of ``cell`` would train."""
     model = Encoder(seed)
-    loss_fn = loss_fn or RetrievalSmoothAPLoss(temperature=TEMPERATURES[cell.temperature])
-    optimizer = torch.optim.Adam(model.parameters(), lr=cell.rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     for _ in range(steps):
         rows = draws.step(cell.processes)
         embeddings, labels = model(*functions.take(rows)), functions.file[rows]
@@ -246,27 +252,23 @@ def summary(runs: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Return the means with their intervals, and the gains of pooling."""
     found: dict[Cell, list[Record]] = {}
     for run in runs:
-        found.setdefault(Cell(*(run[name] for name in Cell._fields)), []).append(run)
+        found.setdefault(Cell(run["processes"], run["pool"]), []).append(run)
     scores = {cell: [run["map"] for run in some] for cell, some in found.items()}
-    means = []
+    means, gains = [], []
     for cell, values in scores.items():
         of, recall = Interval.of(values), Interval.of([run["recall"] for run in found[cell]])
-        means.append({**cell._asdict(), "map": of.mean, "width": of.width, "recall": recall.mean})
-    gains = []
-    for cell, values in scores.items():
-        fewer = [other for other in scores if other.pool == "own" and other[:2] == cell[:2]]
-        for other in fewer if cell.pool == "all" and cell.processes > 1 else []:
-            if other.processes >= cell.processes:
+        chosen = {name: found[cell][0][name] for name in Tuned._fields}
+        means.append({**cell._asdict(), **chosen, "map": of.mean, "width": of.width, "recall": recall.mean})
+        for other in scores if cell.pool == "all" and cell.processes > 1 else ():
+            if other.pool == "own" and other.processes >= cell.processes:
                 gain = paired(values, scores[other])
-                named = {"rate": cell.rate, "temperature": cell.temperature, "all_rows_of": cell.processes}
-                gains.append(named | {"own_rows_of": other.processes, "gain": gain.mean, "width": gain.width})
+                named = {"all_rows_of": cell.processes, "own_rows_of": other.processes}
+                gains.append({**named, "gain": gain.mean, "width": gain.width})
     return means, gains
 
 
 def draw(means: Sequence[Record], gains: Sequence[Record], path: Path) -> None:
     """Draw the mean average precision by number of processes, and below what the rows of the others add."""
-    here = {"rate": RATE, "temperature": "0.05"}
-    means, gains = ([row for row in rows if row.items() >= here.items()] for rows in (means, gains))
     widths = sorted({row["processes"] for row in means})
     with panels_of(2, 5.2, sharex=True, height_ratios=(1.6, 1)) as (figure, panels):
         upper, lower = panels[:, 0]
@@ -303,28 +305,28 @@ def main() -> None:
     print(f"{len(functions.file):,} functions of {files:,} files, {test_files} of them to test on", flush=True)
     real = agreement(functions, 2 if quick else REAL_STEPS, test_files)
     print_records("Real processes: relative difference of the way of the parameters from the simulation", real)
-    cells = [
-        Cell(RATE, temperature, processes, pool)
-        for temperature in TEMPERATURES
-        for processes in widths
-        for pool in (("all",) if processes == 1 else ("own", "all"))
-    ]
-    cells += [] if quick else [Cell(OTHER_RATE, "0.05", *cell) for cell in OTHER_CELLS]
-    runs: list[Record] = []
-    start = time.perf_counter()
-    for seed in range(seeds):
-        for cell in cells:
-            begin, draws = time.perf_counter(), Draws(functions, seed, test_files)
-            score, recall = evaluate(train(functions, draws, seed, cell, steps), functions, draws.test)
-            seconds = time.perf_counter() - begin
-            runs.append({"seed": seed, **cell._asdict(), "map": score, "recall": recall, "seconds": seconds})
-            passed = time.perf_counter() - start
-            print(f"{len(runs)} of {seeds * len(cells)}, {passed:.0f} s: {cell}, mAP {score:.3f}", flush=True)
+    cells = [Cell(processes, pool) for processes in widths for pool in (("all",) if processes == 1 else ("own", "all"))]
+
+    def run(seed: int, cell: Cell, tuned: Tuned) -> Record:
+        start, draws = time.perf_counter(), Draws(functions, seed, test_files)
+        loss_fn = RetrievalSmoothAPLoss(temperature=TEMPERATURES[tuned.temperature])
+        score, recall = evaluate(train(functions, draws, seed, cell, steps, tuned.rate, loss_fn), functions, draws.test)
+        seconds = time.perf_counter() - start
+        print(f"{seconds:.0f} s: seed {seed}, {cell}, {tuned}: mAP {score:.3f}, recall@1 {recall:.3f}", flush=True)
+        return {"seed": seed, **cell._asdict(), **tuned._asdict(), "map": score, "recall": recall}
+
+    choices = [Tuned(*choice) for choice in itertools.product(RATES, TEMPERATURES)]
+    searched = [run(SEARCH_SEED, cell, tuned) for cell in cells for tuned in choices]
+    chosen = {}
+    for cell in cells:
+        best = max((one for one in searched if one.items() >= cell._asdict().items()), key=lambda one: one["map"])
+        chosen[cell] = Tuned(best["rate"], best["temperature"])
+    runs = [run(seed, cell, chosen[cell]) for seed in range(seeds) for cell in cells]
     means, gains = summary(runs)
     print_records("Mean average precision of unseen files", means)
     print_records("Gain of pooling, paired over seeds", gains)
     about = {"functions": len(functions.file), "files": files, "test_files": test_files, "steps": steps}
-    script.write(about=about, means=means, gains=gains, real=real, runs=runs)
+    script.write(about=about, means=means, gains=gains, real=real, searched=searched, runs=runs)
     if (folder := script.folder(PICTURES)) is not None:
         draw(means, gains, folder / "pooling.svg")
 
