@@ -4,7 +4,7 @@ Usage: python benchmarks/code_search.py [--quick] [--seeds 5] [--cache FILE] [--
 
 The first line of a function's docstring looks for its body among 2,000 of files that were not trained on. The encoder
 of both is a mean of embeddings of hashed words and pairs of words. Each process has 16 pairs a step, and all runs take
-400 steps of Adam at one rate, so a process adds rows and nothing else. The loss is symmetric ``InfoNCELoss``, over a
+400 steps of Adam, each at its best of four rates by a seed that chooses. The loss is symmetric ``InfoNCELoss``, over a
 process's own pairs or those of all; W processes are simulated in one, as in pooling.py, whose data this is. A queue has
 1,024 keys of each side, of the encoder that is trained or of its running mean (0.99 a step). ``Smooth-AP`` is
 ``RetrievalSmoothAPLoss`` with the two rows of a pair as positives of each other.
@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, SupConLoss, pooled_backward
 
 PAIRS, TEST_PAIRS = 16, 2_000  # of a process and step, and to test on
-QUEUE, MOMENTUM, TEMPERATURE, RATE = 1_024, 0.99, 0.05, 3e-3
+QUEUE, MOMENTUM, TEMPERATURE = 1_024, 0.99, 0.05
+RATES, SEARCH_SEED = (3e-3, 1e-2, 3e-2, 1e-1), 100
 REAL, REAL_ROWS, REAL_STEPS = (1, 2, 4), 64, 20
 
 
@@ -124,13 +125,13 @@ class Search(nn.Module):
         return (some[0] + some[1]) / 2
 
 
-def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> Record:
+def train(pairs: Pairs, seed: int, cell: Cell, rate: float, steps: int, test_pairs: int) -> Record:
     """Return the figures of the encoder that the processes of ``cell`` would train."""
     generator = torch.Generator().manual_seed(2_000 + seed)
     own, test = pairs.split(generator, test_pairs)
     model = Search(seed, 0 if cell.queue == "none" else QUEUE, cell.scale == "learned")
     slow, smooth_ap = copy.deepcopy(model).requires_grad_(False), RetrievalSmoothAPLoss(temperature=TEMPERATURE)
-    optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     for _ in range(steps):
         rows = own[torch.randperm(len(own), generator=generator)[: PAIRS * cell.processes]]
         embeddings = keys = model(pairs, rows)
@@ -152,11 +153,11 @@ def train(pairs: Pairs, seed: int, cell: Cell, steps: int, test_pairs: int) -> R
     return {"recall": float((rank == 1).double().mean()), "mean": float((1 / rank).mean()), "temperature": temperature}
 
 
-def train_supcon(functions: Functions, seed: int, cell: Cell, steps: int, test_files: int) -> Record:
+def train_supcon(functions: Functions, seed: int, cell: Cell, rate: float, steps: int, test_files: int) -> Record:
     """Return the figures of SupCon on the task of pooling.py."""
     draws = Draws(functions, seed, test_files)
     same = pooling.Cell(cell.processes, cell.pool)
-    model = pooling.train(functions, draws, seed, same, steps, RATE, SupConLoss(temperature=0.1))
+    model = pooling.train(functions, draws, seed, same, steps, rate, SupConLoss(temperature=0.1))
     precision, recall = pooling.evaluate(model, functions, draws.test)
     return {"recall": recall, "mean": precision, "temperature": 0.1}
 
@@ -235,19 +236,26 @@ def main() -> None:
     real = agreement(pairs, 2 if quick else REAL_STEPS)
     print_records("Micro-batches on real processes against one process with all rows: relative difference", real)
     cache = Cache(options.cache)
-    runs: dict[Cell, list[Record]] = {cell: [] for cell in CELLS}
-    for seed in range(seeds):
-        for cell in CELLS:
-            key = [*cell, seed, steps]
-            if cell.loss == "SupCon":
-                one = cache.get(key, partial(train_supcon, functions, seed, cell, steps, test_files))
-            else:
-                one = cache.get(key, partial(train, pairs, seed, cell, steps, test_pairs))
-            runs[cell].append(one)
-            print(f"seed {seed}, {cell}: recall@1 {one['recall']:.4f}, mean {one['mean']:.4f}", flush=True)
-    means = summary([*runs.items()])
+
+    def run(seed: int, cell: Cell, rate: float) -> Record:
+        make = partial(train, pairs, seed, cell, rate, steps, test_pairs)
+        if cell.loss == "SupCon":
+            make = partial(train_supcon, functions, seed, cell, rate, steps, test_files)
+        one: Record = cache.get([*cell, seed, rate, steps], make)
+        print(f"seed {seed}, {cell}, rate {rate}: recall@1 {one['recall']:.4f}, mean {one['mean']:.4f}", flush=True)
+        return one
+
+    searched = {cell: {rate: run(SEARCH_SEED, cell, rate)["mean"] for rate in RATES} for cell in CELLS}
+    chosen = {cell: max(found, key=found.__getitem__) for cell, found in searched.items()}
+    runs = {cell: [run(seed, cell, rate) for seed in range(seeds)] for cell, rate in chosen.items()}
+    means = [{"rate": chosen[cell], **one} for cell, one in zip(runs, summary([*runs.items()]))]
     print_records("Recall@1, and the mean reciprocal rank, of SupCon the mean average precision", means)
-    script.write(about=about, real=real, means=means, runs=[{**cell._asdict(), "runs": runs[cell]} for cell in runs])
+    script.write(
+        about=about,
+        real=real,
+        means=means,
+        runs=[{**cell._asdict(), "searched": searched[cell], "runs": runs[cell]} for cell in runs],
+    )
 
 
 if __name__ == "__main__":

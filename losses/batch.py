@@ -47,8 +47,8 @@ class Batch(NamedTuple):
 
     def with_counts(self, totals: Tensor) -> Batch:
         """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each, (W, >= 3)."""
-        num_incomplete, *counts, _ = map(sum, zip(*totals.tolist()))
-        counts = [None if number != number else int(number) for number in counts]
+        num_incomplete, *sums, _ = map(sum, zip(*totals.tolist()))
+        counts = [None if number != number else int(number) for number in sums]
         return self._replace(complete=num_incomplete == 0, num_positive=counts[0], num_stored=counts[1])
 
     def take(self, index: Tensor) -> Batch:
