@@ -97,8 +97,10 @@ def pack_into(target: int, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         content, size = tensor if is_plain else bytes_of(tensor), tensor.nbytes
-        if size and not content.data_ptr():  # such as a wrapper of a transform
-            raise RuntimeError(expected("rows", "a tensor with memory of its own", tensor))
+        if size and not content.data_ptr():
+            content = content.clone()  # plain, of the result of a collective that may still run
+            if not content.data_ptr():  # such as a wrapper of a transform
+                raise RuntimeError(expected("rows", "a tensor with memory of its own", tensor))
         memmove(target, content.data_ptr(), size)
         target += aligned(size)
 

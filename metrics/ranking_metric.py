@@ -132,11 +132,11 @@ class RankingMetric(GatheredMetric):
         """Return precision, recall and threshold over the review budget, of one class; a collective like ``compute``.
 
         Raises:
-            ValueError: for a class that there is not, and for a score that is NaN; on every rank.
+            TypeError, ValueError: for a class that there is not; for a score that is NaN, on every rank.
         """
-        pool = self._pool(*self.synchronized_rows())
-        if not 0 <= class_index < self.num_classes:
+        if not 0 <= check_int("class_index", class_index) < self.num_classes:
             raise ValueError(expected("class_index", f"0 to {self.num_classes - 1}", class_index))
+        pool = self._pool(*self.synchronized_rows())
         member = pool.everyone[class_index]
         scores, positive = pool.scores[class_index][member], pool.positive[class_index][member]
         if scores.isnan().any():

@@ -223,11 +223,11 @@ class MemoryQueue(nn.Module):
         return finite & (taking_part.any(1) if self.multi_hot else taking_part)
 
     def _hash(self, logits: Any, targets: Any, iid: Any, weight: Any) -> Tensor | int:
-        """Return the sum over all numbers of the rows, each times a factor of its row and of its column, modulo 2**64.
+        """Return the sum over a mix of each number of the rows, times a factor of its row and column, modulo 2**64.
 
         Because it is a sum, two parts of a batch give the same as the whole. The factor of a row is a mix of its
-        sequence number, so the order of the rows counts. Without the mix targets (1, 0, 0, 1) and (0, 1, 1, 0) would
-        give the same. The rows are tensors, or what :func:`on_host` returns, with the same bits.
+        sequence number, so the order of the rows counts. Without the mix of the numbers two flipped signs could cancel:
+        each adds 2**63 times a factor. The rows are tensors, or what :func:`on_host` returns, with the same bits.
         """
         (count, columns), kind = logits.shape, torch if isinstance(logits, Tensor) else numpy
         options: dict[str, Any] = {"dtype": kind.int64, **({"device": logits.device} if kind is torch else {})}
@@ -238,8 +238,8 @@ class MemoryQueue(nn.Module):
         words[columns:-2] = targets.T if self.multi_hot else targets
         words[-2], words[-1] = weight.view(bits), iid
         numbers[size:] += self._num_enqueued
-        factors = _mix(numbers + _MIX[2])
-        total = ((words * factors[size:]).sum(1) * factors[:size]).sum()
+        factors = _mix(numbers + _MIX[2]) | 1
+        total = ((_mix(words) * factors[size:]).sum(1) * factors[:size]).sum()
         return total if kind is torch else int(total)
 
     @not_compiled

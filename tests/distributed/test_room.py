@@ -14,6 +14,7 @@ from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_gather_tensor
 
 import fullrank
 from fullrank.distributed.exchange import Exchange
@@ -158,3 +159,11 @@ def test_the_default_device_is_not_asked(rank: int) -> None:
             with torch.device("meta"):
                 found = fullrank.all_gather_no_grad(own, group)
             assert torch.equal(found, rows_of_all(counts, 2))
+
+
+@on_ranks()
+def test_rows_that_a_functional_collective_still_brings(rank: int) -> None:
+    """They have no memory until somebody waits for them. The second call finds them a room."""
+    for _ in range(2):
+        arriving = all_gather_tensor(torch.full((2, 3), float(rank)), 0, dist.group.WORLD)
+        assert torch.equal(fullrank.all_gather_no_grad(arriving), arriving.repeat(dist.get_world_size(), 1))

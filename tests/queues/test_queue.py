@@ -137,6 +137,20 @@ def mixed(value: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [-1, 2, 4, 0.5])
+def test_the_checksum_tells_signs_and_powers_of_two(factor: float, dtype: torch.dtype) -> None:
+    """They change few high bits of a number, and must reach the low ones, which messages print."""
+    for seed in range(8):
+        logits, low = torch.randn(8, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), set()
+        for count in (0, 1, 2, 8):
+            queue, changed = MemoryQueue(8, 1), logits.to(dtype)
+            changed[:count] *= factor
+            queue.enqueue(changed, torch.arange(8) % 2)
+            low.add(int(queue.checksum) & 0xFFFFFFFF)
+        assert len(low) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("columns", "multi_hot"), [(1, False), (3, False), (3, True)])
 def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, dtype: torch.dtype) -> None:
     """By whole numbers of Python: it is saved with the queue, and compared with that of ranks on other devices."""
@@ -150,9 +164,9 @@ def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, d
         for row in range(5):
             words = [*logits.view(bits)[row].tolist(), *targets.reshape(5, -1)[row].tolist()]
             words += [int(weight.view(bits)[row]), int(iid[row])]
-            factors = [mixed(place - len(words) + 0x165667B19E3779F9) for place in range(len(words))]
-            of_row = mixed(5 * number + row + 0x165667B19E3779F9)
-            total += of_row * sum(word * factor for word, factor in zip(words, factors))
+            factors = [mixed(place - len(words) + 0x165667B19E3779F9) | 1 for place in range(len(words))]
+            of_row = mixed(5 * number + row + 0x165667B19E3779F9) | 1
+            total += of_row * sum(mixed(word) * factor for word, factor in zip(words, factors))
     assert int(queue.checksum) % 2**64 == total % 2**64
 
 
