@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,25 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import Batch, Result, all_batches, make_window, num_valid, one_process, sum_loss
+from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from blindfold import Blindfold
 from collective_counter import CollectiveCounter
-from experts import Experts
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from verbs import run_window
-from workers import WorkerPool, error_of
+from workers import WorkerPool, error_of, get_pool
 
 import fullrank
 from fullrank import accumulate, count_valid_tokens, discard_gradients_
+from fullrank.accumulation.window import list_micro_batches
 
 
-def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
+def forms(rank: int, kind: str) -> dict[str, float]:
     """Return the errors of every form of count and of step."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
+    reference, model = Model(), wrap(Model(), kind)
     batches = make_window("uneven", rank)
     expected = one_process(reference, all_batches("uneven"))
     total = sum(map(num_valid, all_batches("uneven")))
@@ -88,21 +88,22 @@ def forms(rank: int, kind: str, dtype: str) -> dict[str, float]:
     }
 
 
-def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[float]:
+def aborted(rank: int, kind: str, sync: str, discard: bool) -> list[float]:
     """Return errors of the window after one that was left, in the middle or in front of the last backward."""
-    kept = getattr(torch, dtype)
-    reference, model = Model(kept), wrap(Model(kept), kind)
-    batches, errors = make_window("full", rank), []
+    reference, model = Model(), wrap(Model(), kind)
+    batches, errors, before = make_window("full", rank), [], switches(model)
     expected = one_process(reference, all_batches("full")).gradient
     options: dict[str, Any] = {"sync": sync, "group": by_hand(model)}
     for last in (0, 2):
         for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, **options)):
+            assert kind == "plain" or sync == "each" or index != 1 or switches(model) != before
             loss = sum_loss(model, batch)
             if index == last == 2:
                 break
             step.backward(loss)
             if index == last:
                 break
+        assert switches(model) == before
         model.zero_grad()
         if discard:
             discard_gradients_(model)
@@ -112,64 +113,44 @@ def aborted(rank: int, kind: str, sync: str, dtype: str, discard: bool) -> list[
     return errors
 
 
-# tests/conformance has float32 for every verb.
-each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
-
-
 @pytest.mark.full
-@each_dtype
 @on_ranks(4)
-def test_tensor_parallel_copies_count_once(rank: int, dtype: str) -> None:
-    """Two data ranks of two tensor-parallel ranks each, by the group the count is made over."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def test_tensor_parallel_copies_count_once(rank: int) -> None:
+    """Two data ranks of two tensor-parallel ranks each, by the group the count is made over.
 
-    kept = getattr(torch, dtype)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    reference = Model(kept)
-    data_rank = mesh["data"].get_local_rank()
-    expected = one_process(reference, all_batches("full", 2))
-    errors = {}
-    for name, group in (("wrapper", None), ("data mesh", mesh["data"]), ("world", dist.group.WORLD)):
-        model = Model(kept)
-        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["data"])
-        loss = run_window(model, make_window("full", data_rank), group=group)
-        errors[name] = error(gradient(model), expected.gradient)
-        errors[f"{name} loss"] = error(loss, expected.loss)
-    errors |= _loss_parallel_errors(kept, mesh, make_window("full", data_rank), expected)
-    wrong = {name: errors.pop(name) for name in ("world", "world loss")}
-    assert_exact(errors, dtype)
-    assert abs(wrong["world"] - 0.5) <= LIMITS[dtype]  # every token was counted twice, every loss added twice
-    assert wrong["world loss"] <= LIMITS[dtype]
-
-
-def _loss_parallel_errors(dtype: torch.dtype, mesh: Any, batches: list[Batch], expected: Result) -> dict[str, float]:
-    """Return the errors with logits sharded over the vocabulary, whose loss is a DTensor."""
+    Also with logits that are sharded over the vocabulary, whose loss is a DTensor.
+    """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-    model = Model(dtype)
-    down = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    up = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh["tensor"], {"up": up, "down": down})
-    fully_shard(model, mesh=mesh["data"])
-    with loss_parallel():
-        for step, batch in accumulate(model, batches, count_valid_tokens):
-            logits, labels = model(batch["tokens"]), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-            step.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
-    return {
-        "loss parallel": error(gradient(model), expected.gradient),
-        "loss parallel loss": error(step.mean_loss(), expected.loss),
-    }
+    mesh, errors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), {}
+    batches = make_window("full", mesh["data"].get_local_rank())
+    expected = one_process(Model(), all_batches("full", 2))
+    for name, group in (("wrapper", None), ("data mesh", mesh["data"]), ("world", dist.group.WORLD), ("loss", None)):
+        model, whole = Model(), name != "loss"
+        down = RowwiseParallel() if whole else ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        up = ColwiseParallel() if whole else ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tensor"], {"up": up, "down": down})
+        fully_shard(model, mesh=mesh["data"])
+        with nullcontext() if whole else loss_parallel():
+            for step, batch in accumulate(model, batches, count_valid_tokens, group=group):
+                logits, labels = model(batch["tokens"]), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+                step.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        errors |= {
+            name: error(gradient(model), expected.gradient),
+            f"{name} loss": error(step.mean_loss(), expected.loss),
+        }
+    wrong = {name: errors.pop(name) for name in ("world", "world loss")}
+    assert_exact(errors, "float64")
+    assert abs(wrong["world"] - 0.5) <= 1e-12  # every token was counted twice, every loss added twice
+    assert wrong["world loss"] <= 1e-12
 
 
-@each_dtype
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
-def test_every_form_of_count_and_step(pool: WorkerPool, kind: str, dtype: str) -> None:
-    for errors in pool(forms, kind, dtype):
-        assert_exact(errors, dtype)
+def test_every_form_of_count_and_step(pool: WorkerPool, kind: str) -> None:
+    for errors in pool(forms, kind):
+        assert_exact(errors, "float64")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -184,16 +165,25 @@ def test_half_precision_is_as_good_as_one_process(rank: int, dtype: str) -> None
     assert error(gradient(model).double(), true) <= limit
 
 
-@pytest.mark.parametrize(("kind", "sync"), [("ddp", "last"), ("fsdp2", "last"), ("fsdp2", "each"), ("plain", "last")])
-def test_discarded_window_leaves_nothing(pool: WorkerPool, kind: str, sync: str) -> None:
-    for errors in pool(aborted, kind, sync, "float64", True):
+@pytest.mark.parametrize(
+    ("kind", "sync", "world_size"),
+    [
+        ("ddp", "last", 2),
+        ("fsdp2", "last", 2),
+        ("fsdp2", "each", 2),
+        ("plain", "last", 2),
+        pytest.param("hsdp", "shard", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_discarded_window_leaves_nothing(kind: str, sync: str, world_size: int) -> None:
+    """The switches of the wrapper are restored where the loop is left."""
+    for errors in get_pool(world_size)(aborted, kind, sync, True):
         assert max(errors) <= LIMITS["float64"]
 
 
-@pytest.mark.slow
-def test_discarded_window_leaves_nothing_under_hsdp(pool_of_four: WorkerPool) -> None:
-    for errors in pool_of_four(aborted, "hsdp", "shard", "float64", True):
-        assert max(errors) <= LIMITS["float64"]
+def test_zero_grad_does_not_discard(pool_of_two: WorkerPool) -> None:
+    for errors in pool_of_two(aborted, "fsdp2", "last", False):
+        assert min(errors) > 0.1
 
 
 @on_ranks()
@@ -213,33 +203,6 @@ def test_discarded_window_of_unequal_length_leaves_nothing(rank: int) -> None:
         model.zero_grad()
         run_window(model, batches)
         assert error(gradient(model), one_process(reference, everything).gradient) <= LIMITS["float64"]
-
-
-@each_dtype
-def test_zero_grad_does_not_discard(pool_of_two: WorkerPool, dtype: str) -> None:
-    for errors in pool_of_two(aborted, "fsdp2", "last", dtype, False):
-        assert min(errors) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("kind", "way"), [("ddp", "left"), ("fsdp2", "left"), ("ddp", "raised"), ("fsdp2", "failed and kept")]
-)
-@on_ranks(2)
-def test_switches_are_restored(rank: int, kind: str, way: str) -> None:
-    """In the second micro-batch they are others; after the loop was left there, they are as they were."""
-    model, batches = wrap(Model(torch.float32), kind), make_window("full", rank)
-    before, loop = switches(model), accumulate(model, batches, count_valid_tokens)
-    with suppress(ValueError):
-        for index, (step, batch) in enumerate(loop if way == "failed and kept" else accumulate(model, batches, 1.0)):
-            if index == 1:
-                assert switches(model) != before
-                if way == "failed and kept":
-                    step.backward(sum_loss(model, batch).detach())  # nobody has a backward, so every rank raises
-                elif way == "raised":
-                    raise ValueError("inside")
-                break
-            step.backward(sum_loss(model, batch))
-    assert switches(model) == before
 
 
 REDUCTIONS = {"ddp": "allreduce_.default", "fsdp2": "_reduce_scatter_base_.default"}
@@ -280,21 +243,6 @@ def test_hsdp_reduces_where_it_is_set_to(rank: int, sync: str, scatters: int, re
     total, _ = collectives(rank, "hsdp", sync)
     assert total["_reduce_scatter_base_.default"] == scatters
     assert total["allreduce_.default"] == reductions
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_experts_whose_gradients_are_averaged_are_refused(rank: int) -> None:
-    """After ``sum_gradients_`` they are exact: tests/repository/test_accumulation_doc.py."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    model = Experts(torch.float64, mesh["experts"].get_group())
-    (expert,) = model.experts.values()
-    fully_shard(expert, mesh=mesh["data"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    text = error_of(lambda: run_window(model, make_window("full", rank)))[1]
-    assert "got divisors [2.0, 4.0]. Call sum_gradients_(model) once" in text
 
 
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:
@@ -340,35 +288,67 @@ def test_one_process_discards_what_it_has_added(place: int) -> None:
     assert model.weight.grad is None
 
 
-class HostReads(TorchDispatchMode):
-    """Context that counts the reads of a tensor by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("items", [None, "tensor", "number"])
 def test_no_micro_batch_but_the_last_is_waited_for(
     device: torch.device, items: str | None, no_waits: Callable[[], AbstractContextManager[None]]
 ) -> None:
     model, rows = make_rows()
     model, rows = model.to(device), [row.to(device) for row in rows]
-    reads = HostReads()
     loop = fullrank.accumulate(model, rows, lambda batch: torch.full((), len(batch), device=device))
     for index, (step, batch) in enumerate(loop):
         loss = model(batch).square().sum() / (len(batch) if items else 1)
         number = {"tensor": torch.full((), len(batch), device=device), "number": len(batch)}.get(items)
-        with reads, no_waits() if index < len(rows) - 1 else nullcontext():
+        with Blindfold(), no_waits() if index < len(rows) - 1 else nullcontext():
             step.backward(loss, num_items=number)
-    assert reads.count == 0
-    with reads:
+    with Blindfold(), pytest.raises(AssertionError, match="a value was read"):  # it does see a read
         float(step.mean_loss())
-    assert reads.count == 1  # it does count
+
+
+class Indexed:
+    """A sequence by the old protocol, such as a map-style data set."""
+
+    def __init__(self, items: list[int]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> int:
+        return self.items[index]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque, Indexed, lambda items: dict.fromkeys(items).keys()])
+def test_every_sequence_is_a_window(kind: Callable[[list[int]], Any]) -> None:
+    assert list_micro_batches(kind([3, 4])) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"micro_batches": 3}, r"^micro_batches: expected a list of micro-batches.* got a int\."),
+        (
+            {"micro_batches": "text"},
+            r"^micro_batches: expected a list of micro-batches.*Pass \[batch\] for one batch\.",
+        ),
+        ({"model": None}, r"model: expected an nn\.Module"),
+    ],
+)
+def test_one_process_names_what_is_no_window_and_no_model(given: dict[str, Any], text: str) -> None:
+    """Other mistakes with windows are in tests/conformance/test_faults_of_verbs.py."""
+    given = {"model": torch.nn.Linear(2, 1), "micro_batches": [torch.ones(1, 2)]} | given
+    for call in (
+        lambda: next(accumulate(**given, count=len)),
+        lambda: fullrank.pooled_backward(**given, forward=len, loss=lambda scores, _: scores.sum()),
+    ):
+        with pytest.raises(TypeError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("count", [lambda batch: batch["length"], int, str, count_valid_tokens])
+def test_one_process_prints_one_traceback_of_a_count_that_fails(count: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError, ValueError), match="count of micro-batch 0: ") as caught:
+        next(accumulate(torch.nn.Linear(1, 1), [{}], count))
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
 def test_mean_loss_is_for_ended_windows() -> None:

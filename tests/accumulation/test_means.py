@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import Tensor, nn
-from workers import WorkerPool
 
 import fullrank
 from fullrank import accumulate
@@ -79,8 +79,9 @@ def test_a_graph_with_many_paths_is_read_once() -> None:
         step.backward(loss)
 
 
-def over_ranks(rank: int) -> None:
-    """Body: a loss over the rows of both ranks is refused in each step, whatever is said of its terms."""
+@on_ranks(2)
+def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
+    """In each step, whatever is said of its terms."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
     rows = torch.randn(2, 5, 3)[rank, : 4 - rank]
@@ -90,13 +91,7 @@ def over_ranks(rank: int) -> None:
     text = (
         "expected the sum over this rank's terms, got a loss over the rows of all ranks. Set gather_distributed=False"
     )
-    for loss, num_items in (
-        (total, None),
-        (mean, len(rows)),
-        (mean, None),
-        (both, len(rows)),
-        (both, None),
-    ):
+    for loss, num_items in ((total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None)):
 
         def window(loss: nn.Module = loss, num_items: int | None = num_items) -> None:
             for step, batch in accumulate(model, [rows], len):
@@ -111,16 +106,9 @@ def over_ranks(rank: int) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
     mean(model(rows), targets).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    for step, batch in accumulate(model, [rows], 2):  # one term on each rank, the same
-        step.backward(mean(model(batch), targets))
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
-    model.zero_grad()
-    total.gather_distributed = False
-    for step, batch in accumulate(model, [rows], len):
-        step.backward(total(model(batch), targets))
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
-
-
-def test_a_loss_over_the_rows_of_all_ranks_is_refused(pool_of_two: WorkerPool) -> None:
-    pool_of_two(over_ranks)
+    for loss, count in ((mean, 2), (total, len)):  # one term on each rank, the same; a sum of the own terms
+        model.zero_grad()
+        for step, batch in accumulate(model, [rows], count):
+            step.backward(loss(model(batch), targets))
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+        total.gather_distributed = False

@@ -33,7 +33,7 @@ def part_of_fsdp(rank: int, kind: str, verb: str, resharded: bool) -> list[float
     """Return the errors of two windows of ``up``, all that is trained of a model that FSDP2 wraps as a whole."""
     from torch.distributed.fsdp import fully_shard
 
-    model, reference = Model(torch.float64), Model(torch.float64)
+    model, reference = Model(), Model()
     for part in (model.embed, model.down, reference.embed, reference.down):
         part.requires_grad_(False)
     fully_shard(model, mesh=mesh_of(kind), reshard_after_forward=resharded)
@@ -49,10 +49,7 @@ def part_of_fsdp(rank: int, kind: str, verb: str, resharded: bool) -> list[float
             for batch in batches:
                 deferred.backward(sum_loss(model, batch), num_valid(batch))
             deferred.finish()
-        # The definition, with all rows in one process.
-        reference.zero_grad()
-        everything = all_batches("full")
-        (sum(sum_loss(reference, batch) for batch in everything) / sum(map(num_valid, everything))).backward()
+        one_process(reference, all_batches("full"))
         errors.append(error(gradient(model.up), gradient(reference.up)))
         model.zero_grad()
     return errors
@@ -63,7 +60,7 @@ class Adapters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = Model(torch.float64).requires_grad_(False)
+        self.base = Model().requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.adapters = nn.ModuleList(nn.Linear(7, 7, dtype=torch.float64) for _ in range(2))

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from batches import all_batches, make_batch, make_window, one_process, sum_loss
+from batches import make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from subjects import Model, error, gradient
+from subjects import Model, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
@@ -35,40 +35,38 @@ class Around(nn.Module):
         return self.inner(tokens)
 
 
-def wrap(form: str, buffers: bool) -> nn.Module:
+def wrapped(form: str, buffers: bool) -> nn.Module:
     """Return a model under DDP."""
     options = {
         "find unused": {"find_unused_parameters": True},
         "static graph": {"static_graph": True},
         "no broadcasts": {"broadcast_buffers": False},
     }.get(form, {})
-    module = DistributedDataParallel(Model(buffers=buffers), **options)
+    module = wrap(Model(buffers=buffers), "ddp", **options)
     return Around(module) if form == "nested" else module
 
 
-def clean_error(rank: int, model: nn.Module, layout: str = "full") -> float:
-    """Return the error of a window without faults; with one micro-batch a rank where DDP with static_graph needs it."""
-    batches = make_window(layout, rank)[:1] if layout == "full" else make_window(layout, rank)
-    everything = all_batches(layout)
-    if layout == "full":
-        everything = [make_window(layout, other)[0] for other in range(dist.get_world_size())]
+def window_error(rank: int, model: nn.Module, layout: str) -> float:
+    """Return the error of a window without faults; "one" is one micro-batch a rank, as DDP with static_graph needs."""
+    windows = [make_window("full" if layout == "one" else layout, other) for other in range(dist.get_world_size())]
+    windows = [window[:1] if layout == "one" else window for window in windows]
     model.zero_grad()
-    run_window(model, batches)
-    return error(gradient(model), one_process(Model(torch.float64), everything).gradient)
+    run_window(model, windows[rank])
+    return error(gradient(model), one_process(Model(), [batch for window in windows for batch in window]).gradient)
 
 
 def skipped(rank: int, form: str, num_before: int, buffers: bool) -> tuple[tuple[str, str], list[float]]:
     """Return what is raised when the last rank leaves out its only micro-batch, and the errors before and after it."""
-    model, odd = wrap(form, buffers), rank == dist.get_world_size() - 1
-    errors = [clean_error(rank, model) for _ in range(num_before)]
+    model, odd = wrapped(form, buffers), rank == dist.get_world_size() - 1
+    errors = [window_error(rank, model, "one") for _ in range(num_before)]
     use = {"use": lambda step, index, loss, items: None} if odd else {}
     found = error_of(lambda: run_window(model, make_window("full", rank)[:1], **use))
-    return found, errors + [clean_error(rank, model) for _ in range(2)]
+    return found, errors + [window_error(rank, model, "one") for _ in range(2)]
 
 
 def quiet(rank: int, form: str, buffers: bool, raw: bool) -> list[int]:
     """Return the collectives in the first forward of three windows; ``raw``: of plain steps of DDP, the control."""
-    model, counts = wrap(form, buffers), []
+    model, counts = wrapped(form, buffers), []
     for _ in range(3):
         for step, batch in [(None, make_batch(rank, 0))] if raw else accumulate(model, [make_batch(rank, 0)], 5.0):
             with CollectiveCounter() as counter:
@@ -115,16 +113,13 @@ def test_a_forward_without_a_backward_before_the_window(rank: int, way: str, lay
     for num_before in (0, 1, 2):
         if num_before == 1 and way in ("one rank", "one rank in no_sync"):
             continue  # DDP itself hangs: it rebuilds its buckets in the second forward with gradients
-        model = wrap("default", buffers=way.startswith("every rank, one"))
-        errors = [clean_error(rank, model) for _ in range(num_before)]
+        model = wrapped("default", buffers=way.startswith("every rank, one"))
+        errors = [window_error(rank, model, "one") for _ in range(num_before)]
         if way.startswith("every rank") or rank == 0:
             contexts = {"no_sync": model.no_sync, "no_grad": torch.no_grad} if rank == 0 else {}
             with contexts.get(way.partition("in ")[2], contextlib.nullcontext)():
                 sum_loss(model, make_batch(rank, 0))
-        for _ in range(2):
-            model.zero_grad()
-            run_window(model, make_window(layout, rank))
-            errors.append(error(gradient(model), one_process(Model(torch.float64), all_batches(layout)).gradient))
+        errors += [window_error(rank, model, layout) for _ in range(2)]
         assert max(errors) <= 1e-12
 
 
@@ -147,7 +142,7 @@ def test_ranks_compare_which_modules_would_broadcast(rank: int) -> None:
 @on_ranks(2)
 def test_buffers_are_broadcast_once_a_window(rank: int) -> None:
     """From rank 0, whose three forwards count; two more broadcasts arrange the buckets, in the second window."""
-    model = wrap("default", True)
+    model = wrapped("default", True)
     for broadcasts in (1, 3, 1):
         model.module.forwards.fill_(10.0 * rank)
         with CollectiveCounter() as counter:
@@ -159,7 +154,7 @@ def test_buffers_are_broadcast_once_a_window(rank: int) -> None:
 def test_the_constructor_broadcasts_what_the_first_forward_would(rank: int) -> None:
     """Buffers that differ come from rank 0; the control is the first forward without the object."""
     for is_deferred in (True, False):
-        model = wrap("default", True)
+        model = wrapped("default", True)
         model.module.forwards.fill_(10.0 * rank)
         with CollectiveCounter() as constructor:
             kept = DeferredMean(model) if is_deferred else None

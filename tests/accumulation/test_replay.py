@@ -9,6 +9,8 @@ import contextlib
 import functools
 import importlib
 import random
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,6 @@ from gradient_cases import Case, make_loss, make_step
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, by_hand, error, gradient, has_gradients, mesh_of, reduced, wrap
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from workers import error_of, get_pool
 
 import fullrank
@@ -265,25 +266,6 @@ def test_batch_norm_counts_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -
     assert error(second.middle[0].running_mean, first.middle[0].running_mean) > 1e-2
 
 
-def test_power_iteration_advances_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(4)  # spectral_norm draws its first vectors
-        model = make_model()
-        spectral_norm(model.up)
-        directions = torch.linalg.svd(model.up.parametrizations.weight.original.detach()).Vh
-        far = directions[5] + 0.1 * directions[0]  # from converged, as the constructor leaves it
-        model.up.parametrizations.weight[0]._v.copy_(far / far.norm())
-        return model
-
-    first, second = run_both(make)
-    assert error(gradient(second), gradient(first)) <= 1e-12
-    for a, b in zip(first.buffers(), second.buffers()):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
-    monkeypatch.setattr(replay, "buffers_kept", lambda model: contextlib.nullcontext())
-    with pytest.raises(RuntimeError, match="module state that is not a buffer"):
-        run_both(make)
-
-
 class Awkward(nn.Module):
     """Treats its buffers in every way that a forward may; the scores depend on each."""
 
@@ -383,64 +365,43 @@ def test_control_backward_inside_autocast_is_rounded(monkeypatch: pytest.MonkeyP
 
 
 def test_grad_scaler_scales_the_gradient_and_not_the_value() -> None:
-    case = Case("smooth_ap", dtype="float32")
-    batches = cut(make_step(case, 0), 3)
-    plain, scaled = make_model(dtype="float32"), make_model(dtype="float32")
+    case, values, gradients = Case("smooth_ap", dtype="float32"), [], []
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    values = [
-        fullrank.pooled_backward(
-            model,
-            batches,
-            forward=lambda batch, model=model: model(batch.features),
-            loss=joined_loss(make_loss(case, local=True)),
-            scaler=given,
-        )
-        for model, given in ((plain, None), (scaled, scaler))
-    ]
+    for given in (None, scaler):
+        model, loss = make_model(dtype="float32"), joined_loss(make_loss(case, local=True))
+        values.append(pool_window(model, cut(make_step(case, 0), 3), loss, scaler=given))
+        gradients.append(gradient(model))
     assert torch.equal(*values)
-    assert error(gradient(scaled), 1024.0 * gradient(plain)) <= 1e-6
-    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.1)
-    scaler.unscale_(optimizer)
-    assert error(gradient(scaled), gradient(plain)) <= 1e-6
+    assert error(gradients[1], 1024.0 * gradients[0]) <= 1e-6
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert error(gradient(model), gradients[0]) <= 1e-6
 
 
 def test_memory_is_that_of_one_micro_batch() -> None:
     """The bytes that graphs hold at the same time, counted as they are saved and freed."""
 
     def peak(backward: Callable[..., Any], count: int) -> int:
-        model = make_model(nn.Linear(8, 8, dtype=torch.float64))
-        batches = list(torch.ones(1024, 7, dtype=torch.float64).split(1024 // count))
-        held = Held()
-        with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda kept: kept.tensor):
+        model, held = make_model(nn.Linear(8, 8, dtype=torch.float64)), Counter[str]()
+
+        def keep(tensor: Tensor) -> list[Tensor]:
+            kept = Kept([tensor.detach()])
+            size = tensor.numel() * tensor.element_size()
+            held["now"] += size
+            held["most"] = max(held["most"], held["now"])
+            weakref.finalize(kept, held.subtract, {"now": size})
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept[0]):
+            batches = torch.ones(1024, 7).double().split(1024 // count)
             backward(model, batches, forward=model, loss=lambda scores, _: scores.mean())
-        return held.peak
+        return held["most"]
 
-    retaining = lambda model, batches, forward, loss: retained(model, batches, forward, loss)  # noqa: E731
-    assert peak(fullrank.pooled_backward, 16) <= peak(retaining, 1) / 12
-    assert peak(retaining, 16) > 0.9 * peak(retaining, 1)  # control: cutting alone saves nothing
-
-
-class Kept:
-    """One saved tensor; gives its bytes back when its graph goes."""
-
-    def __init__(self, tensor: Tensor, held: Held) -> None:
-        self.tensor, self.held, self.size = tensor.detach(), held, tensor.numel() * tensor.element_size()
-        held.now += self.size
-        held.peak = max(held.peak, held.now)
-
-    def __del__(self) -> None:
-        self.held.now -= self.size
+    assert peak(fullrank.pooled_backward, 16) <= peak(retained, 1) / 12
+    assert peak(retained, 16) > 0.9 * peak(retained, 1)  # control: cutting alone saves nothing
 
 
-class Held:
-    """Counts the bytes that graphs hold."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> Kept:
-        """Hook for what a graph saves."""
-        return Kept(tensor, self)
+class Kept(list[Tensor]):
+    """One saved tensor, whose graph is gone when it is."""
 
 
 @pytest.mark.parametrize("columns", [(), (1,), (3,), (2, 2)], ids=str)
@@ -574,30 +535,22 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
         one_call(**options)
 
 
+class Head(nn.Linear):
+    """A model with its loss."""
+
+    def loss(self, scores: Tensor, _: Any) -> Tensor:
+        return self(scores).sum()
+
+
 def test_foreign_leaf_is_named() -> None:
     """Parameters outside of the model, by their names where the code of the loss names them."""
-    scaled = lambda weight, scores, _: (scores * weight).sum()  # noqa: E731
-    model, head, factor = make_model(), nn.Linear(1, 1).double(), nn.Parameter(torch.ones(1, dtype=torch.float64))
-    offset = torch.ones(1, requires_grad=True, dtype=torch.float64)
-    box = [factor]
-
-    class Holder:
-        def __init__(self) -> None:
-            self.factor = box[0]
-
-        def loss(self, scores: Tensor, _: Any) -> Tensor:
-            return (scores * self.factor).sum()
-
-    class Head(nn.Linear):
-        def loss(self, scores: Tensor, _: Any) -> Tensor:
-            return self(scores).sum()
-
+    model, head, factor = make_model(), Head(1, 1).double(), nn.Parameter(torch.ones(1, dtype=torch.float64))
+    offset, box = torch.ones(1, requires_grad=True, dtype=torch.float64), [factor]
     wrong: dict[str, Any] = {
         "the parameter 'head.weight' outside of model.* as in model.loss = loss": lambda scores, _: head(scores).sum(),
         "the parameter 'factor' outside of model": lambda scores, _: (scores * factor).sum(),
-        "the parameter 'weight' outside of model": functools.partial(scaled, factor),
-        "the parameter 'self.weight' outside of model": Head(1, 1).double().loss,
-        "the parameter 'factor' outside of model.": Holder().loss,
+        "the parameter 'weight' outside of model": functools.partial(lambda weight, s, _: (s * weight).sum(), factor),
+        "the parameter 'self.weight' outside of model": head.loss,
         "a parameter outside of model, of shape": lambda scores, _: (
             scores * (unset if model is None else box[0])
         ).sum(),

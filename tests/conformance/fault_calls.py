@@ -489,7 +489,11 @@ CALLS = {
         lambda: fullrank.global_mean,
         _fraction,
         _BAD_FRACTION,
-        {"gradient": _wrong("total", lambda x: x.detach(), "ValueError", "gradient: ")} | _OTHER_REDUCTION,
+        {
+            "gradient": _wrong("total", lambda x: x.detach(), "ValueError", "gradient: "),
+            "dtype": _wrong("total", lambda x: x.float(), "ValueError", "dtype: torch.float"),
+            **_OTHER_REDUCTION,
+        },
     ),
 }
 BAD = [(name, kind) for name, call in CALLS.items() for kind in call.bad]

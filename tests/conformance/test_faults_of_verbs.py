@@ -7,6 +7,7 @@ communicate at other places once they have warmed up, and under DDP without and 
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -92,6 +93,15 @@ def _local_count(given: Arguments) -> Arguments:
     return {"count": 5 + dist.get_rank()}
 
 
+def _length(batch: Batch) -> Tensor:
+    return batch["length"]
+
+
+def _no_length(batch: Batch) -> Tensor:
+    raise ValueError("none here")
+
+
+_RAISED = f"raised in _length ({__file__}, line {_length.__code__.co_firstlineno + 1})."
 _NO_RULE = "count: expected the keywords key, shift, document_ids_key, ignore_index only, got "
 
 
@@ -149,11 +159,13 @@ OPENINGS = {
         "count", lambda batch: batch["labels"] != -100, "ValueError", "count of micro-batch 0: expected one element"
     ),
     "count that fails": passed(
-        "count",
-        lambda batch: batch["length"],
-        "RuntimeError",
-        "count of micro-batch 0: expected a number, got KeyError: 'length', raised in ",
+        "count", _length, "RuntimeError", f"micro-batch 0: expected a number, got KeyError: 'length', {_RAISED}"
     ),
+    "count that raises a ValueError": passed(
+        "count", _no_length, "ValueError", "expected a number, got ValueError: none here, raised in _no_length ("
+    ),
+    "built-in count that fails": passed("count", int, "TypeError", "expected a number, got TypeError: int() "),
+    "count that is text": passed("count", str, "TypeError", "count of micro-batch 0: expected a number or a tensor"),
     "count of no kind": passed(
         "count", "tokens", "TypeError", "count: expected a function of a micro-batch, count_valid_tokens, or"
     ),
@@ -490,6 +502,7 @@ class Seen(NamedTuple):
     left: str  # of the gradients: "kept" as they were, "dropped", or "exact", those of the step
     restored: bool  # the switches of the wrappers
     next_error: float
+    tracebacks: int  # that an uncaught exception would print
 
 
 def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list[Seen]:
@@ -511,19 +524,20 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, n
     if verb != "DeferredMean":  # which begins without gradients
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-    given, before, found = arguments_of(verb, model, rank), switches(model), ("none", "")
+    given, before, found, printed = arguments_of(verb, model, rank), switches(model), ("none", ""), ""
     given |= fault.common(given)
     given |= fault.change(given) if is_bad else {}
     try:
         take(verb, given)
     except Exception as raised:
-        found = type(raised).__name__, str(raised)
+        found, printed = (type(raised).__name__, str(raised)), "".join(traceback.format_exception(raised))
     left, restored = _left(model, expected), switches(model) == before
     if verb == "DeferredMean":
         deferred_of(model).discard()
     model.zero_grad()
     take(verb, arguments_of(verb, model, rank))
-    return Seen(*found, left, restored, error(gradient(model), expected))
+    tracebacks = printed.count("Traceback (most recent call last)")
+    return Seen(*found, left, restored, error(gradient(model), expected), tracebacks)
 
 
 def _left(model: nn.Module, expected: Tensor) -> str:
@@ -610,6 +624,7 @@ def test_a_mistake(verb: str, name: str, kind: str, world_size: int, left: str, 
             assert seen.left == left, seen
             assert seen.restored
             assert seen.next_error <= 1e-12, seen
+            assert seen.tracebacks == 1 or verb == "pooled_backward", seen  # whose cause may be the user's own error
 
 
 @pytest.mark.slow

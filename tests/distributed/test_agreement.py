@@ -48,7 +48,9 @@ def different_calls(rank: int, names: list[str]) -> tuple[str, str]:
         "softmax_focal": lambda: fullrank.SoftmaxFocalLoss()(logits, targets),
         "gather": lambda: fullrank.all_gather_no_grad(logits),
     }
-    return error_of(calls[names[rank == 1]])
+    found = error_of(calls[names[rank == 1]])
+    assert fullrank.all_gather_no_grad(torch.tensor([float(rank)]))[1] == 1.0  # the next call works
+    return found
 
 
 NAMED: dict[str, Any] = {
@@ -190,12 +192,6 @@ def test_a_name_is_a_text() -> None:
         assert NAMED[kind]("head").name == "head"
         with pytest.raises(TypeError, match="name: expected a str or None, got 3"):
             NAMED[kind](3)
-
-
-@on_ranks(2)
-def test_the_calls_after_a_disagreement_work(rank: int) -> None:
-    different_calls(rank, ["gather", "softmax_focal"])
-    assert fullrank.all_gather_no_grad(torch.tensor([float(rank)])).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.slow

@@ -41,17 +41,19 @@ def text_of(heads: list[list[int]], spoken: dict[int, Any], **options: Any) -> s
     return str(joint_error("a call", list(range(len(heads))), heads, spoken, **options))
 
 
-def test_one_reason_on_many_ranks_is_one_text() -> None:
-    heads, spoken = failed(*["bad"] * 1024)
-    assert speakers(heads) == {heads[0][1]: 0}
-    assert text_of(heads, spoken) == "a call failed on ranks 0, 1, 2, 3 and 1020 more: bad"
-
-
 @pytest.mark.parametrize(
-    ("number", "named"), [(1, "rank 0"), (4, "ranks 0, 1, 2, 3"), (5, "ranks 0, 1, 2, 3 and 1 more")]
+    ("number", "named"),
+    [
+        (1, "rank 0"),
+        (4, "ranks 0, 1, 2, 3"),
+        (5, "ranks 0, 1, 2, 3 and 1 more"),
+        (1024, "ranks 0, 1, 2, 3 and 1020 more"),
+    ],
 )
 def test_at_most_four_ranks_are_named(number: int, named: str) -> None:
-    assert text_of(*failed(*["bad"] * number)) == f"a call failed on {named}: bad"
+    heads, spoken = failed(*["bad"] * number)
+    assert speakers(heads) == {heads[0][1]: 0}
+    assert text_of(heads, spoken) == f"a call failed on {named}: bad"
 
 
 def test_at_most_four_reasons_are_named() -> None:
@@ -243,20 +245,15 @@ def test_texts_that_no_encoding_has_are_raised_on_every_rank(pool_of_two: Worker
             found.encode()  # which a terminal does
 
 
-def differ_in(rank: int, length: int) -> tuple[str, str]:
+@pytest.mark.parametrize("length", [10, 100_000])
+@on_ranks()
+def test_facts_that_differ_after_a_long_beginning(rank: int, length: int) -> None:
     facts = {"long": "y" * length + str(rank), "same": 1}
-    return error_of(lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, facts)))
-
-
-def test_facts_that_differ_after_a_long_beginning(pool: WorkerPool) -> None:
-    for length in (10, 100_000):
-        outcomes = pool(differ_in, length)
-        assert len(set(outcomes)) == 1
-        kind, text = outcomes[0]
-        assert kind == "ValueError"
-        assert "got long: 'yyy" in text
-        assert "same: " not in text
-        assert len(text) < 7_000
+    kind, text = error_of(lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, facts)))
+    assert kind == "ValueError"
+    assert "got long: 'yyy" in text
+    assert "same: " not in text
+    assert len(text) < 7_000
 
 
 @on_ranks()
@@ -305,21 +302,16 @@ def test_control_an_agreement_inside_is_not_joined_twice(rank: int) -> None:
     assert error_of(lambda: agree_on("outer", dist.group.WORLD, bring)) == expected
 
 
-def count_one_item_too_many(model: nn.Module, group: Any = None) -> None:
-    """Take a window whose loss is a mean of one item more than was counted."""
-    for step, batch in fullrank.accumulate(model, [torch.ones(3, 2)], len, group=group):
-        step.backward(model(batch).mean(), num_items=4)
-
-
-@on_ranks(2)
-def test_a_wrong_item_count_is_a_rank_error_over_ranks_alone(rank: int) -> None:
-    with pytest.raises(RankValueError):
-        count_one_item_too_many(nn.Linear(2, 1), dist.group.WORLD)
-
-
 def test_a_wrong_item_count_in_one_process_is_a_plain_error() -> None:
+    """Over ranks it is a RankError: tests/conformance/test_faults_of_verbs.py."""
+    model = nn.Linear(2, 1)
+
+    def window() -> None:
+        for step, batch in fullrank.accumulate(model, [torch.ones(3, 2)], len):
+            step.backward(model(batch).mean(), num_items=4)
+
     with pytest.raises(ValueError, match="num_items: expected a sum over the window equal to its count, 3") as caught:
-        count_one_item_too_many(nn.Linear(2, 1))
+        window()
     assert type(caught.value) is ValueError
 
 

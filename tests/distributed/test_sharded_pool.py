@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -44,7 +45,6 @@ class Case(NamedTuple):
     queue_keep: str = "all"
     temperature: float | None = 0.3
     reduction: str = "mean"
-    pool: str = "sharded"
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -129,7 +129,7 @@ def forced(form: str) -> Any:
 def run_case(rank: int, case: Case) -> Outcome:
     """Take steps with a sharded pool, and with one process that has all rows in float64."""
     world_size = dist.get_world_size()
-    loss, alone = make_loss(case, pool=case.pool), make_loss(case, gather_distributed=False)
+    loss, alone = make_loss(case, pool="sharded"), make_loss(case, gather_distributed=False)
     worst_gradient = worst_value = 0.0
     digest, number = hashlib.blake2b(digest_size=8), 0
     with forced(case.form):
@@ -141,7 +141,7 @@ def run_case(rank: int, case: Case) -> Outcome:
             with CollectiveCounter() if index == STEPS - 1 else nullcontext() as counter:
                 value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
             number = counter.total if counter else 0
-            reference = part_of(Step(whole, *step[1:]), counts, rank).logits
+            reference = whole.split(counts)[rank]
             error = (gradient.double() / world_size - reference).norm() / whole.norm().clamp_min(1e-30)
             worst_gradient = max(worst_gradient, float(error))
             difference = (value.double().nan_to_num() - expected.nan_to_num()).abs()
@@ -198,18 +198,7 @@ def test_smooth_ap_equals_one_process(pool_of_two: WorkerPool, form: str) -> Non
     assert_exact(pool_of_two, cases_of("smooth_ap", form))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("loss", "form"),
-    [("smooth_ap", "moments"), ("smooth_ap", "positives"), ("recall", "sums"), ("trapezoid", "sums")],
-)
-def test_four_ranks(pool_of_four: WorkerPool, loss: str, form: str) -> None:
-    for dtype in LIMITS:
-        cases = [Case(loss, form, dtype, **ROWS_OF[kind]) for kind in FEW]
-        assert_exact(pool_of_four, [case._replace(temperature=case.temperature or 0.3) for case in cases])
-
-
-def random_case(seed: int, pool: str = "sharded") -> Case:
+def random_case(seed: int) -> Case:
     """Return a configuration at random."""
     draw = random.Random(seed)
     loss = draw.choice(["smooth_ap", "smooth_ap", "recall", "trapezoid"])
@@ -229,20 +218,12 @@ def random_case(seed: int, pool: str = "sharded") -> Case:
         # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
         temperature=draw.choice([0.3, 2.0] if loss == "trapezoid" else [0.3, 2.0, None]),
         reduction=draw.choice(["mean", "sum", "none"]),
-        pool=pool,
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.full)], ids=len)
-def test_random_configurations(pool_of_four: WorkerPool, seeds: range) -> None:
-    for first in seeds[::10]:
-        assert_exact(pool_of_four, [random_case(seed) for seed in range(first, first + 10)])
-
-
-@pytest.mark.full
-def test_random_configurations_of_gathered_pools(pool_of_two: WorkerPool) -> None:
-    assert_exact(pool_of_two, [random_case(seed, "gathered") for seed in range(40, 60)])
+def test_random_configurations(pool_of_four: WorkerPool) -> None:
+    assert_exact(pool_of_four, [random_case(seed) for seed in range(10)])
 
 
 THRESHOLDS: dict[str, dict[str, Any]] = {
@@ -339,7 +320,7 @@ def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]
                     loss = make(1, temperature=temperature, pool="sharded", **options if form == "sums" else {})
                     value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
                 assert leaf.grad is not None
-                size, reference = leaf.grad.norm(), part_of(Step(leaf.grad, *step[1:]), counts, rank).logits
+                size, reference = leaf.grad.norm(), leaf.grad.split(counts)[rank]
                 error = (gradient.double() / world_size - reference).norm()
                 # The pair of a positive with itself cancels between two float64 numbers, and may be far larger.
                 rounding = 1e-15 * 0.25 / temperature / float(targets.sum())
@@ -352,56 +333,38 @@ def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]
     return wrong
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
-@pytest.mark.parametrize("form", ["moments", "positives", "sums"])
-def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "dtype", "sets"),
+    [
+        ("moments", "float64", ["normal"]),
+        *(pytest.param(form, "float64", [*SETS], marks=pytest.mark.slow) for form in ("moments", "positives", "sums")),
+        *(pytest.param(form, "float32", [*SETS], marks=pytest.mark.full) for form in ("moments", "positives", "sums")),
+    ],
+)
+def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str, sets: list[str]) -> None:
     """A value that is not finite is on one rank alone, or on two; "sums" is recall."""
-    assert pool_of_two(of_sets, form, dtype, [*SETS]) == [[], []]
-
-
-def test_infinite_scores_by_moments(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(of_sets, "moments", "float64", ["normal"]) == [[], []]
-
-
-class NotFinite(NamedTuple):
-    """What a loss with values that are not finite gives: whether it is that of a gathered pool, and which are NaN."""
-
-    same: bool
-    value_is_nan: bool
-    nan_rows: int  # of the gradient
-
-
-def not_finite(rank: int, loss: str) -> dict[str, NotFinite]:
-    """Put infinite scores at a threshold, where differences are NaN, or a NaN; with and without its gradient."""
-    found, world_size = {}, dist.get_world_size()
-    for kind in ("inf", "nan", "finite"):
-        for carried in (True, False):
-            for queue_size in (0, 20):
-                case = Case(loss, queue_size=queue_size, options=(("threshold_gradient", carried),), temperature=0.3)
-                step = make_step(case, 0)
-                if kind == "inf":
-                    step.logits[::7] = torch.inf  # and so a threshold
-                elif kind == "nan":
-                    step.logits[-1] = torch.nan
-                own = part_of(step, counts_of("uneven", len(step.logits), world_size, 0), rank)
-                gathered = loss_and_gradient(make_loss(case), own)
-                with forced("sums"):
-                    sharded = loss_and_gradient(make_loss(case, pool="sharded"), own)
-                same = all(torch.allclose(*pair, equal_nan=True) for pair in zip(gathered, sharded))
-                nan_rows = int(sharded[1].isnan().sum())
-                found[f"{kind} {carried} {queue_size}"] = NotFinite(same, bool(sharded[0].isnan()), nan_rows)
-    return found
+    assert pool_of_two(of_sets, form, dtype, sets) == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["recall", "trapezoid"])
-def test_nan_is_where_a_gathered_pool_has_it(pool_of_two: WorkerPool, loss: str) -> None:
-    for outcomes in pool_of_two(not_finite, loss):
-        for name, outcome in outcomes.items():
-            assert outcome.same, name
-            assert outcome.value_is_nan == ("finite" not in name), name
-            assert (outcome.nan_rows > 0) == ("finite" not in name), name
+@pytest.mark.parametrize("name", ["recall", "trapezoid"])
+@on_ranks(2)
+def test_nan_is_where_a_gathered_pool_has_it(rank: int, name: str) -> None:
+    """Infinite scores at a threshold, where differences are NaN, or a NaN; with and without its gradient."""
+    for kind, carried, queue_size in itertools.product(("inf", "nan", "finite"), (True, False), (0, 20)):
+        case = Case(name, queue_size=queue_size, options=(("threshold_gradient", carried),), temperature=0.3)
+        step = make_step(case, 0)
+        if kind == "inf":
+            step.logits[::7] = torch.inf  # and so a threshold
+        elif kind == "nan":
+            step.logits[-1] = torch.nan
+        own = part_of(step, counts_of("uneven", len(step.logits), 2, 0), rank)
+        gathered = loss_and_gradient(make_loss(case), own)
+        with forced("sums"):
+            value, gradient = loss_and_gradient(make_loss(case, pool="sharded"), own)
+        for found, expected in zip((value, gradient), gathered):
+            torch.testing.assert_close(found, expected, equal_nan=True)
+        assert bool(value.isnan()) == bool(gradient.isnan().any()) == (kind != "finite")
 
 
 @pytest.mark.slow
@@ -426,55 +389,49 @@ def test_calls_without_gradient(rank: int, form: str) -> None:
                 assert all(map(torch.equal, last, expected[2]))
 
 
-DEGENERATE: dict[str, tuple[int, int, int]] = {  # rows of all ranks, classes, and the target of every row
-    "no rows": (0, 1, 0),
-    "no positive": (30, 1, 0),
-    "no negative": (30, 1, 1),
-    "one class of three": (30, 3, 2),
-    "all ignored": (30, 3, -100),
-    "one row": (1, 1, 1),
-    "infinite positives alone": (30, 1, 1),
+# Rows of all ranks, classes, the target of every row, and whether two scores are infinite.
+DEGENERATE = {
+    "no rows": (0, 1, 0, False),
+    "no positive": (30, 1, 0, False),
+    "no negative": (30, 1, 1, False),
+    "one class of three": (30, 3, 2, False),
+    "all ignored": (30, 3, -100, False),
+    "one row": (1, 1, 1, False),
+    "infinite positives alone": (30, 1, 1, True),
 }
-
-
-def degenerate(rank: int, form: str) -> list[tuple[str, bool]]:
-    """Return whether rows without a valid class give what one process gives, for both losses."""
-    world_size, found = dist.get_world_size(), []
-    for name, (count, num_classes, target) in DEGENERATE.items():
-        for loss in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
-            case = Case(loss, num_classes=num_classes, reduction="none", queue_size=10)
-            losses = [make_loss(case, gather_distributed=False), make_loss(case, pool="sharded")]
-            for index in range(2):
-                logits = torch.randn(count, num_classes, generator=torch.Generator().manual_seed(index)).double()
-                logits[: 2 if "infinite" in name else 0] = torch.inf
-                step = Step(logits, torch.full((count,), target), None, None)
-                counts = counts_of("last" if index else "uneven", count, world_size, index)
-                expected, whole = loss_and_gradient(losses[0], step)
-                with forced(form):
-                    value, gradient = loss_and_gradient(losses[1], part_of(step, counts, rank))
-                reference = part_of(Step(whole, *step[1:]), counts, rank).logits
-                same = torch.allclose(value, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-                same = same and torch.allclose(gradient / world_size, reference, atol=1e-12, equal_nan=True)
-                found.append((f"{name} {loss}", same))
-    return found
 
 
 @pytest.mark.parametrize(
     "form", ["moments", *(pytest.param(form, marks=pytest.mark.slow) for form in ("positives", "gather", "sums"))]
 )
-def test_rows_without_a_valid_class(pool_of_two: WorkerPool, form: str) -> None:
-    for found in pool_of_two(degenerate, form):
-        assert [name for name, right in found if not right] == []
+@on_ranks(2)
+def test_rows_without_a_valid_class(rank: int, form: str) -> None:
+    """They give what one process gives."""
+    for count, num_classes, target, is_infinite in DEGENERATE.values():
+        for loss in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
+            case = Case(loss, num_classes=num_classes, reduction="none", queue_size=10)
+            losses = [make_loss(case, gather_distributed=False), make_loss(case, pool="sharded")]
+            for index in range(2):
+                logits = torch.randn(count, num_classes, generator=torch.Generator().manual_seed(index)).double()
+                logits[: 2 * is_infinite] = torch.inf
+                step = Step(logits, torch.full((count,), target), None, None)
+                counts = counts_of("last" if index else "uneven", count, 2, index)
+                expected, whole = loss_and_gradient(losses[0], step)
+                with forced(form):
+                    value, gradient = loss_and_gradient(losses[1], part_of(step, counts, rank))
+                close = {"rtol": 1e-12, "atol": 1e-12, "equal_nan": True}
+                torch.testing.assert_close(value, expected, **close)
+                torch.testing.assert_close(gradient / 2, whole.split(counts)[rank], **close | {"rtol": 1e-5})
 
 
-def temperatures(rank: int, form: str) -> list[tuple[float | None, float | None]]:
-    """Return the automatic temperatures of a gathered and a sharded pool with a queue, in four steps."""
-    found = []
+@pytest.mark.parametrize(
+    "form", [pytest.param("moments", marks=pytest.mark.slow), pytest.param("positives", marks=pytest.mark.full)]
+)
+@on_ranks(2)
+def test_the_automatic_temperature_is_that_of_a_gathered_pool(rank: int, form: str) -> None:
+    """Also where the sample holds a queued row twice, as an even sample of hardly more rows does."""
     for num_classes, capacity in ((3, 7), (3, 50), (30, 500)):  # too many rows for all of them to be in the sample
-        losses = [
-            fullrank.SmoothAPLoss(num_classes, capacity),
-            fullrank.SmoothAPLoss(num_classes, capacity, pool="sharded"),
-        ]
+        losses = [fullrank.SmoothAPLoss(num_classes, capacity, pool=pool) for pool in ("gathered", "sharded")]
         for index in range(4):
             generator = torch.Generator().manual_seed(10 * index + rank)
             count = 1500 + index if rank else 0
@@ -483,17 +440,7 @@ def temperatures(rank: int, form: str) -> list[tuple[float | None, float | None]
             with forced(form):
                 for loss in losses:
                     loss(logits, targets)
-            found.append((losses[0].current_temperature, losses[1].current_temperature))
-    return found
-
-
-@pytest.mark.parametrize(
-    "form", [pytest.param("moments", marks=pytest.mark.slow), pytest.param("positives", marks=pytest.mark.full)]
-)
-def test_the_automatic_temperature_is_that_of_a_gathered_pool(pool_of_two: WorkerPool, form: str) -> None:
-    """Also where the sample holds a queued row twice, as an even sample of hardly more rows does."""
-    for found in pool_of_two(temperatures, form):
-        assert all(whole == part for whole, part in found), found
+            assert losses[0].current_temperature == losses[1].current_temperature
 
 
 @on_ranks(2)
@@ -581,7 +528,7 @@ def test_a_warm_up_before_a_sharded_loss(rank: int) -> None:
             plain = lambda logits, targets, *_, loss=loss, **__: loss(logits, targets)  # noqa: E731
             found.append(loss_and_gradient(plain, rows))
         (value, gradient), (expected, whole) = found
-        reference = part_of(Step(whole, *step[1:]), counts, rank).logits
+        reference = whole.split(counts)[rank]
         assert abs(float(value - expected)) <= 1e-12
         assert (gradient / 2 - reference).norm() <= 1e-12 * whole.norm()
 

@@ -14,7 +14,7 @@ from meshes import init_device_mesh
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from workers import WorkerPool, error_of
+from workers import error_of
 
 from fullrank import all_reduce_grads_, sequence_sync_group
 from fullrank.gradients import all_reduce_grads
@@ -49,20 +49,6 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-def half_sum(rank: int, dtype: str, way: str) -> int:
-    """Return how many of 1000 sums in half precision are not the true one, rounded once."""
-    kept, world_size = getattr(torch, dtype), dist.get_world_size()
-    parts = [part(r, 0, (1000,), kept) for r in range(world_size)]
-    if way == "ours":
-        parameter = nn.Parameter(torch.zeros(1000, dtype=kept))
-        parameter.grad = parts[rank].clone()
-        all_reduce_grads_([parameter], dist.group.WORLD)
-        found = parameter.grad
-    else:
-        found = sum(parts[1:], parts[0])
-    return int((found != sum(one.double() for one in parts).to(kept)).sum())
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -82,23 +68,6 @@ def _sparse() -> list[nn.Parameter]:
     embedding = nn.Embedding(4, 3, sparse=True)
     embedding(torch.tensor([1, 1])).sum().backward()
     return [embedding.weight]
-
-
-def _frozen() -> list[nn.Parameter]:
-    (parameter,) = _good()
-    return [parameter.requires_grad_(False)]
-
-
-BAD_PARAMETERS: dict[str, Callable[[], Any]] = {
-    "sparse": _sparse,
-    "number": lambda: 3,
-    "not a parameter": lambda: [*_good(), "weight"],
-    "used up": lambda: iter([]),
-    "fewer": list,
-    "shape": lambda: _with_grad(torch.ones(3, 4), nn.Parameter(torch.zeros(3, 4))),
-    "dtype": lambda: _with_grad(torch.ones(4, 3).double(), nn.Parameter(torch.zeros(4, 3).double())),
-    "frozen": _frozen,
-}
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -148,10 +117,15 @@ def test_dtypes_travel_apart(rank: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_added_in_float32(pool_of_four: WorkerPool, dtype: str) -> None:
+@on_ranks(4)
+def test_half_precision_is_added_in_float32(rank: int, dtype: str) -> None:
     """A sum of four numbers of 8 or 11 bits is exact in float32, but for a few that differ much in size."""
-    assert max(pool_of_four(half_sum, dtype, "ours")) <= 1
-    assert min(pool_of_four(half_sum, dtype, "one by one")) > 100
+    parts = [part(other, 0, (1000,), getattr(torch, dtype)) for other in range(4)]
+    expected = sum(one.double() for one in parts).to(parts[0].dtype)
+    (parameter,) = _with_grad(parts[rank].clone(), nn.Parameter(torch.zeros_like(parts[rank])))
+    all_reduce_grads_([parameter], dist.group.WORLD)
+    assert int((parameter.grad != expected).sum()) <= 1
+    assert int((sum(parts[1:], parts[0]) != expected).sum()) > 100  # the control: one by one
 
 
 @pytest.mark.parametrize("kind", ["plain", "dtensor"])
@@ -240,15 +214,29 @@ def test_nothing_to_add(rank: int) -> None:
     assert all(p.grad.equal(grad) for p, grad in zip(model.parameters(), before))
 
 
-BAD = {
-    "sparse": ("TypeError", "failed on rank 1: gradient of parameter 0: expected a dense tensor"),
-    "number": ("TypeError", "failed on rank 1: parameters: expected a module, a tensor"),
-    "not a parameter": ("TypeError", "failed on rank 1: parameter 1: expected a parameter"),
-    "used up": ("ValueError", "failed on rank 1: parameters: expected parameters, got an iterator with none."),
-    "fewer": ("ValueError", "number of parameters: 1 on rank 0, 0 on rank 1."),
-    "shape": ("ValueError", "parameter 0: float32 (4, 3) on cpu on rank 0, float32 (3, 4) on cpu on rank 1."),
-    "dtype": ("ValueError", "parameter 0: float32 (4, 3) on cpu on rank 0, float64 (4, 3) on cpu on rank 1."),
-    "frozen": ("ValueError", "float32 (4, 3) on cpu on rank 0, float32 (4, 3) on cpu, frozen on rank 1."),
+_TWO = "parameter 0: float32 (4, 3) on cpu on rank 0, "
+# What the last rank passes, and the error.
+BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "sparse": (_sparse, "TypeError", "failed on rank 1: gradient of parameter 0: expected a dense tensor"),
+    "number": (lambda: 3, "TypeError", "failed on rank 1: parameters: expected a module, a tensor"),
+    "text": (lambda: [*_good(), "weight"], "TypeError", "failed on rank 1: parameter 1: expected a parameter"),
+    "used up": (lambda: iter([]), "ValueError", "parameters: expected parameters, got an iterator with none."),
+    "fewer": (list, "ValueError", "number of parameters: 1 on rank 0, 0 on rank 1."),
+    "shape": (
+        lambda: _with_grad(torch.ones(3, 4), nn.Parameter(torch.zeros(3, 4))),
+        "ValueError",
+        f"{_TWO}float32 (3, 4) on cpu on rank 1.",
+    ),
+    "dtype": (
+        lambda: _with_grad(torch.ones(4, 3).double(), nn.Parameter(torch.zeros(4, 3).double())),
+        "ValueError",
+        f"{_TWO}float64 (4, 3) on cpu on rank 1.",
+    ),
+    "frozen": (
+        lambda: [_good()[0].requires_grad_(False)],
+        "ValueError",
+        f"{_TWO}float32 (4, 3) on cpu, frozen on rank 1.",
+    ),
 }
 
 
@@ -256,11 +244,12 @@ BAD = {
 @on_ranks(2)
 def test_what_does_not_fit_raises_on_every_rank(rank: int, case: str) -> None:
     """The last rank passes it; gradients are untouched, and a right call afterwards works."""
-    parameters = BAD_PARAMETERS[case]() if rank else _good()
+    make, error, part_of_text = BAD[case]
+    parameters = make() if rank else _good()
     kind, text = error_of(lambda: all_reduce_grads_(parameters, dist.group.WORLD))
-    assert kind == BAD[case][0]
+    assert kind == error
     assert text.startswith("all_reduce_grads_")
-    assert BAD[case][1] in text, text
+    assert part_of_text in text, text
     if isinstance(parameters, list) and parameters:
         assert parameters[0].grad.sum() in (12.0, 6.0)  # untouched
     again = _good()

@@ -17,51 +17,49 @@ from subjects import LIMITS, Model, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
-from workers import WorkerPool, class_of, error_of
+from workers import WorkerPool, error_of, get_pool
 
 import fullrank
 from fullrank.gradients.wrappers import find_sync
 
 
-def no_sync(rank: int, kind: str, dtype: str, reductions: int) -> None:
-    """Assert the gradient of a window under ``maybe_no_sync``, its collectives in order, and that it restores."""
-    model = wrap(Model(dtype), kind)
+def no_sync(rank: int, kind: str, reductions: int) -> None:
+    """Assert that ``maybe_no_sync`` reduces in the last micro-step alone, and that it restores.
+
+    Its gradient is that of a row of tests/conformance/test_equals_one_process.py.
+    """
+    model = wrap(Model(), kind)
     batches, before = make_window("full", rank), switches(model)
     for _ in range(2):
-        model.zero_grad()
         counts = []
         for index, batch in enumerate(batches):
             with CollectiveCounter() as counter, fullrank.maybe_no_sync(model, index, len(batches)):
                 sum_loss(model, batch).backward()
             counts.append(counter.counts["allreduce_.default"] + counter.counts["_reduce_scatter_base_.default"])
     assert counts == [0, 0, reductions]
-    expected = one_process(Model(dtype), all_batches("full"), total=float(dist.get_world_size()))
-    assert error(gradient(model), expected.gradient) <= LIMITS[dtype]
     with suppress(KeyError), fullrank.maybe_no_sync(model, 0, 2):
         assert switches(model) != before
         raise KeyError("inside")
     assert switches(model) == before
 
 
-def summed(rank: int, kind: str, dtype: str, expected_multiplier: float) -> None:
+def summed(rank: int, kinds: list[str]) -> None:
     """Assert what ``sum_gradients_`` returns, and a sum over the ranks before and after it."""
-    model, batch = wrap(Model(dtype), kind), make_batch(rank, 0)
-    everyone = [make_batch(other, 0) for other in range(dist.get_world_size())]
-    expected, multiplier = one_process(Model(dtype), everyone, total=1.0), find_sync(model).multiplier
-    for _ in range(2):
-        model.zero_grad()
-        (sum_loss(model, batch) * multiplier).backward()
-        assert error(reduced(model), expected.gradient) <= LIMITS[dtype]
-        multiplier = fullrank.sum_gradients_(model)
-    assert multiplier == expected_multiplier
+    batch, everyone = make_batch(rank, 0), [make_batch(other, 0) for other in range(dist.get_world_size())]
+    expected = one_process(Model(), everyone, total=1.0)
+    for kind in kinds:
+        model = wrap(Model(), kind)
+        multiplier = find_sync(model).multiplier
+        for _ in range(2):
+            model.zero_grad()
+            (sum_loss(model, batch) * multiplier).backward()
+            assert error(reduced(model), expected.gradient) <= LIMITS["float64"]
+            multiplier = fullrank.sum_gradients_(model)
+        assert multiplier == (dist.get_world_size() if kind == "ddp" else 1)
 
 
-def _text(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (TypeError, ValueError) as raised:
-        return f"{class_of(raised)}: {raised}"
-    return "nothing raised"
+def text_of(call: Callable[[], Any]) -> str:
+    return ": ".join(error_of(call))
 
 
 def stale_parameters(rank: int, discard: bool) -> float:
@@ -110,50 +108,42 @@ def mixed_precision(rank: int, discard: bool) -> tuple[float, bool]:
     return error(window(), clean), is_apart
 
 
-# tests/conformance has float32 for every verb.
-each_dtype = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
-
-
-@each_dtype
-@pytest.mark.parametrize(("kind", "reductions"), [("ddp", 1), ("fsdp2", 2)])
-@on_ranks()
-def test_maybe_no_sync_reduces_in_the_last_micro_step(rank: int, kind: str, reductions: int, dtype: str) -> None:
-    no_sync(rank, kind, dtype, reductions)
-
-
-@pytest.mark.full
-@each_dtype
-@on_ranks(4)
-def test_maybe_no_sync_under_hsdp(rank: int, dtype: str) -> None:
-    no_sync(rank, "hsdp", dtype, 4)  # two groups, over shards and over replicas
+@pytest.mark.parametrize(
+    ("kind", "reductions", "world_size"),
+    # Two groups under FSDP2; under HSDP over shards and over replicas.
+    [("ddp", 1, 2), ("fsdp2", 2, 2), pytest.param("hsdp", 4, 4, marks=pytest.mark.full)],
+)
+def test_maybe_no_sync_reduces_in_the_last_micro_step(kind: str, reductions: int, world_size: int) -> None:
+    get_pool(world_size)(no_sync, kind, reductions)
 
 
 @pytest.mark.parametrize(
-    ("step", "steps", "kind", "text"),
+    ("given", "kind", "text"),
     [
-        (2, 2, ValueError, r"micro_step: expected an int in \[0, 2\), got 2. It counts from 0."),
-        (-1, 2, ValueError, "micro_step: expected an int >= 0, got -1."),
-        (0, 0, ValueError, "num_micro_steps: expected an int >= 1, got 0."),
-        (0.0, 1, TypeError, "micro_step: expected an int, got 0.0."),
+        (
+            {"micro_step": 2, "num_micro_steps": 2},
+            ValueError,
+            r"micro_step: expected an int in \[0, 2\), got 2. It counts",
+        ),
+        ({"micro_step": -1, "num_micro_steps": 2}, ValueError, "micro_step: expected an int >= 0, got -1."),
+        ({"micro_step": 0, "num_micro_steps": 0}, ValueError, "num_micro_steps: expected an int >= 1, got 0."),
+        ({"micro_step": 0.0, "num_micro_steps": 1}, TypeError, "micro_step: expected an int, got 0.0."),
+        ({"micro_step": 0}, TypeError, "num_micro_steps: expected an int, got None"),
+        # KempnerForge calls it so.
+        ({"micro_step": 2, "grad_accum_steps": 2}, ValueError, r"micro_step: expected an int in \[0, 2\), got 2"),
+        ({"micro_step": 0, "num_micro_steps": 2, "grad_accum_steps": 2}, ValueError, "grad_accum_steps: expected None"),
     ],
 )
-def test_maybe_no_sync_checks_its_numbers(step: int, steps: int, kind: type, text: str) -> None:
-    with pytest.raises(kind, match=text), fullrank.maybe_no_sync(torch.nn.Linear(1, 1), step, steps):
+def test_maybe_no_sync_checks_its_numbers(given: dict[str, Any], kind: type, text: str) -> None:
+    with pytest.raises(kind, match=text), fullrank.maybe_no_sync(torch.nn.Linear(1, 1), **given):
+        pass
+    with fullrank.maybe_no_sync(torch.nn.Linear(1, 1), micro_step=0, grad_accum_steps=2):
         pass
 
 
-@each_dtype
-@on_ranks()
-def test_sum_gradients(rank: int, dtype: str) -> None:
-    for kind, expected in {"plain": 1.0, "ddp": float(dist.get_world_size()), "fsdp2": 1.0}.items():
-        summed(rank, kind, dtype, expected)
-
-
-@each_dtype
-@pytest.mark.parametrize("kind", ["hsdp", "replicate"])
-@on_ranks(4)
-def test_sum_gradients_over_replicas(rank: int, kind: str, dtype: str) -> None:
-    summed(rank, kind, dtype, 1.0)
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["plain", "ddp", "fsdp2"]), (4, ["hsdp", "replicate"])])
+def test_sum_gradients(world_size: int, kinds: list[str]) -> None:
+    get_pool(world_size)(summed, kinds)
 
 
 @on_ranks(4)
@@ -175,9 +165,9 @@ def test_what_is_found_in_a_model(rank: int) -> None:
     fully_shard(bare.up, mesh=init_device_mesh("cpu", (4,)))
     assert find_sync(bare).unmanaged == ["embed.weight", "down.weight", "down.bias"]
     text = "inside a wrapper, got embed.weight, down.weight, down.bias in none of them. Wrap them too, or"
-    assert text in _text(lambda: run_window(bare, batch))
+    assert text in text_of(lambda: run_window(bare, batch))
     text = "in none of them, and wrappers that divide by 4, for which the loss is multiplied by it."
-    assert text in _text(lambda: run_window(bare, batch, group=dist.group.WORLD))
+    assert text in text_of(lambda: run_window(bare, batch, group=dist.group.WORLD))
     bare.requires_grad_(False).up.requires_grad_(True)
     assert find_sync(bare).unmanaged == []
     ignoring = Model(torch.float32)
@@ -185,12 +175,12 @@ def test_what_is_found_in_a_model(rank: int) -> None:
     assert find_sync(DistributedDataParallel(ignoring)).unmanaged == ["module.up.weight"]
     both = nn.Sequential(model, DistributedDataParallel(nn.Linear(1, 1)))
     text = "ValueError: model: expected DDP or FSDP2 modules, got both."
-    assert _text(lambda: fullrank.sum_gradients_(both)).startswith(text)
+    assert text_of(lambda: fullrank.sum_gradients_(both)).startswith(text)
     assert find_sync(nn.SyncBatchNorm(3)).is_lockstep
     one = Model(torch.float32)
     text = "ValueError: model: expected FSDP2, HSDP, DDP or plain modules, got Fully"
-    assert _text(lambda: find_sync(FullyShardedDataParallel(one, device_id=torch.device("cpu")))).startswith(text)
-    assert _text(lambda: find_sync(one.up.weight)).startswith("TypeError: model: expected an nn.Module")
+    assert text_of(lambda: find_sync(FullyShardedDataParallel(one, device_id=torch.device("cpu")))).startswith(text)
+    assert text_of(lambda: find_sync(one.up.weight)).startswith("TypeError: model: expected an nn.Module")
 
 
 @on_ranks(4)
@@ -204,32 +194,31 @@ def test_groups_that_do_not_fit(rank: int) -> None:
     fully_shard(two, mesh=mesh["columns"])
     first, second = sorted([rows, columns])
     text = f"expected one group of ranks to reduce gradients over, got {first} and {second}."
-    assert text in _text(lambda: find_sync(two).group)
+    assert text in text_of(lambda: find_sync(two).group)
     fully_shard(small, mesh=mesh)
     text = f"group: expected all of [0, 1, 2, 3], which the model reduces its gradients over, got ranks {rows}."
-    assert text in _text(lambda: run_window(small, make_window("full", rank), group=mesh["rows"]))
+    assert text in text_of(lambda: run_window(small, make_window("full", rank), group=mesh["rows"]))
     assert dist.get_process_group_ranks(find_sync(small).group) == [0, 1, 2, 3]
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     uneven = [DistributedDataParallel(nn.Linear(1, 1), process_group=group) for group in (None, pair)]
     text = "got divisors [2.0, 4.0]. DDP divides by the size of its group"
-    assert text in _text(lambda: fullrank.sum_gradients_(nn.ModuleList(uneven)))
+    assert text in text_of(lambda: fullrank.sum_gradients_(nn.ModuleList(uneven)))
 
 
-@each_dtype
 @on_ranks(2)
-def test_static_graph(rank: int, dtype: str) -> None:
+def test_static_graph(rank: int) -> None:
     """torch fails when the first backward of all does not reduce; later ones need not."""
-    model, batches = DistributedDataParallel(Model(dtype), static_graph=True), make_window("full", rank)
-    expected = one_process(Model(dtype), all_batches("full")).gradient
+    model, batches = DistributedDataParallel(Model(), static_graph=True), make_window("full", rank)
+    expected = one_process(Model(), all_batches("full")).gradient
     text = "DDP with static_graph to reduce in its first backward, in which it records the graph, got"
-    found = _text(lambda: run_window(model, batches))
+    found = text_of(lambda: run_window(model, batches))
     assert f"accumulate failed on ranks 0, 1: model: expected {text} 3 micro-batches" in found
-    assert text in _text(lambda: fullrank.maybe_no_sync(model, 0, 2).__enter__())
+    assert text in text_of(lambda: fullrank.maybe_no_sync(model, 0, 2).__enter__())
     for sync in ("each", "last", "last"):
         model.zero_grad()
         run_window(model, batches, sync=sync)
-        assert error(gradient(model), expected) <= LIMITS[dtype]
-    raw = DistributedDataParallel(Model(dtype), static_graph=True)
+        assert error(gradient(model), expected) <= LIMITS["float64"]
+    raw = DistributedDataParallel(Model(), static_graph=True)
 
     def plain_loop() -> None:
         for index, batch in enumerate(batches):
@@ -239,12 +228,11 @@ def test_static_graph(rank: int, dtype: str) -> None:
     assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in error_of(plain_loop)[1]
 
 
-@each_dtype
 @pytest.mark.parametrize("discard", [True, False])
 @on_ranks(2)
-def test_discard_forgets_a_forward_that_no_backward_followed(rank: int, dtype: str, discard: bool) -> None:
+def test_discard_forgets_a_forward_that_no_backward_followed(rank: int, discard: bool) -> None:
     """Without the discard there is one reduction too many in the first of three micro-batches, and the same sum."""
-    model, batches, counts = wrap(Model(dtype), "ddp"), make_window("full", rank), []
+    model, batches, counts = wrap(Model(), "ddp"), make_window("full", rank), []
     sum_loss(model, batches[0])
     if discard:
         fullrank.discard_gradients_(model)
@@ -253,8 +241,8 @@ def test_discard_forgets_a_forward_that_no_backward_followed(rank: int, dtype: s
             (sum_loss(model, batch) * dist.get_world_size()).backward()
         counts.append(counter.counts["allreduce_.default"])
     assert counts[0] == (0 if discard else 1)
-    expected = one_process(Model(dtype), all_batches("full"), total=1.0)
-    assert error(gradient(model), expected.gradient) <= LIMITS[dtype]
+    expected = one_process(Model(), all_batches("full"), total=1.0)
+    assert error(gradient(model), expected.gradient) <= LIMITS["float64"]
 
 
 @on_ranks(2)
@@ -313,22 +301,3 @@ def test_compiled_models(rank: int, where: str) -> None:
     assert error(gradient(model), one_process(reference, all_batches("full")).gradient) <= LIMITS["float64"]
     assert find_sync(model).kind == "DDP over 2 ranks"
     assert counter.counts["allreduce_.default"] == 1
-
-
-def test_sum_gradients_leaves_a_plain_module_alone() -> None:
-    model = torch.nn.Linear(1, 1)
-    assert fullrank.sum_gradients_(model) == 1.0
-    assert find_sync(model).kind == "a plain module"
-
-
-def test_maybe_no_sync_by_its_other_keyword() -> None:
-    """KempnerForge calls the number of micro-steps grad_accum_steps."""
-    model = torch.nn.Linear(1, 1)
-    with fullrank.maybe_no_sync(model, micro_step=0, grad_accum_steps=2):
-        pass
-    with pytest.raises(ValueError, match=r"micro_step: expected an int in \[0, 2\), got 2"):
-        fullrank.maybe_no_sync(model, 2, grad_accum_steps=2).__enter__()
-    with pytest.raises(ValueError, match="grad_accum_steps: expected None with num_micro_steps"):
-        fullrank.maybe_no_sync(model, 0, 2, grad_accum_steps=2).__enter__()
-    with pytest.raises(TypeError, match="num_micro_steps: expected an int, got None"):
-        fullrank.maybe_no_sync(model, 0).__enter__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -16,9 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from workers import WorkerPool
+
+from fullrank import LossWarmupWrapper
 
 SIZE = 4  # rows of a micro-batch
 
@@ -66,17 +69,44 @@ def change(model: nn.Module, before: Tensor, expected: Tensor) -> float:
     return error(flat(model) - before, expected - before)
 
 
+def worst(found: Sequence[Any], expected: Sequence[float]) -> float:
+    """Return the largest relative error of numbers."""
+    assert len(found) == len(expected) > 0
+    return max(abs(float(a) / b - 1) for a, b in zip(found, expected))
+
+
+def alone(loss_fn: nn.Module) -> Any:
+    """Return a loss whose parts are all kept to this process."""
+    for module in loss_fn.modules():
+        if hasattr(module, "gather_distributed"):
+            module.gather_distributed = False
+    return loss_fn
+
+
+def average_precision(model: nn.Module, features: Tensor, targets: Tensor) -> float:
+    """Return that of scikit-learn."""
+    with torch.no_grad():
+        return float(average_precision_score(targets.numpy(), model(features).numpy()))
+
+
+def reset_accelerate() -> None:
+    """Forget the Accelerator of an earlier training."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 SGD = partial(torch.optim.SGD, lr=0.5)
 
 
 # Rows with one score, for the pooled losses.
 
 
-def make_encoder(num_outputs: int = 1) -> nn.Module:
+def make_encoder(num_outputs: int = 1, num_inputs: int = 5) -> nn.Module:
     """Return a small network, the same on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, num_outputs))
+        return nn.Sequential(nn.Linear(num_inputs, 8), nn.Tanh(), nn.Linear(8, num_outputs))
 
 
 def make_rows(number: int) -> tuple[Tensor, Tensor]:
@@ -104,17 +134,18 @@ def windows_of(number: int, size: int = 2) -> list[list[int]]:
     return [[row for rank in (0, 1) for batch in window[rank::2] for row in batch] for window in windows]
 
 
+# The loss of the epoch, the step since the first epoch began, and the rows.
+Loss = Callable[[int, int, list[int]], Tensor]
+
+
 def train(
     model: nn.Module,
-    loss: Callable[[int, int, list[int]], Tensor],
+    loss: Loss,
     epochs: list[list[list[int]]],
     max_norm: float = float("inf"),
     make_optimizer: Callable[..., torch.optim.Optimizer] = SGD,
 ) -> tuple[Tensor, list[float], list[float]]:
-    """Take a step of one process for each list of rows, and return the parameters, the losses and the gradient norms.
-
-    ``loss`` gets the epoch, the step since the first epoch began, and the rows.
-    """
+    """Take a step of one process for each list of rows; return the parameters, the losses and the gradient norms."""
     optimizer = make_optimizer(model.parameters())
     losses: list[float] = []
     norms: list[float] = []
@@ -127,6 +158,21 @@ def train(
             optimizer.step()
             losses.append(float(value))
     return flat(model), losses, norms
+
+
+def of_rows(loss_fn: Any, model: Any, *columns: Tensor) -> Loss:
+    """Return a loss of the model's output for the first column and of the others; a schedule gets epoch and step."""
+    begun = set()
+
+    def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
+        if isinstance(loss_fn, LossWarmupWrapper):
+            if epoch not in begun:
+                loss_fn.on_train_epoch_start(epoch)
+                begun.add(epoch)
+            loss_fn.on_train_batch_start(step)
+        return loss_fn(model(columns[0][rows]), *(column[rows] for column in columns[1:]))
+
+    return loss
 
 
 # Rows of tokens, for the summed losses.
@@ -156,6 +202,12 @@ def make_tokens(number: int) -> list[dict[str, Tensor]]:
 def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean over the tokens: the definition."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def of_tokens(model: Any, rows: list[dict[str, Tensor]]) -> Loss:
+    """Return the mean over the tokens of rows."""
+    tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+    return of_rows(token_mean, model, tokens, labels)
 
 
 def gathered(value: Any) -> list[Any]:

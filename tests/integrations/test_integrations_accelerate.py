@@ -13,6 +13,8 @@ import pytest
 import torch
 from integration_cases import (
     SIZE,
+    alone,
+    average_precision,
     change,
     flat,
     gathered,
@@ -20,64 +22,56 @@ from integration_cases import (
     make_rows,
     make_tokens,
     make_writer,
+    of_rows,
+    of_tokens,
     own_pool,
-    token_mean,
+    reset_accelerate,
     train,
     windows_of,
+    worst,
 )
 from pages import blocks, run_block
-from sklearn.metrics import average_precision_score
-from torch import Tensor
 from torch.utils.data import DataLoader
 from workers import WorkerPool
 
 import fullrank
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the extra `integrations`"),
+]
 
-def make_accelerator(**options: Any) -> Any:
-    """Return an Accelerator of two gloo processes."""
+LIMIT = 1e-6  # float32, of what the training has changed
+QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
+DEFINITIONS, SCRIPT, SUMS, POOLED = blocks("recipes/accelerate.md")
+POOLED = POOLED.replace(*QUEUE)
+
+
+def windowed(rank: int, kind: str, recipe: str, options: dict[str, Any]) -> list[float]:
+    """Return the errors of parameters, last gradient norm and last loss after windows of two micro-batches and of one.
+
+    ``kind`` is "sums" for tokens, whose recipe keeps no loss, or "pooled" for Smooth-AP with a queue.
+    """
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
+    if kind == "sums":
+        rows, model, reference = make_tokens(40), make_writer(), make_writer()
+        loss = of_tokens(reference, rows)
+    else:
+        (features, targets), model, reference = make_rows(48), make_encoder(), make_encoder()
+        rows = [{"features": one, "targets": target} for one, target in zip(features, targets)]
+        loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
+        loss = of_rows(loss_fn, reference, features, targets)
+    before = flat(model)
+    reset_accelerate()
     accelerator = Accelerator(cpu=True, **options)
     assert accelerator.num_processes == 2
-    return accelerator
-
-
-def summed(rank: int, recipe: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the errors of parameters and last gradient norm after windows of 2, 2 and 1 micro-batches."""
-    rows, model, reference = make_tokens(40), make_writer(), make_writer()
-    before = flat(model)
-    names = {"accelerator": make_accelerator(**options), "model": model, "loader": DataLoader(rows, batch_size=SIZE)}
+    names = {"accelerator": accelerator, "model": model, "loader": DataLoader(rows, batch_size=SIZE)}
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.5)
     found = run_block(recipe, names)
-
-    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
-        tokens, labels = (torch.stack([rows[row][key] for row in chosen]) for key in ("tokens", "labels"))
-        return token_mean(reference(tokens), labels)
-
-    expected, _, norms = train(reference, loss, [windows_of(40)], max_norm=1.0)
-    return change(model, before, expected), abs(float(found["norm"]) / norms[-1] - 1)
-
-
-def pooled(rank: int, recipe: str) -> tuple[float, float, float]:
-    """Return the errors of parameters, last gradient norm and last loss for SmoothAP with a queue."""
-    features, targets = make_rows(48)
-    rows = [{"features": features[row], "targets": targets[row]} for row in range(48)]
-    model, reference = make_encoder(), make_encoder()
-    before = flat(model)
-    names = {"accelerator": make_accelerator(), "model": model, "loader": DataLoader(rows, batch_size=SIZE)}
-    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = run_block(recipe, names)
-    loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
-
-    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
-        return loss_fn(reference(features[chosen]), targets[chosen])
-
-    expected, losses, norms = train(reference, loss, [windows_of(48)], max_norm=1.0)
-    errors = abs(float(found["norm"]) / norms[-1] - 1), abs(float(found["loss"]) / losses[-1] - 1)
-    return change(model, before, expected), *errors
+    expected, losses, norms = train(reference, loss, [windows_of(len(rows))], max_norm=1.0)
+    errors = [change(model, before, expected), worst([found["norm"]], norms[-1:])]
+    return errors + ([worst([found["loss"]], losses[-1:])] if kind == "pooled" else [])
 
 
 def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float, list[float], float, bool, bool]:
@@ -86,20 +80,18 @@ def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float
     The last two: whether a job that resumes after the first epoch ends with the same bits, with the state of the loss
     and without.
     """
-    from accelerate.state import AcceleratorState
-
     names = run_block(definitions.replace(*QUEUE), {})
     features, targets = make_rows(64)
     features = features.double()
-    rows = [{"features": features[row], "targets": targets[row]} for row in range(64)]
+    rows = [{"features": one, "targets": target} for one, target in zip(features, targets)]
     number = {tuple(row): index for index, row in enumerate(features.tolist())}
-    seen: list[Tensor] = []
+    seen: list[Any] = []
 
     def job(place: str, script: str, forgets: bool = False) -> tuple[Any, list[float]]:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         seen.clear()
         model, loss_fn = make_encoder().double(), deepcopy(names["loss_fn"])
-        model.register_forward_pre_hook(lambda module, args: seen.append(args[0]) if module.training else None)
+        model.register_forward_pre_hook(lambda module, args: seen.append(args[0].tolist()) if module.training else None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found = {**names, "model": model, "loss_fn": loss_fn, "optimizer": optimizer}
         found["train_loader"] = DataLoader(rows, SIZE, shuffle=True)
@@ -110,14 +102,9 @@ def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float
         return model, found["history"]
 
     model, history = job("through", script)
-    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*gathered_rows(seen))]
+    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*gathered(seen))]
     reference = make_encoder().double()
-    loss_fn = deepcopy(names["loss_fn"])
-    loss_fn.gather_distributed = False
-
-    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
-        return loss_fn(reference(features[chosen]), targets[chosen])
-
+    loss = of_rows(alone(deepcopy(names["loss_fn"])), reference, features, targets)
     adam = partial(torch.optim.AdamW, lr=1e-2)
     expected, *_ = train(reference, loss, [chosen[:8], chosen[8:]], make_optimizer=adam)
     error = change(model, flat(make_encoder().double()), expected)
@@ -126,9 +113,7 @@ def fitted(rank: int, definitions: str, script: str, folder: str) -> tuple[float
         job("killed", script.replace("epochs=2", "epochs=1"))
         again, _ = job("killed", script.replace("epochs=2", "epochs=2, first=1"), forgets)
         resumed.append(torch.equal(flat(model), flat(again)))
-    with torch.no_grad():
-        by_sklearn = average_precision_score(targets[:45].numpy(), model(features[:45]).numpy())
-    return error, history, float(by_sklearn), *resumed
+    return error, history, average_precision(model, features[:45], targets[:45]), *resumed
 
 
 def best_after_restart(rank: int, definitions: str, script: str, folder: str) -> list[bool]:
@@ -136,12 +121,10 @@ def best_after_restart(rank: int, definitions: str, script: str, folder: str) ->
 
     The metrics are given. The first restart continues from an epoch that is worse than the best one.
     """
-    from accelerate.state import AcceleratorState
-
     rows = [{"features": features, "targets": target} for features, target in zip(*make_rows(16))]
     found = []
     for first, metrics in ((0, [0.1, 0.9, 0.5]), (2, [0.5, 0.6]), (3, [0.6, 0.95])):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         values, model = iter(metrics), make_encoder()
         names = run_block(definitions, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
         names["train_loader"] = names["val_loader"] = DataLoader(rows, SIZE)
@@ -155,20 +138,11 @@ def best_after_restart(rank: int, definitions: str, script: str, folder: str) ->
     return found
 
 
-def gathered_rows(seen: list[Tensor]) -> list[list[list[list[float]]]]:
-    """Return the rows of each step of every rank."""
-    return gathered([part.tolist() for part in seen])
+@pytest.fixture(scope="module")
+def workers() -> Iterator[WorkerPool]:
+    yield from own_pool("accelerate")
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the extra `integrations`"),
-]
-
-LIMIT = 1e-6  # float32, of what the training has changed
-QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
-DEFINITIONS, SCRIPT, SUMS, POOLED = blocks("recipes/accelerate.md")
-POOLED = POOLED.replace(*QUEUE)
 # What Accelerate's documentation calls gradient accumulation.
 MEAN_OF_MEANS = """
 from fullrank import causal_lm_loss
@@ -181,36 +155,19 @@ for batch in loader:
         optimizer.step()
         optimizer.zero_grad()
 """
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerPool]:
-    yield from own_pool("accelerate")
-
-
-def test_sums_train_as_one_process(workers: WorkerPool) -> None:
-    for errors in workers(summed, SUMS, {}):
-        assert max(errors) <= LIMIT
-
-
-def test_pooled_losses_train_as_one_process(workers: WorkerPool) -> None:
-    for errors in workers(pooled, POOLED):
-        assert max(errors) <= LIMIT
-
-
-# What is wrong: the training, its recipe and options.
+RECIPES: dict[str, tuple[Any, ...]] = {"sums": ("sums", SUMS, {}), "pooled": ("pooled", POOLED, {})}
 CONTROLS: dict[str, tuple[Any, ...]] = {
-    "accumulation of Accelerate is a mean of means": (summed, MEAN_OF_MEANS, {"gradient_accumulation_steps": 2}),
-    "gradient_accumulation_steps divide once more": (summed, SUMS, {"gradient_accumulation_steps": 2}),
-    "the mean of two pools": (pooled, POOLED.replace("windows(loader, 2)", "windows(loader, 1)")),
+    "accumulation of Accelerate is a mean of means": ("sums", MEAN_OF_MEANS, {"gradient_accumulation_steps": 2}),
+    "gradient_accumulation_steps divide once more": ("sums", SUMS, {"gradient_accumulation_steps": 2}),
+    "the mean of two pools": ("pooled", POOLED.replace("windows(loader, 2)", "windows(loader, 1)"), {}),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CONTROLS)
-def test_control_what_is_widely_done_trains_otherwise(workers: WorkerPool, name: str) -> None:
-    for parameters, norm, *_ in workers(*CONTROLS[name]):
-        assert max(parameters, norm) > 0.05
+@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.full) for name in CONTROLS)])
+def test_windows_train_as_one_process(workers: WorkerPool, name: str) -> None:
+    """The controls are what is widely done."""
+    for parameters, norm, *loss in workers(windowed, *(RECIPES | CONTROLS)[name]):
+        assert max(parameters, norm, *loss) <= LIMIT if name in RECIPES else max(parameters, norm) > 0.05
 
 
 @pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from integration_cases import (
+    alone,
+    average_precision,
     change,
     dealt,
     flat,
@@ -23,18 +25,18 @@ from integration_cases import (
     make_rows,
     make_tokens,
     make_writer,
+    of_rows,
+    of_tokens,
     own_pool,
-    token_mean,
     train,
+    worst,
 )
 from pages import blocks, run_block
-from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank.data import BalancedBatchSampler
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -72,12 +74,6 @@ def make_recorder() -> Any:
     return Recorder()
 
 
-def average_precision(encoder: Any, rows: tuple[Tensor, Tensor]) -> float:
-    """Return that of scikit-learn."""
-    with torch.no_grad():
-        return float(average_precision_score(rows[1].numpy(), encoder(rows[0].double()).numpy()))
-
-
 def trained(
     rank: int, definitions: str, training: str, folder: str
 ) -> tuple[float, float, list[float], float, float, dict[str, float]]:
@@ -87,33 +83,20 @@ def trained(
     """
     encoder, reference = make_encoder().double(), make_encoder().double()
     names = run_block(definitions, {"encoder": encoder})
-    loss_fn = deepcopy(names["model"].loss_fn if "model" in names else names["loss_fn"])
-    for module in loss_fn.modules():
-        if hasattr(module, "gather_distributed"):
-            module.gather_distributed = False
-    rows = make_rows(64)
+    loss_fn = alone(deepcopy(names["model"].loss_fn if "model" in names else names["loss_fn"]))
+    features, targets = make_rows(64)
+    rows = features.double(), targets
     recorder = make_recorder()
     names |= {"train_loader": row_loader(), "val_loader": row_loader(), "quiet": QUIET, "recorder": recorder}
     training = training.replace('accelerator="cpu",', 'accelerator="cpu", **quiet,')
-    before, first = flat(encoder), average_precision(encoder, rows)
+    before, first = flat(encoder), average_precision(encoder, *rows)
     found = run_block(training.replace('"outputs"', repr(folder)).replace("stop, ", "stop, recorder, "), names)
-    started = set()
-
-    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
-        if isinstance(loss_fn, fullrank.LossWarmupWrapper):
-            if epoch not in started:
-                loss_fn.on_train_epoch_start(epoch)
-                started.add(epoch)
-            loss_fn.on_train_batch_start(step)
-        return loss_fn(reference(rows[0][chosen].double()), rows[1][chosen])
-
     epochs = [dealt(64, 8, epoch) for epoch in range(EPOCHS)]
-    expected, losses, _ = train(reference, loss, epochs, make_optimizer=ADAM)
-    last = float(found["trainer"].callback_metrics["loss"])
-    errors = change(encoder, before, expected), abs(last / losses[-1] - 1)
+    expected, losses, _ = train(reference, of_rows(loss_fn, reference, *rows), epochs, make_optimizer=ADAM)
+    errors = change(encoder, before, expected), worst([found["trainer"].callback_metrics["loss"]], losses[-1:])
     values = [first, *recorder.values]
     logged = {name: float(value) for name, value in found["trainer"].callback_metrics.items() if "/" in name}
-    return *errors, values, average_precision(reference, rows), float(found["best"].best_model_score), logged
+    return *errors, values, average_precision(reference, *rows), float(found["best"].best_model_score), logged
 
 
 def resumed(rank: int, definition: str, folder: str, at: int, keeps_loss: bool) -> tuple[list[str], float]:
@@ -158,83 +141,39 @@ def flatten(state: Any, prefix: str = "") -> dict[str, Tensor]:
     return {}
 
 
-def accumulated(rank: int, definition: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the errors of parameters and last loss after two epochs of windows: two of 2 micro-batches, one of 1."""
-    rows, size, epochs = make_tokens(40), 4, 2
-    network, reference = make_writer(), make_writer()
-    before = flat(network)
-    model = run_block(definition, {})["Writer"](network, 2)
-    trainer = make_trainer(max_epochs=epochs, **options)
+def windowed(rank: int, kind: str, definition: str, options: dict[str, Any]) -> tuple[float, float]:
+    """Return the errors of parameters and last loss after epochs of windows of two micro-batches and of one."""
+    number, size, epochs = {"tokens": (40, 4, 2), "rows": (48, 8, 3), "pairs": (48, 8, 1)}[kind]
+    names, rows = run_block(definition, {}), make_tokens(number)
+    if kind == "tokens":
+        model, reference = names["Writer"](make_writer(), 2), make_writer()
+        loss = of_tokens(reference, rows)
+    elif kind == "rows":
+        (features, targets), encoder, reference = make_rows(number), make_encoder().double(), make_encoder().double()
+        model, rows = names["WindowRanker"](encoder, 2), TensorDataset(features.double(), targets)
+        loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
+        loss = of_rows(loss_fn, reference, *rows.tensors)
+    else:
+        views = make_rows(2 * number)[0].double().split(number)
+        model, rows = names["Contrast"](make_encoder(3), 2).double(), TensorDataset(*views)
+        learned = alone(fullrank.InfoNCELoss(symmetric=True, learn_temperature=True))
+        reference = nn.ModuleList([make_encoder(3), learned]).double()
+
+        def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
+            return learned(*(reference[0](view[rows]) for view in views))
+
+    before, trainer = flat(model), make_trainer(max_epochs=epochs, **options)
     trainer.fit(model, DataLoader(rows, batch_size=size))
-    windows = [windows_of(dealt(40, size, epoch)) for epoch in range(epochs)]
-
-    def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
-        tokens, labels = (torch.stack([rows[row][key] for row in chosen]) for key in ("tokens", "labels"))
-        return token_mean(reference(tokens), labels)
-
+    windows = [windows_of(dealt(number, size, epoch)) for epoch in range(epochs)]
     expected, losses, _ = train(reference, loss, windows, max_norm=1.0)
     assert trainer.global_step == len(losses)
-    assert len(set(gathered(repr(flat(network).tolist())))) == 1
-    return change(network, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
+    assert len(set(gathered(repr(flat(model).tolist())))) == 1
+    return change(model, before, expected), worst([trainer.callback_metrics["loss"]], losses[-1:])
 
 
-def window_ranked(rank: int, definition: str) -> tuple[float, float]:
-    """Return the errors of parameters and last loss for a pooled loss over windows of 2 and 1 micro-batches."""
-    encoder, reference = make_encoder().double(), make_encoder().double()
-    before = flat(encoder)
-    model = run_block(definition, {})["WindowRanker"](encoder, 2)
-    trainer = make_trainer(max_epochs=3)
-    trainer.fit(model, row_loader(48))
-    features, targets = make_rows(48)
-    loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
-
-    def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
-        return loss_fn(reference(features[rows].double()), targets[rows])
-
-    expected, losses, _ = train(reference, loss, [windows_of(dealt(48, 8, epoch)) for epoch in range(3)], max_norm=1.0)
-    return change(encoder, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
-
-
-def contrasted(rank: int, definition: str) -> tuple[float, float]:
-    """Return the errors of parameters and last loss for pairs, after a window of 2 micro-batches and one of 1."""
-    first, second = make_rows(48)[0].double(), make_rows(96)[0][48:].double()
-    model = run_block(definition, {})["Contrast"](make_encoder(3), 2).double()
-    reference = nn.ModuleList([make_encoder(3), fullrank.InfoNCELoss(symmetric=True, learn_temperature=True)]).double()
-    before = flat(model)
-    trainer = make_trainer(max_epochs=1)
-    trainer.fit(model, DataLoader(TensorDataset(first, second), batch_size=8))
-    reference[1].gather_distributed = False
-
-    def loss(epoch: int, step: int, rows: list[int]) -> Tensor:
-        return reference[1](reference[0](first[rows]), reference[0](second[rows]))
-
-    expected, losses, _ = train(reference, loss, [windows_of(dealt(48, 8, 0))], max_norm=1.0)
-    return change(model, before, expected), abs(float(trainer.callback_metrics["loss"]) / losses[-1] - 1)
-
-
-def balanced(rank: int, definition: str, options: dict[str, Any]) -> tuple[set[int], int, int, int]:
-    """Return the positives of the batches, how many orders two epochs have, the batches of one, and the last epoch."""
-    features, targets = make_rows(64)
-    rows = TensorDataset(features.double(), targets)
-    sampler = BalancedBatchSampler(targets, 8, positives=3)
-    names = run_block(definition, {})
-    seen: list[tuple[int, tuple[float, ...]]] = []
-
-    class Watched(names["Ranker"]):  # type: ignore[misc, name-defined]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append((int(batch[1].sum()), tuple(batch[0][:, 0].tolist())))
-            return super().training_step(batch, batch_idx)
-
-    model = Watched(make_encoder().double(), names["loss_fn"])
-    make_trainer(max_epochs=2, **options).fit(model, DataLoader(rows, batch_sampler=sampler))
-    half = len(seen) // 2
-    orders = {tuple(order for _, order in part) for part in (seen[:half], seen[half:])}
-    return {positives for positives, _ in seen}, len(orders), half, sampler.epoch
-
-
-def refused(rank: int, name: str, *args: Any) -> str:
+def refused(rank: int, kind: str, definition: str) -> str:
     """Return the error that a training raises."""
-    return error_of(lambda: globals()[name](rank, *args))[1]
+    return error_of(lambda: windowed(rank, kind, definition, {}))[1]
 
 
 def windows_of(batches: list[list[int]]) -> list[list[int]]:
@@ -314,20 +253,20 @@ def test_the_warm_up_trains_as_one_process(workers: WorkerPool, tmp_path: Path) 
         assert max(parameters, loss) <= LIMIT
 
 
-@pytest.mark.full
-def test_control_without_the_callback_the_warmup_never_ends(workers: WorkerPool, tmp_path: Path) -> None:
-    without = WARM_TRAINING.replace("stop, LossSchedule()", "stop")
-    assert without != WARM_TRAINING
-    for _, loss, *_ in workers(trained, WARM_RANKER, without, str(tmp_path)):
-        assert loss > 0.1
+CONTROLS = {
+    "without the callback the warm-up never ends": (WARM_RANKER, WARM_TRAINING.replace("stop, LossSchedule()", "stop")),
+    "losses of single ranks": (
+        DEFINITION.replace("num_classes=1", "num_classes=1, gather_distributed=False"),
+        TRAINING,
+    ),
+}
 
 
 @pytest.mark.full
-def test_control_losses_of_single_ranks_are_another_training(workers: WorkerPool, tmp_path: Path) -> None:
-    alone = DEFINITION.replace("num_classes=1", "num_classes=1, gather_distributed=False")
-    assert alone != DEFINITION
-    for parameters, *_ in workers(trained, alone, TRAINING, str(tmp_path)):
-        assert parameters > 0.01
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_another_training(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    for parameters, loss, *_ in workers(trained, *CONTROLS[name], str(tmp_path)):
+        assert max(parameters, loss) > 0.01
 
 
 def test_a_single_callback_is_taken_by_both_packages() -> None:
@@ -339,66 +278,61 @@ def test_a_single_callback_is_taken_by_both_packages() -> None:
             assert isinstance(LossSchedule(), importlib.import_module(package).Callback)
 
 
-@pytest.mark.parametrize("form", ["gathered", "sharded"])
-@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.full), 12])
-def test_a_resumed_training_is_the_same_bit_for_bit(workers: WorkerPool, tmp_path: Path, step: int, form: str) -> None:
+@pytest.mark.parametrize(
+    ("step", "form", "keeps_loss"),
+    [
+        (12, "gathered", True),
+        (12, "sharded", True),
+        pytest.param(8, "gathered", True, marks=pytest.mark.full),
+        pytest.param(8, "sharded", True, marks=pytest.mark.full),
+        pytest.param(12, "gathered", False, marks=pytest.mark.full),  # the control: without the queue
+    ],
+)
+def test_a_resumed_training_is_the_same_bit_for_bit(
+    workers: WorkerPool, tmp_path: Path, step: int, form: str, keeps_loss: bool
+) -> None:
     """At the ends of epochs, the first that of the blend; Lightning then begins the next epoch without its hook."""
     ranker = WARM_RANKER.replace("queue_size=64", f"queue_size=64, pool={form!r}")
-    for differing, temperature in workers(resumed, ranker, str(tmp_path), step, True):
-        assert differing == []
+    for differing, temperature in workers(resumed, ranker, str(tmp_path), step, keeps_loss):
+        assert differing == [] if keeps_loss else "/encoder.0.weight" in differing
         assert 0.2 < temperature < 1.0  # it stands within its decay
 
 
-@pytest.mark.full
-def test_control_resumed_without_the_queue(workers: WorkerPool, tmp_path: Path) -> None:
-    for differing, _ in workers(resumed, WARM_RANKER, str(tmp_path), 12, False):
-        assert "/encoder.0.weight" in differing
+ALONE = CONTRAST.replace("learn_temperature=True", "learn_temperature=True, gather_distributed=False")
+WINDOWS: dict[str, tuple[Any, ...]] = {
+    "tokens": ("tokens", WRITER, {}),
+    "rows": ("rows", WINDOW_RANKER, {}),
+    "pairs": ("pairs", WINDOW_RANKER + CONTRAST, {}),
+}
+WRONG_WINDOWS: dict[str, tuple[Any, ...]] = {
+    "the pairs of one rank": ("pairs", WINDOW_RANKER + ALONE, {}),
+    "a mean of means": ("tokens", AUTOMATIC, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
+}
 
 
-def test_windows_train_as_one_process(workers: WorkerPool) -> None:
-    for errors in workers(accumulated, WRITER, {}):
-        assert max(errors) <= LIMIT
+@pytest.mark.parametrize(
+    "name", [*WINDOWS, "the pairs of one rank", pytest.param("a mean of means", marks=pytest.mark.full)]
+)
+def test_windows_train_as_one_process(workers: WorkerPool, name: str) -> None:
+    """The parameters of the pairs include a learned temperature. The last two are controls."""
+    for parameters, loss in workers(windowed, *(WINDOWS | WRONG_WINDOWS)[name]):
+        if name in WINDOWS:
+            assert parameters <= (1e-12 if name == "pairs" else LIMIT)
+            assert loss <= LIMIT  # Lightning logs float32
+        else:
+            assert parameters > 0.01
 
 
-@pytest.mark.full
-def test_control_accumulate_grad_batches_is_a_mean_of_means(workers: WorkerPool) -> None:
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    for parameters, _ in workers(accumulated, AUTOMATIC, options):
-        assert parameters > 0.05
-
-
-def test_pooled_windows_train_as_one_process(workers: WorkerPool) -> None:
-    for errors in workers(window_ranked, WINDOW_RANKER):
-        assert max(errors) <= LIMIT
-
-
-def test_pooled_pairs_train_as_one_process(workers: WorkerPool) -> None:
-    """The parameters include a learned temperature. The control compares the pairs of one rank."""
-    alone = CONTRAST.replace("learn_temperature=True", "learn_temperature=True, gather_distributed=False")
-    assert alone != CONTRAST
-    for (parameters, loss), (wrong, _) in zip(*(workers(contrasted, WINDOW_RANKER + one) for one in (CONTRAST, alone))):
-        assert parameters <= 1e-12
-        assert loss <= LIMIT  # Lightning logs float32
-        assert wrong > 0.01
-
-
-@pytest.mark.full
-def test_lightning_keeps_balanced_batches(workers: WorkerPool) -> None:
-    for found in workers(balanced, DEFINITION, {"use_distributed_sampler": False}):
-        assert found == ({3}, 2, 4, 1)  # three positives in each batch, another order in each of two epochs
-
-
-def test_a_forward_that_ddp_does_not_see_is_refused(workers: WorkerPool) -> None:
-    past = WINDOW_RANKER.replace("forward=self.trainer.model", "forward=self")
-    assert past != WINDOW_RANKER
-    for text in workers(refused, "window_ranked", past):
-        assert "a tensor from the forward of the DDP module" in text
-
-
-def test_a_backward_that_lightning_does_not_prepare_is_refused(workers: WorkerPool) -> None:
-    past = WRITER.replace("self.manual_backward(step.scale(", "(step.backward(")
-    assert past != WRITER
-    for text in workers(refused, "accumulated", past, {}):
+@pytest.mark.parametrize(
+    ("kind", "past"),
+    [
+        ("rows", WINDOW_RANKER.replace("forward=self.trainer.model", "forward=self")),
+        ("tokens", WRITER.replace("self.manual_backward(step.scale(", "(step.backward(")),
+    ],
+    ids=["a forward that DDP does not see", "a backward that Lightning does not prepare"],
+)
+def test_what_bypasses_the_wrapper_is_refused(workers: WorkerPool, kind: str, past: str) -> None:
+    for text in workers(refused, kind, past):
         assert "a tensor from the forward of the DDP module" in text
 
 

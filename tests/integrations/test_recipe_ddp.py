@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, dealt, flat, within_group
+from integration_cases import alone, average_precision, change, dealt, flat, make_encoder, of_rows, within_group
+from integration_cases import train as train_alone
 from pages import assert_printed, blocks, output_of, printing_blocks, run_block
-from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from workers import WorkerPool
@@ -24,9 +25,7 @@ SIZE = 16
 
 def make_network() -> nn.Module:
     """Return a small network in float64, the same on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return make_encoder(num_inputs=8).double()
 
 
 def make_rows(number: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -51,19 +50,10 @@ def fitted(rank: int, definitions: str, folder: str) -> tuple[float, list[float]
     history = names["fit"](
         network, queued(names), TensorDataset(*train), TensorDataset(*val), Path(folder), epochs=2, batch_size=SIZE
     )
-    loss_fn = queued(names)
-    for module in loss_fn.modules():
-        if hasattr(module, "gather_distributed"):
-            module.gather_distributed = False
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for epoch in range(2):
-        for rows in dealt(96, SIZE, epoch):
-            optimizer.zero_grad()
-            loss_fn(reference(train[0][rows]), train[1][rows]).backward()
-            optimizer.step()
-    with torch.no_grad():
-        expected = average_precision_score(val[1].numpy(), reference(val[0]).numpy())
-    return change(network, before, flat(reference)), history, float(expected)
+    epochs = [dealt(96, SIZE, epoch) for epoch in range(2)]
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    expected, *_ = train_alone(reference, of_rows(alone(queued(names)), reference, *train), epochs, make_optimizer=adam)
+    return change(network, before, expected), history, average_precision(reference, *val)
 
 
 def resumed(rank: int, definitions: str, folder: str, keeps_loss: bool) -> tuple[bool, bool]:
@@ -96,10 +86,8 @@ def whole(rank: int, script: str) -> tuple[str, list[float], float]:
     """Return what the script prints, the metrics of the last training, and that of its best model by scikit-learn."""
     names: dict[str, Any] = {}
     out = output_of(script, names)
-    features, targets = names["make_rows"](8000, seed=1).tensors
-    with torch.no_grad():
-        best = average_precision_score(targets.numpy(), names["network"](features).numpy())
-    return out, names["history"], float(best)
+    best = average_precision(names["network"], *names["make_rows"](8000, seed=1).tensors)
+    return out, names["history"], best
 
 
 def of_vectors(rank: int, definitions: str, folder: str) -> tuple[set[int], list[float]]:
@@ -113,29 +101,25 @@ def of_vectors(rank: int, definitions: str, folder: str) -> tuple[set[int], list
     return counts, names["fit"](make_network(), loss_fn, *sets, Path(folder), epochs=2, batch_size=SIZE)
 
 
-def test_it_trains_and_validates_as_one_process(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    for parameters, history, expected in pool_of_two(fitted, DEFINITIONS, str(tmp_path)):
-        assert parameters <= LIMIT
+SHUFFLED = DEFINITIONS.replace("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 1)")
+
+
+@pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_it_trains_and_validates_as_one_process(pool_of_two: WorkerPool, tmp_path: Path, is_control: bool) -> None:
+    """The control trains with other batches."""
+    recipe = SHUFFLED if is_control else DEFINITIONS
+    for parameters, history, expected in pool_of_two(fitted, recipe, str(tmp_path)):
+        assert parameters > 1e-3 if is_control else parameters <= LIMIT
         assert history[0] < history[1]  # the first epoch improves the metric
-        assert history[-1] == pytest.approx(expected, rel=LIMIT)
+        assert is_control or history[-1] == pytest.approx(expected, rel=LIMIT)
     assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "best.pt"}
 
 
-@pytest.mark.full
-def test_control_another_batch(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    shuffled = DEFINITIONS.replace("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 1)")
-    assert shuffled != DEFINITIONS
-    for parameters, *_ in pool_of_two(fitted, shuffled, str(tmp_path)):
-        assert parameters > 1e-3
-
-
-def test_it_resumes_bit_for_bit(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    assert pool_of_two(resumed, DEFINITIONS, str(tmp_path), True) == [(True, True)] * 2
-
-
-@pytest.mark.full
-def test_control_a_resume_without_the_loss(pool_of_two: WorkerPool, tmp_path: Path) -> None:
-    assert [same for same, _ in pool_of_two(resumed, DEFINITIONS, str(tmp_path), False)] == [False] * 2
+@pytest.mark.parametrize("keeps_loss", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_it_resumes_bit_for_bit(pool_of_two: WorkerPool, tmp_path: Path, keeps_loss: bool) -> None:
+    """Not without the state of the loss."""
+    for same, history in pool_of_two(resumed, DEFINITIONS, str(tmp_path), keeps_loss):
+        assert (same, history) == (True, True) if keeps_loss else not same
 
 
 def test_the_script_prints_what_the_page_says(pool_of_two: WorkerPool, tmp_path: Path) -> None:

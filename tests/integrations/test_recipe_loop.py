@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, error, flat, make_encoder, make_rows
+from integration_cases import alone, average_precision, change, error, flat, make_encoder, make_rows
 from on_ranks import on_ranks
 from pages import blocks, output_of, run_block
-from sklearn.metrics import average_precision_score
+from subjects import gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool, error_of
@@ -69,12 +69,6 @@ def scaled(rank: int, recipe: str) -> tuple[float, float, list[float], bool]:
     return errors[0], errors[1], values, skipped
 
 
-def average_precision(network: nn.Module, features: Tensor, targets: Tensor) -> float:
-    """Return that of scikit-learn."""
-    with torch.no_grad():
-        return float(average_precision_score(targets.numpy(), network(features).numpy()))
-
-
 @on_ranks(2)
 def test_a_step_is_skipped_on_all_ranks(rank: int) -> None:
     """A good step is that of one process; a bad one says so and changes nothing."""
@@ -110,44 +104,32 @@ def headed(rank: int, recipe: str, reverse: bool) -> tuple[float, str]:
     part = slice(0, 40) if rank == 0 else slice(40, 64)
     mine = {name: label[part] for name, label in labels.items()}
     order = dict(reversed(weights.items())) if reverse and rank == 1 else weights
-    loss_fn, alone = names["LossOfHeads"](order), names["LossOfHeads"](weights)
-    for module in alone.modules():
-        if hasattr(module, "gather_distributed"):
-            module.gather_distributed = False
+    loss_fn, of_one = names["LossOfHeads"](order), alone(names["LossOfHeads"](weights))
     model = DistributedDataParallel(network)
     if reverse:
         return 0.0, error_of(lambda: loss_fn(model(features[part]), mine))[1]
     loss_fn(model(features[part]), mine).backward()
-    alone(reference(features), labels).backward()
-    found, expected = (torch.cat([p.grad.reshape(-1) for p in each.parameters()]) for each in (network, reference))
-    return error(found, expected), ""
+    of_one(reference(features), labels).backward()
+    return error(gradient(network), gradient(reference)), ""
 
 
-def test_mixed_precision(pool_of_two: WorkerPool) -> None:
-    for in_full, in_half, values, skipped in pool_of_two(scaled, SCALER):
-        assert in_full <= 1e-6
-        assert in_half <= 1e-2  # the sum of two halves is rounded elsewhere than the whole
-        assert values[0] < values[1]
-        assert skipped  # on both ranks, though only one has the infinite row
+CLIPPED = SCALER.replace("    scaler.unscale_(optimizer)\n", "")
 
 
-@pytest.mark.full
-def test_control_a_gradient_that_is_clipped_with_its_scale(pool_of_two: WorkerPool) -> None:
-    """In one process the same mistake is made, so the size of the steps is what differs: 65,536 times too small."""
-    clipped = SCALER.replace("    scaler.unscale_(optimizer)\n", "")
-    assert clipped != SCALER
-    for *_, values, _ in pool_of_two(scaled, clipped):
-        assert abs(values[1] - values[0]) < 0.02
+@pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_mixed_precision(pool_of_two: WorkerPool, is_control: bool) -> None:
+    """The control clips a gradient with its scale, of which one process makes the same: its steps are too small."""
+    for in_full, in_half, values, skipped in pool_of_two(scaled, CLIPPED if is_control else SCALER):
+        assert is_control or in_full <= 1e-6
+        assert is_control or in_half <= 1e-2  # the sum of two halves is rounded elsewhere than the whole
+        assert abs(values[1] - values[0]) < 0.02 if is_control else values[0] < values[1]
+        assert is_control or skipped  # on both ranks, though only one has the infinite row
 
 
 def test_two_heads_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
-    for gradient, _ in pool_of_two(headed, HEADS, False):
-        assert gradient <= 1e-6
-
-
-def test_ranks_that_call_heads_in_another_order_are_told(pool_of_two: WorkerPool) -> None:
-    for _, text in pool_of_two(headed, HEADS, True):
-        assert "name" in text
+    """Ranks that call them in another order raise."""
+    assert max(error for error, _ in pool_of_two(headed, HEADS, False)) <= 1e-6
+    assert all("name" in text for _, text in pool_of_two(headed, HEADS, True))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra `tensorboard`")
