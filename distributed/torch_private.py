@@ -175,6 +175,11 @@ def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor in place by a scalar on its device, in few kernels where the device has them."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def divide_each_(tensors: list[Tensor], divisor: float) -> None:
     """Divide every tensor in place, in few kernels where the device has them."""
     torch._foreach_div_(tensors, divisor)

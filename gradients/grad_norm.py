@@ -40,11 +40,19 @@ from torch.nn.utils import clip_grads_with_norm_
 from ..distributed.exchange import Exchange
 from ..distributed.group import backend_by_device, is_initialized
 from ..distributed.header import cause_of, disagreement, failure, public_class, reason_of
-from ..distributed.torch_private import count_unreduced, holds_unreduced, not_compiled
+from ..distributed.torch_private import count_unreduced, holds_unreduced, multiply_each_, not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
-from .parameters import Entry, counted_gradient, held_gradient, is_elsewhere, list_entries, plain_gradients
+from .parameters import (
+    Plain,
+    counted_gradient,
+    held_gradient,
+    is_elsewhere,
+    list_entries,
+    read_once,
+    read_plain,
+)
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]
@@ -172,16 +180,20 @@ def clip_grad_norm_(
     """
     call = "clip_grad_norm_"
     measured = _measure(call, parameters, norm_type, max_norm, error_if_nonfinite, shard_groups, across)
-    reduced = _reduce(measured)
-    if measured.options.max_norm == math.inf:
+    reduced, largest = _reduce(measured), measured.options.max_norm
+    if largest == math.inf:
         return reduced.returned
-    # Apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms.
     held = map(held_gradient, measured.plan.entries) if measured.plain is None else measured.plain
     for dtype, grads in by_dtype(grad for grad in held if grad is not None).items():
         # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
         exact = reduced.norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
-        scaled = cast(Iterable[Tensor], list(map(_Scaled, grads)))
-        clip_grads_with_norm_(scaled, measured.options.max_norm, exact, foreach)
+        factor = torch.clamp(largest / (exact + 1e-6), max=1.0)
+        if factor.device.type == "cpu" and factor.item() == 1:
+            continue  # to look is free on the host, where torch multiplies all gradients by 1
+        if foreach is None and measured.plain is not None:
+            multiply_each_(grads, factor)
+        else:  # apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms
+            clip_grads_with_norm_(cast(Iterable[Tensor], list(map(_Scaled, grads))), largest, exact, foreach)
     return reduced.returned
 
 
@@ -208,7 +220,8 @@ class _Measured(NamedTuple):
 
     Attributes:
         options: the arguments, checked.
-        plan: the parameters and the groups to reduce over.
+        listed: the parameters, as they can be read again.
+        plan: the groups to reduce over, and the parameters unless their gradients are ``plain``.
         columns: for each layout the norm of what this rank holds; float64 scalars where the ranks meet.
         plain: the gradients, if they and their parameters are all plain and dense.
         device: of the gradients, else of the first parameter; None without parameters.
@@ -217,6 +230,7 @@ class _Measured(NamedTuple):
     """
 
     options: _Options
+    listed: list[Any] | nn.Module
     plan: Plan
     columns: dict[Layout, Tensor]
     plain: list[Tensor] | None
@@ -260,11 +274,14 @@ def _measure(
         options = options._replace(max_norm=_number("max_norm", most, what, lambda norm: norm >= 0))
 
     plan = Plan()
-    listed: list[Entry] = []
+    listed: list[Any] | nn.Module = []
+    plain: Plain | None = Plain([], [])
     with postponed:
-        listed = list_entries(parameters)
+        listed = read_once(parameters)
+        plain = read_plain(listed) if shard_groups is None else None
+    entries = list_entries(listed) if plain is None else []
     with postponed:
-        num_unreduced = count_unreduced(entry.parameter for entry in listed)
+        num_unreduced = count_unreduced(plain.parameters if plain else [entry.parameter for entry in entries])
         if num_unreduced:
             found = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
             fix = "Reduce in the last backward: maybe_no_sync does, or call set_requires_gradient_sync(True) before it."
@@ -282,24 +299,21 @@ def _measure(
             )
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
-    plain = plain_gradients(listed) if shard_groups is None else None
-    held: dict[Layout, list[Tensor]] = {(): plain or []}
-    if plain is None:
-        for entry in listed:
-            with postponed:
-                plan.add(entry, shard_groups)
-    else:
-        plan.entries, plan.layouts = listed, [()] * len(listed)
+    held: dict[Layout, list[Tensor]] = {(): plain.grads if plain else []}
+    for entry in entries:
+        with postponed:
+            plan.add(entry, shard_groups)
     if options.error_if_nonfinite:
         plan.add_copies()
     with postponed:
         plan.add_stages(across)
-    for entry, layout in zip(plan.entries, plan.layouts) if plain is None else ():
+    for entry, layout in zip(plan.entries, plan.layouts):
         grads = held.setdefault(layout, [])
         # One by one: the redistribution of a gradient is a collective, which an earlier error must not skip.
         with postponed:
             grad = counted_gradient(entry)
             grads += [] if grad is None else [grad]
+    own = plain.parameters if plain else [entry.parameter for entry in plan.entries]
     device: torch.device | None = None
     with postponed:
         devices = {grad.device for grads in held.values() for grad in grads}
@@ -307,21 +321,21 @@ def _measure(
             found = Words(", ".join(sorted(map(str, devices))))
             fix = "Move the parameters to one device, or clip those of each device separately."
             raise ValueError(expected("gradients", "all on one device", found, fix))
-        here = (entry.parameter.device for entry in plan.entries if not is_elsewhere(entry.parameter))
+        here = (one.device for one in own if not is_elsewhere(one))
         device = devices.pop() if devices else next(here, None)
 
-    home = _meeting_device(plan.groups[0], device) if plan.groups else device
-    nothing = torch.zeros((), dtype=torch.float64, device=home or "cpu")
-    columns = dict.fromkeys(held, nothing)  # what the other ranks receive from a rank that failed
+    home = (_meeting_device(plan.groups[0], device) if plan.groups else device) or torch.device("cpu")
+    columns: dict[Layout, Tensor] = {}
     if postponed.error is None:
         with postponed:
-            norms = {layout: local_norm(grads, options.norm_type) for layout, grads in held.items() if grads}
-            columns |= {layout: norm.to(nothing.device) for layout, norm in norms.items()}
+            columns = {layout: local_norm(grads, options.norm_type).to(home) for layout, grads in held.items() if grads}
+    if len(columns) < len(held):  # what the other ranks receive from a rank without gradients, or one that failed
+        columns = dict.fromkeys(held, torch.zeros((), dtype=torch.float64, device=home)) | columns
 
     # Half precision has no norm of its own: float16 ends at 65504.
-    wide = not {entry.parameter.dtype for entry in plan.entries}.isdisjoint((torch.float64, torch.complex128))
-    narrow = not wide and bool(plan.entries or not plan.groups)  # a rank without parameters leaves it to the others
-    return _Measured(options, plan, columns, plain, device, narrow, postponed.error)
+    wide = not {parameter.dtype for parameter in own}.isdisjoint((torch.float64, torch.complex128))
+    narrow = not wide and bool(own or not plan.groups)  # a rank without parameters leaves it to the others
+    return _Measured(options, listed, plan, columns, plain and plain.grads, device, narrow, postponed.error)
 
 
 def _number(name: str, value: Any, what: str, is_right: Callable[[float], bool]) -> float:
@@ -420,7 +434,7 @@ def _raise_together(measured: _Measured, *, can_look: bool) -> NoReturn:
 
 def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     """Raise RuntimeError on all ranks, naming the parameters whose gradients are not finite, and their ranks."""
-    grads = ((entry.name, held_gradient(entry)) for entry in measured.plan.entries)
+    grads = ((entry.name, held_gradient(entry)) for entry in list_entries(measured.listed))
     own = [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
     ranks_by_name: dict[str, list[str]] = {}
     for rank, names in _exchange(measured.plan, own):

@@ -27,22 +27,17 @@ _CHUNK = 2**20  # elements converted or divided at a time: needs little memory a
 _HIGHEST_POWER = 6  # of float32 within float64: 3.4e38 ** 6 = 1.5e231, 1.4e-45 ** 6 = 7.5e-270
 
 
-def join_norms(norms: Tensor, norm_type: float, look: bool = False) -> Tensor:
-    """Return the p-norm over the first dimension of ``norms`` (K, ...), K >= 1, all >= 0. NaN and inf propagate.
-
-    ``look`` reads the largest of ``norms`` (K,), which on the host takes less time than to compute with it.
-    """
+def join_norms(norms: Tensor, norm_type: float) -> Tensor:
+    """Return the p-norm over the first dimension of ``norms`` (K, ...), K >= 1, all >= 0, in float64; NaN stays."""
+    if norms.dtype is torch.float32 and norm_type <= _HIGHEST_POWER:
+        return torch.linalg.vector_norm(norms, norm_type, dim=0, dtype=torch.float64)
+    norms = norms.double()
     if norms.shape[0] == 1:
         return norms[0]
     largest = norms.amax(dim=0)  # NaN where there is one
     if norm_type == math.inf:
         return largest
-    unit: Tensor | float
-    if look:
-        most = largest.item()
-        unit = most if 0 < most < math.inf else 1.0
-    else:
-        unit = _unit(largest)
+    unit = _unit(largest)
     return torch.linalg.vector_norm(norms / unit, norm_type, dim=0) * unit
 
 
@@ -67,12 +62,11 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 
 def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype on the CPU, where reading a value costs nothing."""
-    dtype = _sum_dtype(tensors[0].dtype)
-    total = join_norms(_row_norms(tensors, norm_type, dtype).double(), norm_type, look=True)
+    dtype, sizes = _sum_dtype(tensors[0].dtype), [tensor.numel() for tensor in tensors]
+    total = join_norms(_row_norms(tensors, sizes, norm_type, dtype), norm_type)
     limits = torch.finfo(dtype)
-    power = float(total.pow(norm_type))  # inf where Python would raise
     # A power that underflows is off by at most `tiny`. Above this mean that is less than one rounding of the sum.
-    if math.isfinite(total) and power >= limits.tiny / limits.eps * sum([tensor.numel() for tensor in tensors]):
+    if (limits.tiny / limits.eps * sum(sizes)) ** (1 / norm_type) <= total.item() < math.inf:
         return total
     return _norm_of_quotients(tensors, norm_type)
 
@@ -89,15 +83,15 @@ def _norm_without_looking(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype; elements are divided by the largest before powers are taken."""
     unit = _unit(_largest(tensors))
-    return join_norms(_row_norms(tensors, norm_type, _sum_dtype(tensors[0].dtype), unit).double(), norm_type) * unit
+    return join_norms(_row_norms(tensors, (), norm_type, _sum_dtype(tensors[0].dtype), unit), norm_type) * unit
 
 
-def _row_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
-    """Cut the elements (divided by ``unit``) into rows, and return the norms of all rows in ``dtype``."""
-    small: list[Tensor] = []
-    long: list[Tensor] = []
-    for tensor in tensors:
-        (small if unit is None and tensor.numel() <= _ROW else long).append(tensor)
+def _row_norms(
+    tensors: list[Tensor], sizes: Sequence[int], norm_type: float, dtype: torch.dtype, unit: Tensor | None = None
+) -> Tensor:
+    """Return in ``dtype`` the norms of the rows into which elements are cut; with ``unit`` divided by it, no sizes."""
+    small = [tensor for tensor, size in zip(tensors, sizes) if size <= _ROW]
+    long = [tensor for tensor, size in zip(tensors, sizes) if size > _ROW] if sizes else tensors
     found = [torch.stack(norms_of_each(small, norm_type, dtype))] if small else []
     found += _norms_of_long(long, norm_type, dtype, unit)
     return found[0] if len(found) == 1 else torch.cat(found)
@@ -111,17 +105,16 @@ def _norms_of_long(
         if not tensor.is_contiguous():
             # The order of elements does not matter, and a transposed tensor is contiguous in another order.
             tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-        flat = tensor.reshape(-1)
         # Converted or divided in parts, without a copy of the whole tensor.
-        as_it_is = unit is None and flat.dtype == dtype
-        for chunk in (flat,) if as_it_is else flat.split(_CHUNK):
+        as_it_is = unit is None and tensor.dtype == dtype
+        for chunk in (tensor,) if as_it_is else tensor.reshape(-1).split(_CHUNK):
             part = chunk if as_it_is else chunk.to(dtype) if unit is None else chunk.to(dtype) / unit
-            rest = part.numel() % _ROW
-            if rest:
+            if rest := part.numel() % _ROW:
+                part = part.reshape(-1)
                 yield torch.linalg.vector_norm(part[-rest:], norm_type).reshape(1)
                 part = part[:-rest]
             if part.numel():
-                yield torch.linalg.vector_norm(part.view(-1, _ROW), norm_type, dim=1)
+                yield torch.linalg.vector_norm(part.reshape(-1, _ROW), norm_type, 1)
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:

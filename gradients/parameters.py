@@ -30,21 +30,27 @@ class Entry(NamedTuple):
         return self.label if isinstance(self.label, str) else f"parameter {self.label}"
 
 
+def read_once(parameters: Any) -> list[Any] | nn.Module:
+    """Return ``parameters`` as something that can be read several times; TypeError for what lists no parameters."""
+    if isinstance(parameters, nn.Module):
+        return parameters
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable):
+        what = "a module, a tensor, or an iterable of parameters or of (name, parameter) pairs"
+        raise TypeError(expected("parameters", what, parameters))
+    return list(parameters)
+
+
 def list_entries(parameters: Any) -> list[Entry]:
     """Return the distinct items of ``parameters`` in their order, named; :func:`check_parameter` checks each of them.
 
     Raises:
         TypeError: when ``parameters`` is not a module, a tensor or an iterable.
     """
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    elif isinstance(parameters, nn.Module):
-        parameters = parameters.named_parameters()
-    elif not isinstance(parameters, Iterable):
-        what = "a module, a tensor, or an iterable of parameters or of (name, parameter) pairs"
-        raise TypeError(expected("parameters", what, parameters))
+    listed = read_once(parameters)
     entries: dict[int, Entry] = {}
-    for index, item in enumerate(parameters):
+    for index, item in enumerate(listed.named_parameters() if isinstance(listed, nn.Module) else listed):
         entry = Entry(index, item)
         if isinstance(item, Entry):
             entry = item
@@ -88,16 +94,25 @@ def check_gradient(entry: Entry) -> None:
         raise TypeError(expected(name, "a dense or a sparse COO tensor", Words(grad.layout), "Use to_dense()."))
 
 
-def plain_gradients(entries: list[Entry]) -> list[Tensor] | None:
-    """Return the gradients there are, if they and the parameters are all plain and dense; else None.
+class Plain(NamedTuple):
+    """Parameters, each once, and the gradients that they have: all of them plain tensors, the gradients dense."""
 
-    They need no look at each of them: they fit their parameters, and all of what this rank holds counts.
+    parameters: list[Tensor]
+    grads: list[Tensor]
+
+
+def read_plain(listed: list[Any] | nn.Module) -> Plain | None:
+    """Return what :func:`read_once` has read, if all of it is plain and without a name; else None.
+
+    It needs no look at each tensor: the gradients fit their parameters, and all of what this rank holds counts.
     """
-    if not {type(entry.parameter) for entry in entries} <= _PLAIN:
+    items = list(listed.parameters() if isinstance(listed, nn.Module) else listed)
+    if not _PLAIN.issuperset(map(type, items)):
         return None
-    grads = [grad for grad in [entry.parameter.grad for entry in entries] if grad is not None]
-    is_plain = set(map(type, grads)) <= _PLAIN and {grad.layout for grad in grads} <= {torch.strided}
-    return grads if is_plain else None
+    distinct = list(dict(zip(map(id, items), items)).values())
+    grads = [grad for parameter in distinct if (grad := parameter.grad) is not None]
+    is_plain = _PLAIN.issuperset(map(type, grads)) and {grad.layout for grad in grads} <= {torch.strided}
+    return Plain(distinct, grads) if is_plain else None
 
 
 def counted_gradient(entry: Entry) -> Tensor | None:

@@ -67,6 +67,42 @@ def test_same_as_torch(form: str, foreach: bool | None) -> None:
             assert (own.grad is None) == (other.grad is None)
 
 
+def test_what_changes_between_two_calls_is_seen() -> None:
+    """The same list, one thing after the other: also what torch sets past the checks of ``grad``."""
+    parameters = [with_gradient(torch.full((3,), float(index + 1))) for index in range(4)]
+
+    def norm() -> Tensor:
+        expected = [grad.to_dense().double() for p in parameters if (grad := p.grad) is not None]
+        found = fullrank.clip_grad_norm_(parameters, 1e9)
+        torch.testing.assert_close(found.double(), torch.cat(expected).norm(), rtol=1e-6, atol=0)
+        return found
+
+    first = norm()
+    parameters[0].grad = None
+    second = norm()
+    parameters[1].grad = torch.tensor([0.0, 7.0, 0.0]).to_sparse()
+    third = norm()
+    parameters[2].data = parameters[2].data.double()  # the gradient stays in float32, the result is now float64
+    assert norm().dtype is torch.float64
+    parameters[3].grad = None
+    parameters[3] = with_gradient(torch.full((3,), 60000.0, dtype=torch.float16))
+    assert first > second != third < norm()
+    parameters[0] = with_gradient(torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="gradients: expected all on one device, got cpu, meta"):
+        norm()
+    with pytest.raises(TypeError, match="parameter 3: expected a parameter"):
+        fullrank.clip_grad_norm_([*parameters[1:], None, 3], 1.0)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_gradients_are_written_only_where_they_shrink(foreach: bool | None) -> None:
+    parameter = with_gradient(torch.tensor([3.0, 4.0]))
+    for largest, writes in ((5.1, 0), (4.9, 1)):
+        before = parameter.grad._version
+        fullrank.clip_grad_norm_([parameter], largest, foreach=foreach)
+        assert parameter.grad._version - before == writes
+
+
 def test_a_parameter_listed_twice_counts_and_shrinks_once() -> None:
     parameter = with_gradient(torch.tensor([3.0, 4.0]))
     assert fullrank.clip_grad_norm_([parameter, parameter], 1.0) == 5.0
