@@ -59,6 +59,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     weight: Tensor | None
     pos_weight: Tensor | None
+    _shown = "weight", "pos_weight", "reduction"
 
     def __init__(
         self,
@@ -106,9 +107,3 @@ class BCEWithLogitsLoss(TorchLikeLoss):
             fix = "Pass weights of the rows as sample_weight."
             raise ValueError(expected(name, f"a shape that can be broadcast to {tuple(x.shape)}", weight, fix))
         return weight.detach().to(x)
-
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, and for the comparison between ranks."""
-        return (
-            f"weight={self._text_of('weight')}, pos_weight={self._text_of('pos_weight')}, reduction={self.reduction!r}"
-        )

@@ -43,10 +43,9 @@ class TorchLikeLoss(FocalLoss):
         self._texts: dict[str, tuple[Tensor, int, str]] = {}
 
     def _text_of(self, name: str) -> str:
-        """Return the values of a weight as a text that differs where they do."""
         weight = getattr(self, name)
-        if weight is None:
-            return "None"
+        if not isinstance(weight, Tensor):
+            return repr(weight)
         version, known = version_of(weight), self._texts.get(name)
         if known is None or known[0] is not weight or known[1] != version:
             values = weight.detach().cpu().double()
@@ -101,6 +100,7 @@ class CrossEntropyLoss(TorchLikeLoss):
     """
 
     weight: Tensor | None
+    _shown = "weight", "ignore_index", "reduction", "label_smoothing"
 
     def __init__(
         self,
@@ -161,10 +161,3 @@ class CrossEntropyLoss(TorchLikeLoss):
         if self.weight.shape != x.shape[1:2]:
             raise ValueError(expected("weight", f"shape ({x.shape[1]},), one weight per class", self.weight))
         return self.weight.detach().to(x)
-
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, and for the comparison between ranks."""
-        return (
-            f"weight={self._text_of('weight')}, ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
@@ -130,9 +130,21 @@ class DistributedLoss(nn.Module):
             if group is not None:
                 check_not_gathered(name, tensor, group)
 
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        """The names of the arguments that ``repr`` shows and the ranks compare."""
+        return ()
+
+    def _text_of(self, name: str) -> str:
+        """Return an argument as a text that differs where the argument does."""
+        return repr(getattr(self, name))
+
     def _arguments(self) -> str:
-        """Return the arguments that ``repr`` shows and the ranks compare."""
-        return self.extra_repr()
+        return ", ".join(f"{name}={self._text_of(name)}" for name in self._shown)
+
+    def extra_repr(self) -> str:
+        """Return the arguments for ``repr``."""
+        return self._arguments()
 
     def _shared_facts(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks, whichever the loss."""
@@ -148,8 +160,10 @@ class DistributedLoss(nn.Module):
 
 
 class CurrentTemperature(DistributedLoss):
-    """Base of the losses that may have an automatic temperature: ``temperature`` is None, a number, or missing."""
+    """Base of the losses with a temperature, which may be automatic, and which they compare and save."""
 
+    temperature: float | None
+    has_temperature = True  # False for a loss without one, or with one that is a parameter
     _last_temperature: float | None = None
 
     @property
@@ -160,18 +174,23 @@ class CurrentTemperature(DistributedLoss):
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, with the temperature, which the ranks compare apart from them."""
-        if not hasattr(self, "temperature"):
+        if not self.has_temperature:
             return self._arguments()
         text, last = f"{self._arguments()}, temperature={self.temperature}", self._last_temperature
         is_automatic = self.temperature is None and last is not None
         return f"{text} (automatic, {last:.4g} in the last call)" if is_automatic else text
 
+    def _shared_facts(self) -> dict[str, object]:
+        own = {"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}
+        return {**super()._shared_facts(), **own}
 
-def saved_temperature(temperature: float | None) -> float:
-    """Return what a saved state holds for ``temperature``: -1 for None, because it holds numbers alone."""
-    return -1.0 if temperature is None else float(temperature)
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training besides parameters and queue, such as the temperature."""
+        temperature = self.temperature if self.has_temperature else None
+        return {"temperature": -1.0 if temperature is None else float(temperature)}  # numbers alone can be saved
 
-
-def loaded_temperature(saved: Any) -> float | None:
-    """Return the temperature of a saved state."""
-    return None if float(saved) < 0 else float(saved)
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        if self.has_temperature:
+            saved = float(state["temperature"])
+            self.temperature = None if saved < 0 else saved

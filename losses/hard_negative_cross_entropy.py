@@ -140,6 +140,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     """
 
     has_temperature = False
+    _own_arguments = ("share",)
 
     def __init__(
         self,
@@ -160,6 +161,3 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the cross-entropy of each class over its positives and its hardest negatives."""
         return _per_class(pool, self.share)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        return ("share",)

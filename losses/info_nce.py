@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange, describe
-from ..distributed.header import Offer, State, agree_on, refuse_in_backward
+from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, check_positive, expected
 from ..kernels.registration import exact
 from .arguments import completed
 from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
-from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
+from .distributed_loss import GroupOptions
 from .tensors import check_device, check_values, has_values
 
 
@@ -79,6 +79,7 @@ class InfoNCELoss(ContrastiveLoss):
     """
 
     logit_scale: nn.Parameter | None
+    _shown = "learn_temperature", "symmetric", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"
 
     def __init__(
         self,
@@ -102,6 +103,16 @@ class InfoNCELoss(ContrastiveLoss):
         # Of shape (1,), because FSDP2 refuses parameters without a dimension.
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn_temperature else None)
         self.temperature = check_positive("temperature", temperature)
+
+    @property
+    def learn_temperature(self) -> bool:
+        """Whether ``logit_scale`` is a parameter."""
+        return self.logit_scale is not None
+
+    @property
+    def has_temperature(self) -> bool:  # type: ignore[override]
+        """Whether the temperature is a number, which the ranks compare and a state holds."""
+        return self.logit_scale is None
 
     @property
     def temperature(self) -> float:
@@ -217,28 +228,10 @@ class InfoNCELoss(ContrastiveLoss):
             total, of_scale = total + found.total, of_scale + found.of_scale * scale
         return Part(total, of_scale, of_own, of_others)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training besides the queue and ``logit_scale``: the temperature."""
-        return {"temperature": saved_temperature(None if self.logit_scale is not None else self.temperature)}
-
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        if self.logit_scale is None:
-            self.temperature = loaded_temperature(state["temperature"]) or self.temperature
-
-    def _state(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
-        fixed = {} if self.logit_scale is not None else {"temperature": State(self.temperature, SAME_TEMPERATURE)}
-        return {**super()._state(), **fixed}
-
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``; a learned temperature would have to be read from the device."""
-        return super().extra_repr() if self.logit_scale is None else self._arguments()
-
-    def _arguments(self) -> str:
-        names = ("symmetric", "max_logit_scale", "normalize", "queue_size", "gradient_reduction")
-        learned = self.logit_scale is not None
-        return f"learn_temperature={learned}, " + ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        """Restore the temperature, unless it is learned here or was where the state was saved."""
+        if float(state["temperature"]) > 0:
+            super().set_extra_state(state)
 
 
 def _terms(scores: Tensor, place: slice, first: int, weight: float) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,20 +11,14 @@ from typing_extensions import Unpack
 
 from ..distributed.exchange import check_rows
 from ..distributed.gather import gather_agreed
-from ..distributed.header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
+from ..distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import check_choice, check_count, check_int, check_tensor, expected
 from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.soft_ranks import move_infinities
 from ..kernels.spread import spread_of
 from .arguments import completed
-from .distributed_loss import (
-    SAME_TEMPERATURE,
-    CurrentTemperature,
-    GroupOptions,
-    loaded_temperature,
-    saved_temperature,
-)
+from .distributed_loss import CurrentTemperature, GroupOptions
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .queries import group_rows
 from .targets import may_hold
@@ -86,6 +79,8 @@ class NDCGLoss(CurrentTemperature):
         Information Retrieval 13, 2010, eq. 16 and 18.
     """
 
+    _shown = "gain", "top", "reduction", "ignore_index", "gradient_reduction"
+
     def __init__(
         self,
         temperature: float | None = None,
@@ -125,8 +120,7 @@ class NDCGLoss(CurrentTemperature):
             self._check_not_gathered(group, logits=logits, relevance=relevance)
             check_temperature(self.temperature, automatic=True)
             checked = self._checked(logits, relevance, indexes)
-            facts = {**self._shared_facts(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
-            return Offer(checked, facts, check=self._check_of(checked[1]), tensors=checked)
+            return Offer(checked, self._shared_facts(), check=self._check_of(checked[1]), tensors=checked)
 
         if group is None:
             return note_kind(self._loss(*agree_on(call, None, bring).value))
@@ -262,15 +256,3 @@ class NDCGLoss(CurrentTemperature):
                 levels = torch.arange(len(ends) - 1, -1, -1, device=grades.device)
                 return (self._gains(levels) @ (so_far[ends] - so_far[ends - best_first]))[None]
         return self._gains(grades.sort(dim=1, descending=True).values) @ discount
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training: the temperature."""
-        return {"temperature": saved_temperature(self.temperature)}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        self.temperature = loaded_temperature(state["temperature"])
-
-    def _arguments(self) -> str:
-        names = ("gain", "top", "reduction", "ignore_index", "gradient_reduction")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

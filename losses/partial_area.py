@@ -169,12 +169,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
 
 
 def _thresholds(
-    pool: Pool,
-    reference: Tensor,
-    num_reference: int | None,
-    area: PartialArea,
-    temperature: float,
-    with_stats: bool,
+    pool: Pool, reference: Tensor, num_reference: int | None, area: PartialArea, temperature: float, with_stats: bool
 ) -> Thresholds:
     """Return the thresholds that are needed, and the temperature of each class, or the scale of "dro", all detached."""
     has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)

@@ -23,14 +23,7 @@ from .partial_area import (
     missed_area,
 )
 from .pauc_at_budget import pauc_at_budget
-from .pool import (
-    LossWithClasses,
-    LossWithClassesAndStats,
-    LossWithStats,
-    PerClass,
-    Pool,
-    Reduction,
-)
+from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool, Reduction
 from .queued_loss import PoolOptions
 from .ranking import Given, RankingLoss
 from .sharded import PoolFacts
@@ -90,6 +83,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     """
 
     temperature: float  # never None: it is a multiple of the scale already
+    _own_arguments = PartialArea._fields
 
     def __init__(
         self,
@@ -268,6 +262,3 @@ class PAUCAtBudgetLoss(RankingLoss):
         super()._check_settings()
         if self._area != self._checked:  # a schedule may have assigned a temperature, which "dro" does not use
             self._checked = check_area(self._area)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        return PartialArea._fields

@@ -13,13 +13,7 @@ from ..errors import check_choice, check_count, check_int, expected, warn
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..queues.sharded_queue import ShardedQueue
 from .arguments import completed
-from .distributed_loss import (
-    SAME_TEMPERATURE,
-    CurrentTemperature,
-    GroupOptions,
-    loaded_temperature,
-    saved_temperature,
-)
+from .distributed_loss import CurrentTemperature, GroupOptions
 from .hints import Hints
 from .pool import REDUCTIONS, PoolCounts, Reduction, check_temperature, local_pool
 from .targets import TargetRule
@@ -106,9 +100,9 @@ class QueuedLoss(HoldsQueue):
         ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
     """
 
-    has_temperature: ClassVar[bool] = True
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
+    _own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
 
     def __init__(
         self,
@@ -164,7 +158,6 @@ class QueuedLoss(HoldsQueue):
         """Return what must be equal on all ranks."""
         return {
             **super()._state(),
-            **({"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}),
             "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
         }
 
@@ -190,16 +183,12 @@ class QueuedLoss(HoldsQueue):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training besides the queue: the temperature and the number of draws."""
-        state: dict[str, Any] = {"num_draws": self._num_draws}
-        if self.has_temperature:
-            state["temperature"] = saved_temperature(self.temperature)
-        return state
+        return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
         self._num_draws = int(state["num_draws"])
-        if self.has_temperature:
-            self.temperature = loaded_temperature(state["temperature"])
+        super().set_extra_state(state)
 
     @property
     def pool(self) -> PoolForm:
@@ -207,15 +196,11 @@ class QueuedLoss(HoldsQueue):
         form: PoolForm = self._pool_form
         return form
 
-    def _arguments(self) -> str:
-        names = ("num_classes", *self._own_arguments(), "queue_size", "reduction", "ignore_index", "max_pool_size")
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        names = ("num_classes", *self._own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
         names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
-        names = names if self.pool == "gathered" else (*names, "pool")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        """Return the names of the subclass's own arguments, for ``repr``."""
-        return ()
+        return names if self.pool == "gathered" else (*names, "pool")
 
 
 def _check_own_rows(module: QueuedLoss, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:

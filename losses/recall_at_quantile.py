@@ -167,6 +167,7 @@ class RecallAtQuantileLoss(RankingLoss):
     """
 
     spread_multiple = SPREAD_MULTIPLE
+    _own_arguments = "quantile", "quantile_interpolation", "threshold_gradient"
 
     def __init__(
         self,
@@ -215,6 +216,3 @@ class RecallAtQuantileLoss(RankingLoss):
         small_pool, argument = num_rows * self.quantile < 1, self.quantile > 0.5
         setting = super()._setting(num_rows)
         return setting._replace(small_pool=small if small_pool else None, argument=wide if argument else None)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        return "quantile", "quantile_interpolation", "threshold_gradient"

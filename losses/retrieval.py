@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +13,14 @@ from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_agreed
-from ..distributed.header import Offer, State, refuse_in_backward
+from ..distributed.header import Offer, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import anchor_of, check_choice, check_int, check_tensor, expected
 from ..kernels.registration import check_not_batched
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
-from .distributed_loss import (
-    SAME_TEMPERATURE,
-    GroupOptions,
-    loaded_temperature,
-    saved_temperature,
-)
+from .distributed_loss import GroupOptions
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .queued_loss import HoldsQueue
 from .retrieval_queries import Split, SplitQueries, queries
@@ -167,9 +161,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
         def bring() -> Offer[None]:
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
-            tensors = check()
-            facts = {**self._state(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
-            return Offer(None, facts, checksum=self._checksum, tensors=tensors)
+            return Offer(None, self._state(), checksum=self._checksum, tensors=check())
 
         group = self._resolve_group()
         split = None
@@ -192,18 +184,9 @@ class RetrievalSmoothAPLoss(HoldsQueue):
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training: the temperature."""
-        return {"temperature": saved_temperature(self.temperature)}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        self.temperature = loaded_temperature(state["temperature"])
-
-    def _arguments(self) -> str:
-        names = ("queue_size",) if self.queue_size else ()
-        names = ("reduction", "ignore_index", "gradient_reduction", *names)
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        return "reduction", "ignore_index", "gradient_reduction", *(("queue_size",) if self.queue_size else ())
 
 
 def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:

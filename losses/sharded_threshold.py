@@ -147,13 +147,7 @@ class _Sums(NamedTuple):
 
 @exact
 def _found_at_levels(
-    scores: Tensor,
-    pool: Pool,
-    shared: PoolFacts,
-    positives: _Positives,
-    share: Tensor,
-    sums: _Sums,
-    with_grad: bool,
+    scores: Tensor, pool: Pool, shared: PoolFacts, positives: _Positives, share: Tensor, sums: _Sums, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss (C,) float64, and the gradient of the live rows (C, N), None unless ``with_grad``."""
     levels, weights, taus, reference, threshold_gradient = sums
@@ -243,13 +237,7 @@ def _slopes(
 
 
 def _loss_at_levels(
-    pool: Pool,
-    shared: PoolFacts,
-    positives: _Positives,
-    total: Tensor,
-    has_nan: Tensor,
-    valid: Tensor,
-    sums: _Sums,
+    pool: Pool, shared: PoolFacts, positives: _Positives, total: Tensor, has_nan: Tensor, valid: Tensor, sums: _Sums
 ) -> PerClass:
     """Return the mean over the positives of the weighted sums of ``s((level - x) / tau)``."""
     factor = torch.where(valid, total, 1.0).reciprocal() * valid

@@ -175,6 +175,8 @@ class SigmoidFocalLoss(FocalLoss):
         tensor(0.0433)
     """
 
+    _shown = "alpha", "gamma", "reduction"
+
     def __init__(
         self,
         alpha: float = 0.25,
@@ -191,7 +193,3 @@ class SigmoidFocalLoss(FocalLoss):
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses and their divisor."""
         return _elements(inputs, targets, self.alpha, self.gamma, self.reduction, sample_weight, self.validate_args)
-
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, and for the comparison between ranks."""
-        return f"alpha={self.alpha}, gamma={self.gamma}, reduction={self.reduction!r}"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..distributed.header import State
 from ..distributed.torch_private import not_compiled
 from ..errors import check_positive, expected
 from ..kernels.soft_ranks import smooth_ap_sums
 from .arguments import completed
-from .distributed_loss import SAME_TEMPERATURE
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
 from .queries import group_rows
 from .ranking import RankingLoss
@@ -169,7 +167,6 @@ class SmoothAPLoss(RankingLoss):
             fix = "The automatic one needs the spread of all scores before the first of them can be added up."
             raise TypeError(expected("temperature with stream=True", "a number", None, fix))
         temperature = check_positive("temperature", self.temperature)
-        facts = {**self._shared_facts(), "temperature": State(temperature, SAME_TEMPERATURE)}
         return StreamedTable(
             Stream(
                 type(self).__name__,
@@ -180,6 +177,6 @@ class SmoothAPLoss(RankingLoss):
                 self.gradient_reduction,
                 weighted,
                 self.validate_args,
-                facts,
+                self._shared_facts(),
             )
         )

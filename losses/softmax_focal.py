@@ -219,6 +219,8 @@ class SoftmaxFocalLoss(FocalLoss):
         tensor(1.3863)
     """
 
+    _shown = _Rule._fields
+
     def __init__(
         self,
         alpha: Tensor | Sequence[float] | None = None,
@@ -243,10 +245,6 @@ class SoftmaxFocalLoss(FocalLoss):
         """Return this rank's element losses and their divisor."""
         return _elements(inputs, targets, self._rule, sample_weight, self.validate_args)
 
-    def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, and for the comparison between ranks."""
-        alpha = self.alpha.tolist() if isinstance(self.alpha, Tensor) else self.alpha
-        return (
-            f"alpha={alpha}, gamma={self.gamma}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
-            f"ignore_index={self.ignore_index}, background_class={self.background_class}"
-        )
+    def _text_of(self, name: str) -> str:
+        value = getattr(self, name)
+        return repr(value.tolist() if isinstance(value, Tensor) else value)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +12,13 @@ from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_after
-from ..distributed.header import Offer, State, agree_on, refuse_in_backward
+from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_positive
 from ..kernels.registration import exact
 from .arguments import completed
 from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
-from .distributed_loss import SAME_TEMPERATURE, GroupOptions, loaded_temperature, saved_temperature
+from .distributed_loss import GroupOptions
 from .retrieval import checked_labels
 from .tensors import check_values
 
@@ -73,6 +72,9 @@ class SupConLoss(ContrastiveLoss):
         for Embedding Learning, CVPR 2020 (the queue).
     """
 
+    temperature: float  # never None
+    _shown = "normalize", "queue_size", "ignore_index", "gradient_reduction"
+
     def __init__(
         self,
         temperature: float = 0.1,
@@ -111,8 +113,7 @@ class SupConLoss(ContrastiveLoss):
             if bool(ignored.any()):
                 kept = (~ignored).nonzero()[:, 0]
                 rows, names = rows.index_select(0, kept), names.index_select(0, kept)
-            facts = {**self._state(), "temperature": State(self.temperature, SAME_TEMPERATURE)}
-            return Offer((rows, names), facts, checksum=self._checksum, tensors=(rows, names))
+            return Offer((rows, names), self._state(), checksum=self._checksum, tensors=(rows, names))
 
         agreed = agree_on(call, group, bring)
         rows, names = agreed.value
@@ -157,18 +158,6 @@ class SupConLoss(ContrastiveLoss):
         # NaN is seen also where no row counts.
         total = total + 0.0 * mine.sum(dtype=torch.float64)
         return Part(total, torch.zeros_like(total), [of_own], [of_all])
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training besides the queue: the temperature."""
-        return {"temperature": saved_temperature(self.temperature)}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        self.temperature = loaded_temperature(state["temperature"]) or self.temperature
-
-    def _arguments(self) -> str:
-        names = ("normalize", "queue_size", "ignore_index", "gradient_reduction")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 class _Labels(NamedTuple):

@@ -96,11 +96,7 @@ def check_targets(
 
 
 def _read(
-    logits: Tensor,
-    given: Tensor,
-    targets: Tensor,
-    rule: TargetRule,
-    stored: Callable[[Tensor, Tensor], Tensor] | None,
+    logits: Tensor, given: Tensor, targets: Tensor, rule: TargetRule, stored: Callable[[Tensor, Tensor], Tensor] | None
 ) -> tuple[int, int, int, int | None, int | None]:
     """Return what is known of ``targets``, the int64 form of ``given``; waits for the device once.
 

@@ -11,7 +11,6 @@ from ..distributed.group import check_gather_distributed
 from ..distributed.header import State
 from ..distributed.torch_private import is_mean, not_compiled, note_kind
 from ..errors import expected, warn
-from .distributed_loss import saved_temperature
 from .parts import LossOfParts, takes, targets_for
 from .schedule import Schedule
 
@@ -225,7 +224,7 @@ class LossWarmupWrapper(LossOfParts, Schedule):
             "epoch": _or_minus_one(self._epoch),
             "step": _or_minus_one(self._step),
             "switch_step": _or_minus_one(self._switch_step),
-            "temperature": saved_temperature(temperature),
+            "temperature": float(_or_minus_one(temperature)),
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -246,6 +245,6 @@ class LossWarmupWrapper(LossOfParts, Schedule):
         )
 
 
-def _or_minus_one(number: int | None) -> int:
+def _or_minus_one(number: float | None) -> float:
     """Return ``number``, or -1 for None: the saved state holds numbers alone."""
     return -1 if number is None else number
