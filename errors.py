@@ -127,6 +127,14 @@ def check_number(name: str, value: float) -> float:
     return value
 
 
+def check_between(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
+    """Return ``value`` unchanged, or raise when it is no number in [low, high]; ``above`` leaves out ``low`` itself."""
+    check_number(name, value)
+    if not low <= value <= high or (above and value == low):
+        raise ValueError(expected(name, f"a number in {'(' if above else '['}{low}, {high}]", value))
+    return value
+
+
 def check_positive(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise when it is not a finite number > 0."""
     check_number(name, value)

@@ -119,7 +119,9 @@ def check_batch(
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
     if sample_weight is not None:
         _check_row_tensor("sample_weight", sample_weight, logits)
-        sample_weight = check_weight(sample_weight, compute_dtype(logits.dtype), validate_args)
+        sample_weight, check = weight_and_check(sample_weight, compute_dtype(logits.dtype), validate_args)
+        if check is not None:
+            check.read()
     if indexes is not None:
         _check_row_tensor("indexes", indexes, logits)
         if not is_integer(indexes):
@@ -148,14 +150,6 @@ def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
         fix = f"Use {name}.squeeze(1)." if tuple(value.shape) == (count, 1) else ""
         raise ValueError(expected(name, f"shape ({count},), one entry per row of logits", value, fix))
     check_device(name, value, logits)
-
-
-def check_weight(sample_weight: Tensor, dtype: torch.dtype, validate_args: bool) -> Tensor:
-    """Return the weights detached and in ``dtype``; ValueError when one is negative or not finite."""
-    weight, check = weight_and_check(sample_weight, dtype, validate_args)
-    if check is not None:
-        check.read()
-    return weight
 
 
 def weight_and_check(

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.header import combined
 from ..errors import check_choice, expected
 from .arguments import completed
 from .batch import weight_and_check
@@ -14,7 +13,7 @@ from .cross_entropy import REDUCTIONS, TorchLikeLoss, TorchReduction
 from .distributed_loss import GroupOptions
 from .focal import Elements, aligned, check_inputs
 from .sigmoid_focal import check_of_soft_targets, expand_weight
-from .tensors import compute_dtype, has_values, weight_unit
+from .tensors import compute_dtype, has_values
 
 
 @completed()
@@ -83,19 +82,15 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
         x = inputs.to(compute_dtype(inputs.dtype))
         weight, pos_weight = self._weight_of("weight", x), self._weight_of("pos_weight", x)
-        is_weighted, unit = sample_weight is not None, None
+        given = None
+        if sample_weight is not None:
+            given = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, self.validate_args)
         # A sum of torch rather than of its elements: that has the bits of its mean.
-        reduction = "none" if is_weighted or self.reduction == "none" else "sum"
+        reduction = "none" if given is not None or self.reduction == "none" else "sum"
         values = F.binary_cross_entropy_with_logits(
             x, targets.to(x.dtype), weight, pos_weight=pos_weight, reduction=reduction
         )
-        count: Tensor | float = float(x.numel())
-        if sample_weight is not None:
-            given, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, self.validate_args)
-            checks += [] if check is None else [check]
-            unit = weight_unit(given)
-            values, count = values * (given / unit), (given / unit).sum()
-        return Elements(values, count * (self.reduction == "mean"), unit, combined(checks))
+        return Elements.of(values, x.numel(), None, given, self.reduction == "mean", checks)
 
     def _weight_of(self, name: str, x: Tensor) -> Tensor | None:
         """Return a weight that can be broadcast to the shape of ``x``, as torch needs it."""

@@ -14,7 +14,7 @@ from ..distributed.global_mean import local_mean
 from ..distributed.torch_private import note_kind
 from ..errors import Words, check_choice, check_int, check_number, check_tensor, expected
 from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
-from .tensors import compute_dtype, has_values
+from .tensors import check_device, compute_dtype, has_values, is_integer
 
 # A keyword that is almost one of these is a slip, not one of transformers.
 _KEYWORDS = (
@@ -151,7 +151,7 @@ def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None)
             raise TypeError(expected(name, "a plain tensor", Words("a DTensor"), fix))
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw logits."))
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+    if not is_integer(labels):
         raise TypeError(expected("labels", "integer token indices", labels, "Use labels.long()."))
     if logits.ndim < 2 or logits.shape[-1] == 0:
         raise ValueError(expected("logits", "shape (..., T, V) with V >= 1", logits))
@@ -160,7 +160,5 @@ def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None)
     if labels.shape != logits.shape[:-1]:
         what = f"shape {tuple(logits.shape[:-1])} for logits (..., T, V)"
         raise ValueError(expected("labels", what, labels, "Pass the labels of the same tokens; shift=True moves them."))
-    if labels.device != logits.device:
-        given, fix = Words(f"one on {labels.device}"), "Use labels.to(logits.device)."
-        raise ValueError(expected("labels", f"a tensor on {logits.device}, as logits", given, fix))
+    check_device("labels", labels, logits)
     return labels

@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.header import combined
 from ..distributed.torch_private import version_of
-from ..errors import check_choice, check_int, check_number, check_tensor, expected
+from ..errors import check_between, check_choice, check_int, check_tensor, expected
 from .arguments import completed
 from .distributed_loss import GroupOptions
 from .focal import Elements, FocalLoss, check_inputs
 from .sigmoid_focal import check_of_soft_targets
 from .softmax_focal import check_classes, check_element_weight
-from .tensors import compute_dtype, has_values, weight_unit
+from .tensors import compute_dtype, has_values
 
 TorchReduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -115,9 +114,7 @@ class CrossEntropyLoss(TorchLikeLoss):
         check_choice("reduction", reduction, REDUCTIONS)
         super().__init__(reduction, gather_distributed, **options)
         self.ignore_index = check_int("ignore_index", ignore_index)
-        if not 0 <= check_number("label_smoothing", label_smoothing) <= 1:
-            raise ValueError(expected("label_smoothing", "a number in [0, 1]", label_smoothing))
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = check_between("label_smoothing", label_smoothing, 0, 1)
         self._register_weights(weight=weight)
         if weight is not None and weight.ndim != 1:
             raise ValueError(expected("weight", "shape (C,), one weight per class", weight))
@@ -140,19 +137,15 @@ class CrossEntropyLoss(TorchLikeLoss):
             weight, counted = self._weights_of(x), valid
             if weight is not None:
                 counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
-        is_weighted, unit = sample_weight is not None, None
+        given = None
+        if sample_weight is not None:
+            given = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
         # A sum of torch rather than of its elements: that has the bits of its mean.
-        reduction = "none" if is_weighted or self.reduction == "none" else "sum"
+        reduction = "none" if given is not None or self.reduction == "none" else "sum"
         values = F.cross_entropy(
             x, y, weight, ignore_index=self.ignore_index, reduction=reduction, label_smoothing=self.label_smoothing
         )
-        if sample_weight is not None:
-            given, check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
-            checks += [] if check is None else [check]
-            unit = weight_unit(given)
-            values, counted = values * (given / unit), given / unit if counted is None else counted * (given / unit)
-        count = float(math.prod(shape)) if counted is None else counted.sum()
-        return Elements(values, count if self.reduction == "mean" else 0.0, unit, combined(checks))
+        return Elements.of(values, math.prod(shape), counted, given, self.reduction == "mean", checks)
 
     def _weights_of(self, x: Tensor) -> Tensor | None:
         """Return the weights of the classes of logits (N, C, *), as torch needs them."""

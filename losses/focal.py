@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
-from ..distributed.group import Group
-from ..distributed.header import DeviceCheck, Offer, refuse_in_backward
+from ..distributed.header import DeviceCheck, Offer, combined, refuse_in_backward
 from ..distributed.torch_private import note_kind
-from ..errors import Words, check_number, check_tensor, expected
+from ..errors import check_number, check_tensor, expected
 from .arguments import completed
-from .distributed_loss import DistributedLoss
+from .distributed_loss import DistributedLoss, GroupOptions
+from .tensors import check_device, weight_unit
 
 
 class Elements(NamedTuple):
@@ -23,6 +24,35 @@ class Elements(NamedTuple):
     divisor: Tensor | float  # scalar: number of elements, or their mass of weights; 0 for a plain sum
     unit: Tensor | None = None  # scalar, what the weights were divided by; None without weights
     check: DeviceCheck | None = None  # checks of values that have not been read
+
+    @staticmethod
+    def of(
+        values: Tensor,
+        number: int,
+        counted: Tensor | None,
+        given: tuple[Tensor, DeviceCheck | None] | None,
+        is_mean: bool,
+        checks: list[DeviceCheck],
+    ) -> Elements:
+        """Return element losses weighted by ``given``, which says whether a weight is wrong, and their divisor.
+
+        Args:
+            values: [N, *], or their sum if there are no weights.
+            number: of elements.
+            counted: [N, *] what each adds to the divisor; None for 1.
+            given: sample weights [N, *]; None for all 1.
+            is_mean: whether there is a divisor.
+            checks: of other values.
+        """
+        unit = None
+        if given is not None:
+            weight, check = given
+            checks = checks if check is None else [*checks, check]
+            unit = weight_unit(weight)
+            weight = weight / unit
+            values, counted = values * weight, weight if counted is None else counted * weight
+        divisor = float(number) if counted is None else counted.sum()
+        return Elements(values, divisor if is_mean else 0.0, unit, combined(checks))
 
 
 def local_loss(elements: Elements, reduction: str) -> Tensor:
@@ -62,9 +92,7 @@ def check_inputs(inputs: Tensor, targets: Tensor) -> None:
     check_tensor("targets", targets)
     if not inputs.is_floating_point():
         raise TypeError(expected("inputs", "a floating-point tensor", inputs, "Pass raw logits."))
-    if targets.device != inputs.device:
-        given, fix = Words(f"one on {targets.device}"), "Use targets.to(inputs.device)."
-        raise ValueError(expected("targets", f"a tensor on {inputs.device}, as inputs", given, fix))
+    check_device("targets", targets, inputs, "inputs")
 
 
 def aligned(targets: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -103,12 +131,9 @@ class FocalLoss(DistributedLoss):
         self,
         reduction: str,
         gather_distributed: bool | None = None,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
+        super().__init__(gather_distributed, **options)
         self.reduction = reduction
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:

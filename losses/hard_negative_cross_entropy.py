@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..errors import check_number, expected
+from ..errors import check_between
 from .arguments import completed
 from .pool import PerClass, Pool, Reduction, local_pool, reduce_values, spread_nan
 from .queued_loss import PoolOptions
@@ -62,26 +62,10 @@ def hard_negative_cross_entropy(
         Shrivastava, Gupta and Girshick, Training Region-based Object Detectors with Online Hard Example Mining, CVPR
         2016, which takes the examples of the highest loss; here all positives count.
     """
-    check_share(share)
-    pool = local_pool(
-        logits,
-        targets,
-        1.0,  # there is no temperature
-        reduction,
-        ignore_index,
-        sample_weight=sample_weight,
-        multi_hot=multi_hot,
-        validate_args=validate_args,
-    )
+    check_between("share", share, 0, 1, above=True)
+    given = logits, targets, 1.0, reduction, ignore_index  # there is no temperature
+    pool = local_pool(*given, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args)
     return reduce_values(_per_class(pool, share), reduction, pool.scores.dtype)
-
-
-def check_share(share: float) -> float:
-    """Return ``share`` unchanged, or raise TypeError or ValueError when it is not in (0, 1]."""
-    check_number("share", share)
-    if not 0 < share <= 1:
-        raise ValueError(expected("share", "a number in (0, 1]", share))
-    return share
 
 
 def _per_class(pool: Pool, share: float) -> PerClass:
@@ -156,7 +140,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     ) -> None:
         given = num_classes, queue_size, None, reduction, ignore_index, update_queue_in_eval
         super().__init__(*given, gather_distributed, max_pool_size, **options)
-        self.share = check_share(share)
+        self.share = check_between("share", share, 0, 1, above=True)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the cross-entropy of each class over its positives and its hardest negatives."""

@@ -121,16 +121,9 @@ def pauc_at_budget(
     """
     budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
     area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget), temperature)
+    given = logits, targets, temperature, reduction, ignore_index, False
     pool = local_pool(
-        logits,
-        targets,
-        temperature,
-        reduction,
-        ignore_index,
-        iid_mask=iid_mask,
-        sample_weight=sample_weight,
-        multi_hot=multi_hot,
-        validate_args=validate_args,
+        *given, iid_mask=iid_mask, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args
     )
     per_class = missed_area(pool, area, temperature, with_stats=False).per_class
     return reduce_values(per_class, reduction, pool.scores.dtype)

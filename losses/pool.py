@@ -155,13 +155,13 @@ def local_pool(
     temperature: float | None,
     reduction: str,
     ignore_index: int,
+    automatic: bool = True,
     *,
     iid_mask: Tensor | None = None,
     sample_weight: Tensor | None = None,
     indexes: Tensor | None = None,
     multi_hot: bool = False,
     validate_args: bool = True,
-    automatic: bool = False,
 ) -> Pool:
     """Check the arguments that the pure functions share, and return the pool of the given rows.
 

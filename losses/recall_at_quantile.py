@@ -80,17 +80,8 @@ def recall_at_quantile(
     """
     check_quantile(quantile)
     check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
-    pool = local_pool(
-        logits,
-        targets,
-        temperature,
-        reduction,
-        ignore_index,
-        sample_weight=sample_weight,
-        multi_hot=multi_hot,
-        validate_args=validate_args,
-        automatic=True,
-    )
+    given = logits, targets, temperature, reduction, ignore_index
+    pool = local_pool(*given, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args)
     scaled, width = at_temperature(pool, temperature, SPREAD_MULTIPLE)
     per_class = _per_class(scaled, quantile, width, quantile_interpolation, threshold_gradient)
     return reduce_values(per_class, reduction, pool.scores.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..errors import check_count, check_number, check_positive, expected, warn
+from ..errors import check_between, check_count, check_positive, expected, warn
 
 
 class Schedule(nn.Module):
@@ -42,9 +42,7 @@ class Schedule(nn.Module):
     def _set_weights(
         self, final_main_weight: float, temp_start: float | None, temp_end: float | None, temp_decay_steps: int
     ) -> None:
-        check_number("final_main_weight", final_main_weight)
-        if not 0 < final_main_weight <= 1:
-            raise ValueError(expected("final_main_weight", "a number in (0, 1]", final_main_weight))
+        check_between("final_main_weight", final_main_weight, 0, 1, above=True)
         check_count("temp_decay_steps", temp_decay_steps, 1)
         given = {"temp_start": temp_start, "temp_end": temp_end}
         for name, value in given.items():

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.header import DeviceCheck, combined
+from ..distributed.header import DeviceCheck
 from ..errors import check_choice, check_number, check_tensor, expected
 from .arguments import completed
 from .batch import weight_and_check
 from .distributed_loss import DistributedLoss, GroupOptions
 from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
-from .tensors import compute_dtype, has_values, weight_unit
+from .tensors import compute_dtype, has_values
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
@@ -109,16 +109,10 @@ def _elements(
         alpha_t = (1 - alpha) + (2 * alpha - 1) * y
         values = values * alpha_t
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
-    is_mean = reduction.startswith("mean")
-    if sample_weight is None:
-        mass = float(values.numel()) if counted is None else counted.sum()
-        return Elements(values, mass * is_mean, None, combined(checks))
-    weight, check = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, validate_args)
-    checks += [] if check is None else [check]
-    unit = weight_unit(weight)
-    weight = weight / unit
-    mass = (weight if counted is None else weight * counted).sum()
-    return Elements(values * weight, mass * is_mean, unit, combined(checks))
+    given = None
+    if sample_weight is not None:
+        given = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, validate_args)
+    return Elements.of(values, values.numel(), counted, given, reduction.startswith("mean"), checks)
 
 
 def check_of_soft_targets(targets: Tensor) -> DeviceCheck:

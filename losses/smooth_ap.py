@@ -66,17 +66,9 @@ def smooth_ap(
     Reference:
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020, eq. 6.
     """
+    given = logits, targets, temperature, reduction, ignore_index
     pool = local_pool(
-        logits,
-        targets,
-        temperature,
-        reduction,
-        ignore_index,
-        sample_weight=sample_weight,
-        indexes=indexes,
-        multi_hot=multi_hot,
-        validate_args=validate_args,
-        automatic=True,
+        *given, sample_weight=sample_weight, indexes=indexes, multi_hot=multi_hot, validate_args=validate_args
     )
     per_class = _per_class(*at_temperature(pool, temperature, SPREAD_MULTIPLE))
     return reduce_values(per_class, reduction, pool.scores.dtype)

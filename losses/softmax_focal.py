@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.header import DeviceCheck, combined
-from ..errors import check_choice, check_int, check_number, check_tensor, expected
+from ..distributed.header import DeviceCheck
+from ..errors import check_between, check_choice, check_int, check_number, check_tensor, expected
 from .arguments import completed
 from .batch import weight_and_check
 from .distributed_loss import DistributedLoss, GroupOptions
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
 from .targets import check_exact, check_of_classes
-from .tensors import compute_dtype, has_values, weight_unit
+from .tensors import compute_dtype, has_values
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
@@ -106,9 +106,7 @@ def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
             if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
                 raise ValueError(expected("alpha", "weights >= 0", alpha))
     check_gamma(rule.gamma)
-    check_number("label_smoothing", rule.label_smoothing)
-    if not 0 <= rule.label_smoothing <= 1:
-        raise ValueError(expected("label_smoothing", "a number in [0, 1]", rule.label_smoothing))
+    check_between("label_smoothing", rule.label_smoothing, 0, 1)
     check_int("ignore_index", rule.ignore_index)
     check_int("background_class", rule.background_class)
     return rule
@@ -137,21 +135,18 @@ def _elements(
             raise ValueError(expected("alpha", f"{x.shape[1]} weights, one per class", alpha))
         alpha = alpha[classes]
         values = values * alpha
-    weight, unit = None if valid is None else valid.to(x.dtype), None
-    if sample_weight is not None:
-        given, check = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
-        checks += [] if check is None else [check]
-        unit = weight_unit(given)
-        weight = given / unit if weight is None else weight * (given / unit)
-    counted = weight
+    counted = None
     if rule.reduction == "mean_positive":
-        foreground = (targets != rule.background_class).to(x.dtype)
-        counted = foreground if weight is None else weight * foreground
+        counted = (targets != rule.background_class).to(x.dtype)
     elif rule.reduction == "mean_weighted" and alpha is not None:
-        counted = alpha.detach() if weight is None else weight * alpha.detach()
-    count = float(values.numel()) if counted is None else counted.sum()
-    values = values if weight is None else values * weight
-    return Elements(values, count if rule.reduction.startswith("mean") else 0.0, unit, combined(checks))
+        counted = alpha.detach()
+    if valid is not None:
+        kept = valid.to(x.dtype)
+        values, counted = values * kept, kept if counted is None else counted * kept
+    given = None
+    if sample_weight is not None:
+        given = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
+    return Elements.of(values, values.numel(), counted, given, rule.reduction.startswith("mean"), checks)
 
 
 def check_classes(
