@@ -45,8 +45,6 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         differ between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
 
     Degenerate: no element on any rank gives 0 with zero gradients.
-    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
-    Distributed: one collective forward, the header, and none backward. Logits do not travel.
 
     Example:
         >>> import torch

@@ -30,8 +30,7 @@ class CombinedLoss(LossOfParts):
 
     With several ranks, the gradient equals that of one process only if each part is a loss of this package. The losses
     of torch average on each rank: use :class:`~fullrank.CrossEntropyLoss` and :class:`~fullrank.BCEWithLogitsLoss`
-    instead. They are allowed, and given the targets in the form they need, as in
-    :class:`~fullrank.LossWarmupWrapper`.
+    instead. They are allowed, and given the targets in the form they need, as in :class:`~fullrank.LossWarmupWrapper`.
 
     Args:
         losses: the parts, modules that are called with ``(logits, targets)``, by name. The names have no dots.

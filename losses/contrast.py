@@ -135,12 +135,21 @@ class ContrastiveLoss(HoldsQueue):
     Args:
         normalize: compare by cosine: the loss divides each row by its length. False compares by the dot product, for
             rows that are normalised already or should not be.
-        queue_size: rows of earlier steps that are kept as further candidates, 0 for none. They carry no gradient, are
-            the same on every rank, and enter after the loss is computed. In eval mode none is used or enters. Rows with
-            a non-finite number never enter.
-        num_features: D, which only a queue that ``torch.distributed.checkpoint`` loads before the first call must know;
-            None takes that of the first rows.
         ignore_index: rows with this label take no part.
+
+    Degenerate:
+        Without a pair on any rank the loss is 0 with zero gradients. A row of zeros has a cosine of 0 with all others.
+        A row that is not finite makes the loss NaN on every rank.
+
+    Numerics:
+        Half precision is computed in float32, sums in float64. Rows with one positive that are far from all others keep
+        all digits, where the cross-entropy of the matrix rounds the loss to 0 and its gradient to noise. O(N M D) time
+        for M candidates and O(M D) memory.
+
+    Distributed:
+        Three collectives forward: the header with the rows of all ranks, one reduce-scatter of their gradients if they
+        have any, two sums; rows that do not fit behind the header take one more. None backward. Each rank computes the
+        terms of its own rows, and every rank gets the same value.
     """
 
     def __init__(

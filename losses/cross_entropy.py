@@ -87,8 +87,6 @@ class CrossEntropyLoss(TorchLikeLoss):
         ranks and may be 0. Output scalar, or (N, *) with ``reduction="none"``.
 
     Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
-    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
-    Distributed: one collective forward, the header, and none backward. Logits do not travel.
 
     Example:
         >>> import torch

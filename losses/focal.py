@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
+from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, combined, refuse_in_backward
 from ..distributed.torch_private import note_kind
 from ..errors import check_number, check_tensor, expected
 from .arguments import completed
-from .distributed_loss import DistributedLoss, GroupOptions
+from .distributed_loss import DistributedLoss
 from .tensors import check_device, weight_unit
 
 
@@ -124,6 +124,7 @@ class FocalLoss(DistributedLoss):
     Args:
         reduction: see the subclass.
 
+    Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
     Distributed: one collective forward, the header, and none backward. Logits do not travel.
     """
 
@@ -131,15 +132,19 @@ class FocalLoss(DistributedLoss):
         self,
         reduction: str,
         gather_distributed: bool | None = None,
-        **options: Unpack[GroupOptions],
+        group: Group = None,
+        gradient_reduction: str | int = "mean",
+        validate_args: bool = True,
+        name: str | None = None,
     ) -> None:
-        super().__init__(gather_distributed, **options)
+        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
         self.reduction = reduction
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses and their divisor; the formula of the subclass."""
         raise NotImplementedError
 
+    @completed(DistributedLoss)
     def forward(self, inputs: Tensor, targets: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
 
@@ -149,12 +154,6 @@ class FocalLoss(DistributedLoss):
             targets: sigmoid: the shape of inputs, where one of (N,) and (N, 1) may stand for the other, from 0 to 1.
                 Softmax: (N, *) class indices.
             sample_weight: >= 0, weight of each element; None for all 1.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit, on every rank.
-            RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
-
-        Distributed: one collective forward, the header, and none backward.
         """
         call = type(self).__name__
         if not torch.compiler.is_compiling():  # the compiler cannot trace the question

@@ -105,16 +105,13 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
 
     The formula is that of :func:`~fullrank.losses.hard_negative_cross_entropy`. The pool is the rows of all ranks and
     of the queue, so the negatives that count are the hardest of all, not the hardest of each rank. There is no
-    temperature. With ``share=0.2`` it did not raise average precision on 29 tables (0.006 below cross-entropy).
+    temperature. ``iid_mask`` has no effect. ``sample_weight`` counts for positives and negatives, unlike in the other
+    pooled losses, and does not change which negatives are selected. With ``share=0.2`` it did not raise average
+    precision on 29 tables (0.006 below cross-entropy).
 
     Args:
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
             live ones.
-
-    Distributed:
-        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue. ``iid_mask`` has no effect. ``sample_weight`` counts for positives and
-        negatives, unlike in the other pooled losses, and does not change which negatives are selected.
 
     Example:
         >>> import torch

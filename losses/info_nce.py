@@ -18,7 +18,7 @@ from ..errors import RankRuntimeError, check_positive, expected
 from ..kernels.registration import exact
 from .arguments import completed
 from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
-from .distributed_loss import GroupOptions
+from .distributed_loss import DistributedLoss, GroupOptions
 from .tensors import check_device, check_values, has_values
 
 
@@ -31,7 +31,8 @@ class InfoNCELoss(ContrastiveLoss):
     .. math:: L = -\frac{1}{N} \sum_i \log \frac{\exp(x_{ii} / \tau)}{\sum_j \exp(x_{ij} / \tau)}
 
     Equal to ``F.cross_entropy(normalize(queries) @ normalize(keys).T / temperature, arange(N))`` in one process with
-    all pairs. The similarities of all pairs are never in memory together.
+    all pairs. The similarities of all pairs are never in memory together. The queue has keys, further candidates of the
+    queries: use those of an encoder that changes slowly, such as a momentum encoder.
 
     Args:
         temperature: > 0, what the similarities are divided by. May be assigned between steps.
@@ -43,22 +44,10 @@ class InfoNCELoss(ContrastiveLoss):
             model.logit_scale`` to use the parameter of a model.
         max_logit_scale: the largest factor on the similarities with a learned temperature, which is at least 1 / it. A
             ``logit_scale`` above its logarithm counts as that, and has a gradient only if that lowers it.
-        queue_size: keys of earlier steps that are kept as further candidates of the queries, and are the key of none;
-            0 for none. They carry no gradient, are the same on every rank, and enter after the loss is computed. In
-            eval mode none is used or enters. Use keys of an encoder that changes slowly, such as a momentum encoder.
 
     Shape:
         queries (N, D), keys (N, D): row i of the keys is the positive of row i of the queries. N may differ between
         ranks and may be 0. Output scalar.
-
-    Degenerate:
-        Without a pair on any rank the loss is 0 with zero gradients. A row of zeros has a cosine of 0 with all others.
-        A row that is not finite makes the loss NaN on every rank.
-
-    Numerics:
-        Half precision is computed in float32, sums in float64. Pairs that are far apart keep all digits, where the
-        cross-entropy of the matrix rounds the loss to 0 and its gradient to noise. O(N M D) time for M candidates and
-        O(M D) memory.
 
     Distributed:
         Three collectives forward: the header with the keys of all ranks, one reduce-scatter of their gradients if they
@@ -133,6 +122,7 @@ class InfoNCELoss(ContrastiveLoss):
             with torch.no_grad():
                 self.logit_scale.fill_(-math.log(value))
 
+    @completed(DistributedLoss)
     @not_compiled
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the loss of the pairs of all ranks.
@@ -140,10 +130,6 @@ class InfoNCELoss(ContrastiveLoss):
         Args:
             queries: (N, D) of this rank; N may differ between ranks and may be 0.
             keys: (N, D), of which row i is the positive of row i of the queries.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
-            RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
         call, group = type(self).__name__, self._resolve_group()
         learned: Tensor | None = self.logit_scale

@@ -18,7 +18,7 @@ from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.soft_ranks import move_infinities
 from ..kernels.spread import spread_of
 from .arguments import completed
-from .distributed_loss import CurrentTemperature, GroupOptions
+from .distributed_loss import CurrentTemperature, DistributedLoss, GroupOptions
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .queries import group_rows
 from .targets import may_hold
@@ -99,6 +99,7 @@ class NDCGLoss(CurrentTemperature):
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
 
+    @completed(DistributedLoss)
     @not_compiled
     def forward(self, logits: Tensor, relevance: Tensor, indexes: Tensor | None = None) -> Tensor:
         """Return the loss of the rows of all ranks.
@@ -108,10 +109,6 @@ class NDCGLoss(CurrentTemperature):
             relevance: (N,) or (N, 1) numbers >= 0, or ``ignore_index``; higher is more relevant.
             indexes: (N,) integers, the query of each row, on every rank or on none; the same index on two ranks is the
                 same query. Without them all rows of all ranks are one query.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit; on every rank.
-            RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)

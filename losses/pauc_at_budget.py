@@ -45,10 +45,9 @@ def pauc_at_budget(
     negatives, the perplexity of their weights for the mean positive, is nearest to ``beta`` times their number.
     Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 12.
     At 12 more than ``beta`` of the negatives count where logits lie close together; at 1 fewer do where they spread
-    over several units, and a larger ``beta`` then changes nothing.
-    It is a constant for the gradient. There is no hard band: all negatives have a gradient. With ``tau_scale=None``
-    :math:`s = 1`, and the scores are logits as in cross-entropy. The gradient raises positives and lowers negatives.
-    The value may exceed 1.
+    over several units, and a larger ``beta`` then changes nothing. It is a constant for the gradient. There is no hard
+    band: all negatives have a gradient. With ``tau_scale=None`` :math:`s = 1`, and the scores are logits as in
+    cross-entropy. The gradient raises positives and lowers negatives. The value may exceed 1.
 
     ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
     the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
@@ -73,8 +72,7 @@ def pauc_at_budget(
               \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
 
     With every surrogate the gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and
-    negatives or reference rows fall.
-    Scale and temperature are detached.
+    negatives or reference rows fall. Scale and temperature are detached.
 
     Args:
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` the share of the
@@ -100,10 +98,11 @@ def pauc_at_budget(
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
-        most 1e-12 or infinite, under ``"pairwise"`` without a negative in the band, and under ``"dro"`` without an iid
-        negative: left out of the mean and the sum, NaN under ``"none"``. ``"dro"`` without a scale is valid where all
-        scores are equal. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a negative of
-        +inf; the scale ``"iqr"`` only where a quarter of the reference is. An infinite knot carries no gradient.
+        most 1e-12 or infinite (the module warns, once), under ``"pairwise"`` without a negative in the band, and under
+        ``"dro"`` without an iid negative: left out of the mean and the sum, NaN under ``"none"``. With no valid class
+        the loss is 0 with zero gradients. ``"dro"`` without a scale is valid where all scores are equal. The scale
+        ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a negative of +inf; the scale ``"iqr"``
+        only where a quarter of the reference is. An infinite knot carries no gradient.
 
     Example:
         >>> import torch
@@ -114,10 +113,9 @@ def pauc_at_budget(
         tensor(0.5000)
 
     Reference:
-        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al.,
-        When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``).
-        Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS 2012; Eban et al., AISTATS 2017; Mackey,
-        Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
+        McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., When AUC
+        meets DRO, ICML 2022, SOPA-s (``"dro"``). Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS
+        2012; Eban et al., AISTATS 2017; Mackey, Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
     budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
     area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget), temperature)

@@ -49,21 +49,14 @@ class PAUCAtBudgetLoss(RankingLoss):
     The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
     most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
     knots of the trapezoid, not the balance: they carry the slope of the live positives, and the gradient of the live
-    rows adds up to 0. With ``threshold_gradient=False``, which only the trapezoid uses, it lowers no row. If that is
-    the only loss, all scores can rise together: combine it with a pointwise loss, such as
-    ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+    rows adds up to 0. In a step without a live reference row of finite score no row of the class has a gradient then,
+    because nothing would fall while the positives rise. With ``threshold_gradient=False``, which only the trapezoid
+    uses, it lowers no row. If that is the only loss, all scores can rise together: combine it with a pointwise loss,
+    such as ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
     Args:
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
-
-    Degenerate:
-        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
-        most 1e-12 or infinite (a warning, once), under ``"pairwise"`` without a negative in the band, and under
-        ``"dro"`` without an iid negative: left out of the mean and the sum. ``"dro"`` without a scale is valid where
-        all scores are equal. With no valid class the loss is 0 with zero gradients. An infinite knot carries no
-        gradient. Under ``"trapezoid"`` no row of a class has a gradient in a step without a live reference row of
-        finite score, because nothing would fall while the positives rise.
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets

@@ -34,7 +34,15 @@ class PoolOptions(GroupOptions, total=False):
 
 
 class HoldsQueue(CurrentTemperature):
-    """Base of the losses with a memory queue: which of its rows a call uses, and what the ranks compare."""
+    """Base of the losses with a memory queue: which of its rows a call uses, and what the ranks compare.
+
+    Args:
+        queue_size: rows of earlier steps that are kept, 0 for none: a cross-batch memory. The live rows are compared
+            with them too. They have no loss of their own, carry no gradient, are the same on every rank, and enter
+            after the loss is computed. In eval mode none is used or enters. Rows with a non-finite number never enter.
+        num_features: D, which only a queue that ``torch.distributed.checkpoint`` loads before the first call must know;
+            None takes that of the first rows.
+    """
 
     queue: MemoryQueue | ShardedQueue
     queue_size: int

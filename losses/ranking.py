@@ -16,8 +16,8 @@ from ..distributed.torch_private import note_kind
 from ..errors import expected
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
-from .batch import Batch, check_batch, with_queue
-from .distributed_loss import compiled_where_local
+from .batch import Batch, check_batch, draw_rows, with_queue
+from .distributed_loss import DistributedLoss, compiled_where_local
 from .hints import Setting
 from .pool import (
     LossWithClasses,
@@ -30,7 +30,6 @@ from .pool import (
     reduce_values,
 )
 from .queued_loss import QueuedLoss
-from .sampling import draw_rows
 from .sharded import PoolFacts, agreed_temperature, totals_of
 from .tensors import has_values, weight_unit
 
@@ -65,6 +64,10 @@ class RankingLoss(QueuedLoss):
 
     A subclass without a temperature sets ``has_temperature = False``: it has no attribute ``temperature``, ignores the
     argument, and saves and compares none.
+
+    Distributed:
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets the same
+        value and holds the same queue.
     """
 
     ranks_queries: ClassVar[bool] = False  # True for a loss that takes ``indexes``
@@ -102,7 +105,7 @@ class RankingLoss(QueuedLoss):
         sample_weight: Tensor | None = None,
         indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
-    @completed(local_pool)
+    @completed(DistributedLoss, local_pool)
     @compiled_where_local
     def forward(
         self,
@@ -125,10 +128,6 @@ class RankingLoss(QueuedLoss):
 
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
-            RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
         pooled = self._pool(Given(logits, targets, iid_mask, sample_weight, indexes))
         per_class = self.compute_per_class(pooled.pool) if pooled.per_class is None else pooled.per_class

@@ -131,18 +131,13 @@ class RecallAtQuantileLoss(RankingLoss):
 
     The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
     threshold, not the balance: the threshold carries the slope of the live positives, and the gradient of the live rows
-    adds up to 0. With ``threshold_gradient=False`` the gradient raises positives and lowers no negative. If that is the
-    only loss, all scores can rise together: combine it with a pointwise loss, such as
-    ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+    adds up to 0; in a class without a live row of finite score no row has one. With ``threshold_gradient=False`` the
+    gradient raises positives and lowers no negative. If that is the only loss, all scores can rise together: combine it
+    with a pointwise loss, such as ``LossWarmupWrapper(..., final_main_weight=0.5)``.
 
     By default the temperature is 0.3 times the spread of the pool's scores, so the loss does not depend on their scale.
     A number is an absolute width, and may be assigned between steps, as may None. ``current_temperature`` is the
     temperature of the last call.
-
-    Degenerate:
-        A class without a positive of positive weight is invalid: left out of the mean and the sum. With no valid class
-        the loss is 0 with zero gradients. An infinite threshold carries no gradient. In a class without a live row of
-        finite score, no row has a gradient.
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets

@@ -20,7 +20,7 @@ from ..kernels.registration import check_not_batched
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
-from .distributed_loss import GroupOptions
+from .distributed_loss import DistributedLoss, GroupOptions
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .queued_loss import HoldsQueue
 from .retrieval_queries import Split, SplitQueries, queries
@@ -92,16 +92,12 @@ class RetrievalSmoothAPLoss(HoldsQueue):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
-    gradient and normalised, and each of them ranks all others by cosine similarity. The temperature may be assigned
-    between steps, a number or None. ``current_temperature`` is the temperature of the last call.
+    gradient and normalised, and each of them ranks all others, and the rows of the queue, by cosine similarity. The
+    temperature may be assigned between steps, a number or None. ``current_temperature`` is the temperature of the last
+    call.
 
     Args:
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
-        queue_size: rows of earlier steps that are kept with their labels, 0 for none: a cross-batch memory. Every query
-            ranks them too; they are no queries and carry no gradient. They are the same on every rank, and enter after
-            the loss is computed. In eval mode none is used or enters.
-        num_features: D, which only a queue that ``torch.distributed.checkpoint`` loads before the first call must know;
-            None takes that of the first rows.
         validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
             label and no check reads values. Types, shapes and devices are always checked.
 
@@ -139,6 +135,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
 
+    @completed(DistributedLoss)
     @not_compiled
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of the rows of all ranks.
@@ -146,10 +143,6 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit; on every rank.
-            RuntimeError: when ranks disagree about the call, or inside activation checkpointing.
         """
         call = type(self).__name__
         refuse_in_backward(call)

@@ -18,7 +18,7 @@ from ..errors import check_positive
 from ..kernels.registration import exact
 from .arguments import completed
 from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
-from .distributed_loss import GroupOptions
+from .distributed_loss import DistributedLoss, GroupOptions
 from .retrieval import checked_labels
 from .tensors import check_values
 
@@ -34,31 +34,14 @@ class SupConLoss(ContrastiveLoss):
         \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
 
     With two rows of each label, such as two views of an image, this is NT-Xent, the loss of SimCLR. Labels must then
-    differ between the ranks, as the indices of the images in the data set do.
+    differ between the ranks, as the indices of the images in the data set do. A row without another of its label is a
+    candidate of the others. The rows of the queue have their labels: they are positives and negatives of the live rows.
 
     Args:
         temperature: > 0, what the similarities are divided by. May be assigned between steps.
-        queue_size: rows of earlier steps that are kept with their labels, 0 for none: a cross-batch memory. They are
-            positives and negatives of the live rows, and carry no gradient. They are the same on every rank, and enter
-            after the loss is computed. In eval mode none is used or enters.
-        ignore_index: rows with this label take no part.
 
     Shape:
         embeddings (N, D), labels (N,) or (N, 1); N may differ between ranks and may be 0. Output scalar.
-
-    Degenerate:
-        A row without another of its label is left out of V, and is a candidate of the others. With V empty the loss is
-        0 with zero gradients. A row of zeros has a cosine of 0 with all others. A row that is not finite makes the loss
-        NaN on every rank.
-
-    Numerics:
-        Half precision is computed in float32, sums in float64. Rows with one positive that are far from all others keep
-        all digits. O(N M D) time for M rows and O(M D) memory.
-
-    Distributed:
-        Three collectives forward: the header with the rows of all ranks, one reduce-scatter of gradients if there are
-        any, two sums; rows that do not fit behind the header take one more. None backward. Each rank computes the terms
-        of its own rows, and every rank gets the same value.
 
     Example:
         >>> import torch
@@ -90,6 +73,7 @@ class SupConLoss(ContrastiveLoss):
         self.ignore_index = ignore_index
         self.temperature = check_positive("temperature", temperature)
 
+    @completed(DistributedLoss)
     @not_compiled
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of the rows of all ranks.
@@ -97,10 +81,6 @@ class SupConLoss(ContrastiveLoss):
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools, in any order and number.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit; on every rank, with nothing enqueued.
-            RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)

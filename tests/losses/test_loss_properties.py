@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullrank import losses
 from fullrank.kernels import quantiles
 from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels, upper_quantiles
-from fullrank.losses.batch import Batch
-from fullrank.losses.sampling import draw_rows
+from fullrank.losses.batch import Batch, draw_rows
 from fullrank.losses.targets import TargetRule
 
 # float64 sums of some tens of terms, in another order; gradients divide by temperatures of 0.03 at the least.
