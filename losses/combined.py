@@ -13,7 +13,7 @@ from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import is_mean, not_compiled, note_kind
 from ..errors import Words, check_number, expected
 from .distributed_loss import DistributedLoss
-from .parts import LossOfParts, takes, targets_for
+from .parts import LossOfParts, check_module, takes, targets_for
 
 _SAME_WEIGHTS = "Give the CombinedLoss the same parts, in the same order, and the same weights on every rank."
 _OPTIONAL = ("iid_mask", "sample_weight", "indexes")
@@ -70,9 +70,7 @@ class CombinedLoss(LossOfParts):
             raise ValueError(expected("losses", "at least one loss", losses))
         self.losses = nn.ModuleDict()
         for name, loss in losses.items():
-            if not isinstance(loss, nn.Module):
-                fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
-                raise TypeError(expected(f"losses[{name!r}]", "an instance of torch.nn.Module", loss, fix))
+            check_module(f"losses[{name!r}]", loss)
             try:
                 self.losses[name] = loss
             except (KeyError, TypeError) as error:  # a dot, or a name that modules have
@@ -130,9 +128,19 @@ class CombinedLoss(LossOfParts):
         self._state_fact("weights", State(self._weights, _SAME_WEIGHTS))
 
         def evaluate() -> Offer[dict[str, Tensor]]:
+            values = {}
+            validate_args = all(getattr(module, "validate_args", True) for module in self._members())
             # Parts without a queue come first. If one of them raises, nothing has been enqueued.
-            order = sorted(self.losses, key=lambda name: any(map(_has_queue, self.losses[name].modules())))
-            return Offer({name: self._value(name, logits, targets, given) for name in order})
+            has_queue = {k: any(hasattr(one, "reset_queue") for one in self.losses[k].modules()) for k in self.losses}
+            for name in sorted(self.losses, key=lambda name: has_queue[name]):
+                part = self.losses[name]
+                own = targets_for(part, logits, targets, validate_args=validate_args)
+                value = part(logits, own, **{one: given[one] for one in self._takes[name] if one in given})
+                if not isinstance(value, Tensor):
+                    found = Words(type(value).__name__)
+                    raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", found))
+                values[name] = value
+            return Offer(values)
 
         own = [module for module in self.modules() if isinstance(module, DistributedLoss)]
         if own and not all(isinstance(part, DistributedLoss) for part in self._members()):
@@ -144,32 +152,17 @@ class CombinedLoss(LossOfParts):
         total = sum(others, start=first)
         return note_kind(total) if any(map(is_mean, values.values())) else total
 
-    def _value(self, name: str, logits: Tensor, targets: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-        part = self.losses[name]
-        validate_args = all(getattr(module, "validate_args", True) for module in self._members())
-        targets = targets_for(part, logits, targets, validate_args=validate_args)
-        value = part(logits, targets, **{one: given[one] for one in self._takes[name] if one in given})
-        if not isinstance(value, Tensor):
-            raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", Words(type(value).__name__)))
-        return value
-
     def on_train_epoch_start(self, epoch: int) -> None:
         """Pass the epoch to the parts that have a schedule."""
-        for part in self._members():
-            if hasattr(part, "on_train_epoch_start"):
-                part.on_train_epoch_start(epoch)
+        self._call_each("on_train_epoch_start", epoch)
 
     def on_train_batch_start(self, global_step: int) -> None:
         """Pass the optimizer step to the parts that have a schedule."""
-        for part in self._members():
-            if hasattr(part, "on_train_batch_start"):
-                part.on_train_batch_start(global_step)
+        self._call_each("on_train_batch_start", global_step)
 
     def reset_queue(self) -> None:
         """Remove all queued rows of the parts that have a queue. With several ranks, call it on every rank."""
-        for part in self._members():
-            if hasattr(part, "reset_queue"):
-                part.reset_queue()
+        self._call_each("reset_queue")
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the weights, which may change in a training."""
@@ -185,7 +178,3 @@ class CombinedLoss(LossOfParts):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
-
-
-def _has_queue(module: nn.Module) -> bool:
-    return hasattr(module, "reset_queue")

@@ -58,9 +58,21 @@ class LossOfParts(nn.Module):
 
         It calls ``gather_queue`` of the losses that have it: see :class:`~fullrank.SmoothAPLoss`.
         """
+        self._call_each("gather_queue")
+
+    def _call_each(self, name: str, *args: object) -> None:
+        """Call the method ``name`` of the parts that have it."""
         for part in self._members():
-            if hasattr(part, "gather_queue"):
-                part.gather_queue()
+            if hasattr(part, name):
+                getattr(part, name)(*args)
+
+
+def check_module(name: str, loss: object) -> nn.Module:
+    """Return ``loss``, or raise TypeError when it is no module."""
+    if not isinstance(loss, nn.Module):
+        fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
+        raise TypeError(expected(name, "an instance of torch.nn.Module", loss, fix))
+    return loss
 
 
 def takes(loss: nn.Module, name: str) -> bool:

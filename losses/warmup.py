@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from ..distributed.group import check_gather_distributed
 from ..distributed.header import State
 from ..distributed.torch_private import is_mean, not_compiled, note_kind
-from ..errors import expected, warn
-from .parts import LossOfParts, takes, targets_for
-from .schedule import Schedule
+from ..errors import check_between, check_count, check_positive, expected, warn
+from .parts import LossOfParts, check_module, takes, targets_for
 
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
 
-class LossWarmupWrapper(LossOfParts, Schedule):
+class LossWarmupWrapper(LossOfParts):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
-    A ranking loss gives little gradient while the scores are not yet spread, and a pointwise loss spreads them. Blend
-    unit k of n, counted from 0, has
+    A ranking loss gives little gradient while scores are not yet spread, and a pointwise loss spreads them. Blend unit
+    k of n, counted from 0, has
 
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
@@ -32,42 +31,38 @@ class LossWarmupWrapper(LossOfParts, Schedule):
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
-    with s the steps since the switch and S ``temp_decay_steps``. Without a warm-up it is ``temp_start`` from the
-    construction on.
+    with s the steps since the switch and S ``temp_decay_steps``; without a warm-up it starts at ``temp_start``.
 
     Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch if the warm-up is
     counted in epochs. Without these calls the warm-up never ends.
 
-    With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks.
-    The losses of torch average on each rank. They are given the targets in the form they need: floats in the shape of
-    the logits for ``torch.nn.BCEWithLogitsLoss``, class indices for ``torch.nn.CrossEntropyLoss``. Binary cross-entropy
-    of torch knows no ``ignore_index``. Use :class:`~fullrank.BCEWithLogitsLoss` for one logit and
-    :class:`~fullrank.CrossEntropyLoss` for several classes, which average over all ranks.
+    With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks, as
+    :class:`~fullrank.BCEWithLogitsLoss` and :class:`~fullrank.CrossEntropyLoss` do. The losses of torch average on each
+    rank. They are given the targets in the form they need: floats in the shape of the logits for
+    ``torch.nn.BCEWithLogitsLoss``, which knows no ``ignore_index``, class indices for ``torch.nn.CrossEntropyLoss``.
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
         main_loss: called with ``(logits, targets, **kwargs)``.
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
         temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``, both or
-            neither. None, the default, leaves the temperature alone. In units of the scores, where a hundredth to a
-            tenth of their spread is usual; for a band of ``PAUCAtBudgetLoss`` multiples of its scale, where 0.25 to 0.1
-            is usual.
+            neither. None, the default, leaves the temperature alone. Usual is a hundredth to a tenth of the spread of
+            the scores; for a band of ``PAUCAtBudgetLoss``, whose temperature is a multiple of a scale, 0.25 to 0.1.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
-        warmup_steps: length of the warm-up in steps instead of epochs.
-        blend_steps: length of the blend in steps; needs ``warmup_steps``.
+        warmup_steps, blend_steps: the lengths in steps instead of epochs; ``blend_steps`` needs ``warmup_steps``.
         final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
         reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch, once per epoch.
-        gather_distributed: None leaves the settings of the two losses; another value is set on both. Assigning the
-            attribute between steps sets both: False while rank 0 validates alone, None to detect again.
+        gather_distributed: None leaves the settings of the two losses; another value is set on both, also when it is
+            assigned between steps: False while rank 0 validates alone, None to detect again.
 
     Shape:
         Inputs as for the two losses, which must take the same. Output a scalar in the warm-up, then as ``main_loss``.
 
     Raises:
         TypeError: for losses that are not instances of a module, and for arguments of the wrong type.
-        ValueError: for values out of range, for lengths given in epochs and in steps, for one temperature without the
-            other, and when no argument leaves the wrapper anything to do.
+        ValueError: for values out of range, lengths in epochs and in steps, one temperature without the other, and when
+            no argument leaves the wrapper anything to do.
 
     Distributed:
         The collectives of the two losses. If they are losses of this package, they compare the temperature and the
@@ -108,16 +103,39 @@ class LossWarmupWrapper(LossOfParts, Schedule):
         gather_distributed: bool | None = None,
     ) -> None:
         super().__init__()
-        for name, loss in (("warmup_loss", warmup_loss), ("main_loss", main_loss)):
-            if not isinstance(loss, nn.Module):
-                fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
-                raise TypeError(expected(name, "an instance of torch.nn.Module", loss, fix))
-        self._set_lengths(warmup_epochs, blend_epochs, warmup_steps, blend_steps)
-        self._set_weights(final_main_weight, temp_start, temp_end, temp_decay_steps)
-        temperatures = temp_start is not None
-        self.warmup_loss, self.main_loss = warmup_loss, main_loss
-        self.reset_queue_each_epoch = reset_queue_each_epoch
+        self.warmup_loss = check_module("warmup_loss", warmup_loss)
+        self.main_loss = check_module("main_loss", main_loss)
         self._weights_warmup = takes(warmup_loss, "sample_weight")
+        check_count("warmup_epochs", warmup_epochs, 0)
+        check_count("blend_epochs", blend_epochs, 0)
+        for name, steps in (("warmup_steps", warmup_steps), ("blend_steps", blend_steps)):
+            if steps is not None:
+                check_count(name, steps, 0)
+        if warmup_steps is not None and warmup_epochs > 0:
+            what = "None with warmup_epochs > 0"
+            raise ValueError(expected("warmup_steps", what, warmup_steps, "Give one of them."))
+        if blend_steps is not None and warmup_steps is None:
+            raise ValueError(expected("blend_steps", "None without warmup_steps", blend_steps, "Give both in steps."))
+        if blend_epochs > 0 and warmup_steps is not None:
+            raise ValueError(expected("blend_epochs", "0 with a warm-up in steps", blend_epochs, "Use blend_steps."))
+        check_between("final_main_weight", final_main_weight, 0, 1, above=True)
+        check_count("temp_decay_steps", temp_decay_steps, 1)
+        given = {"temp_start": temp_start, "temp_end": temp_end}
+        for name, value in given.items():
+            if value is not None:
+                check_positive(name, value)
+            elif any(other is not None for other in given.values()):
+                raise ValueError(expected(name, "a number with the other temperature", value, "Give both or neither."))
+        self.warmup_epochs, self.blend_epochs = warmup_epochs, blend_epochs
+        self.warmup_steps, self.blend_steps = warmup_steps, blend_steps
+        self.temp_start, self.temp_end = temp_start, temp_end
+        self.temp_decay_steps, self.final_main_weight = temp_decay_steps, final_main_weight
+        self._epoch: int | None = None  # None until the hooks are called
+        self._step: int | None = None
+        self._switch_step: int | None = None
+        self._warned: set[str] = set()
+        temperatures = temp_start is not None
+        self.reset_queue_each_epoch = reset_queue_each_epoch
         if temperatures and not hasattr(main_loss, "temperature"):
             warn(
                 f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
@@ -141,6 +159,33 @@ class LossWarmupWrapper(LossOfParts, Schedule):
 
     def _members(self) -> tuple[Any, ...]:
         return self.main_loss, self.warmup_loss
+
+    @property
+    def _lengths(self) -> tuple[int, int, int]:
+        """The current step or epoch, and the lengths of warm-up and blend in the same unit."""
+        if self.warmup_steps is not None:
+            return self._step or 0, self.warmup_steps, self.blend_steps or 0
+        return self._epoch or 0, self.warmup_epochs, self.blend_epochs
+
+    @property
+    def in_warmup(self) -> bool:
+        """True while only ``warmup_loss`` is used."""
+        now, warmup, _ = self._lengths
+        return now < warmup
+
+    @property
+    def in_blend(self) -> bool:
+        """True between the warm-up and the full weight of ``main_loss``."""
+        now, warmup, blend = self._lengths
+        return warmup <= now < warmup + blend
+
+    @property
+    def main_weight(self) -> float:
+        """The weight of ``main_loss`` now: 0 in the warm-up, rising in the blend, ``final_main_weight`` after it."""
+        now, warmup, blend = self._lengths
+        if now < warmup:
+            return 0.0
+        return min(1.0, (now - warmup + 1) / (blend + 1)) * self.final_main_weight
 
     @property
     def current_temperature(self) -> float | None:
@@ -189,13 +234,17 @@ class LossWarmupWrapper(LossOfParts, Schedule):
         self._state_fact("schedule", State(weight, _SAME_SCHEDULE))
         if self.training:
             self._warn_of_missing_calls(weight)
-        if weight == 0.0:
-            return self._warmup(logits, targets, kwargs)
+        validate_args = getattr(self.main_loss, "validate_args", True)
+        if weight < 1.0:  # The loss without a queue comes first. If it raises, nothing has been enqueued.
+            weights = {"sample_weight"} & kwargs.keys() if self._weights_warmup else ()
+            of_warmup = targets_for(self.warmup_loss, logits, targets, validate_args=validate_args)
+            warmup = self.warmup_loss(logits, of_warmup, **{name: kwargs[name] for name in weights})
+            if weight == 0.0:
+                return warmup
+        of_main = targets_for(self.main_loss, logits, targets, validate_args=validate_args)
+        main = self.main_loss(logits, of_main, **kwargs)
         if weight == 1.0:
-            return self.main_loss(logits, self._targets_for(self.main_loss, logits, targets), **kwargs)
-        # The loss without a queue comes first. If it raises, nothing has been enqueued.
-        warmup = self._warmup(logits, targets, kwargs)
-        main = self.main_loss(logits, self._targets_for(self.main_loss, logits, targets), **kwargs)
+            return main
         first = main[0] if isinstance(main, tuple) else main
         blended = (1 - weight) * warmup + weight * first
         if is_mean(warmup) or is_mean(first):
@@ -204,14 +253,23 @@ class LossWarmupWrapper(LossOfParts, Schedule):
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
         return blended
 
-    def _targets_for(self, loss: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
-        return targets_for(loss, logits, targets, validate_args=getattr(self.main_loss, "validate_args", True))
-
-    def _warmup(self, logits: Tensor, targets: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        targets = self._targets_for(self.warmup_loss, logits, targets)
-        if self._weights_warmup and "sample_weight" in kwargs:
-            return self.warmup_loss(logits, targets, sample_weight=kwargs["sample_weight"])
-        return self.warmup_loss(logits, targets)
+    def _warn_of_missing_calls(self, weight: float) -> None:
+        _, warmup, blend = self._lengths
+        hook, unit, now = "on_train_epoch_start(epoch)", "epoch", self._epoch
+        if self.warmup_steps is not None:
+            hook, unit, now = "on_train_batch_start(global_step)", "step", self._step
+        if now is None and warmup + blend > 0:
+            phase = "warm-up" if weight == 0 else "blend"
+            text = f"{hook} was never called, so the {phase} never ends. Call it at the start of every {unit}."
+        elif weight > 0 and self._switch_step is None and self.temp_start is not None:
+            when, which = (" after the warm-up", "that of main_loss") if warmup else ("", "temp_start")
+            never = f"on_train_batch_start(global_step) was never called{when}"
+            text = f"{never}, so the temperature stays {which}. Call it in every step."
+        else:
+            return
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(f"LossWarmupWrapper: {text}")
 
     def _reset_queue(self) -> None:
         if hasattr(self.main_loss, "reset_queue"):
@@ -220,12 +278,9 @@ class LossWarmupWrapper(LossOfParts, Schedule):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the position in the schedule, and the temperature for a ``main_loss`` that does not save its own."""
         temperature = getattr(self.main_loss, "temperature", None)
-        return {
-            "epoch": _or_minus_one(self._epoch),
-            "step": _or_minus_one(self._step),
-            "switch_step": _or_minus_one(self._switch_step),
-            "temperature": float(_or_minus_one(temperature)),
-        }
+        now = {"epoch": self._epoch, "step": self._step, "switch_step": self._switch_step}
+        now = {name: -1 if number is None else number for name, number in now.items()}  # numbers alone can be saved
+        return {**now, "temperature": -1.0 if temperature is None else float(temperature)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
@@ -243,8 +298,3 @@ class LossWarmupWrapper(LossOfParts, Schedule):
             f"warmup_{unit}={warmup}, blend_{unit}={blend}, final_main_weight={self.final_main_weight}, "
             f"{'temperature of main_loss' if self.temp_start is None else decay}"
         )
-
-
-def _or_minus_one(number: float | None) -> float:
-    """Return ``number``, or -1 for None: the saved state holds numbers alone."""
-    return -1 if number is None else number
