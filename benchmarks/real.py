@@ -1,6 +1,6 @@
 """What do the losses gain on real data? 29 sets with 1 to 10 % positives, by the protocol of a practitioner.
 
-Usage: python benchmarks/real.py [--quick] [--tables binary thinned classes] [--cache FILE] [--out FOLDER]
+Usage: python benchmarks/real.py [--quick] [--tables binary thinned] [--cache FILE] [--out FOLDER]
 
 The sets are those of real_data.py, the losses and the training those of real_runs.py. All methods share, for a set and
 a split, the rows, the network (two hidden layers of 32), its initial weights and the batches of 256 rows; a sampler
@@ -23,10 +23,6 @@ as twice its steps.
 ordinary batches and with a sampler that puts 16 positives into each. On test rows negatives are weighed so that
 positives have that share.
 
-``classes``: five sets of several classes that shrink geometrically to 3 % of the largest, in training and test rows
-alike. Batches of 512 rows, a rate of 0.01, the figures after 600 steps, without choice of a checkpoint: the smallest
-classes have too few validation rows. Two seeds, which draw the split and the order of the classes.
-
 The full run takes about an hour on one core and writes real.json and the picture of the page about choosing a loss.
 ``--cache`` stores every finished run, so that an interrupted benchmark resumes. Needs the ``bench`` extra.
 """
@@ -43,8 +39,8 @@ import numpy as np
 import torch
 from figures import BLUE, LINE, MUTED, ORANGE, panels_of, save
 from intervals import OverSets
-from real_data import BINARY, CLASSES, describe, missing, print_sets
-from real_runs import TREES, Cache, Job, run, run_classes
+from real_data import BINARY, describe, missing, print_sets
+from real_runs import TREES, Cache, Job, run
 from report import PICTURES, Record, Run
 
 CE, WEIGHTED, HARD = BASELINES = ("cross-entropy", "weighted cross-entropy", "hard-negative 0.2")
@@ -53,7 +49,6 @@ METHODS = (*BASELINES, f"{CE} + SmoothAP", SUM, "SmoothAP", f"{CE} + pAUC", f"{C
 BEST = "best baseline"
 SAMPLER = f"{CE}, sampler"
 THINNED = (CE, SAMPLER, WEIGHTED, SUM, f"{SUM}, queue", f"{WEIGHTED}, sampler", f"{CE} + SmoothAP, sampler")
-SEVERAL = (CE, WEIGHTED, HARD, "SmoothAP", f"{CE} + SmoothAP", SUM)
 SHARE, SEEN, TARGET = 0.004, 11, 0.97
 LARGE = (
     "letter H",
@@ -74,16 +69,13 @@ class Size(NamedTuple):
     """How much is run."""
 
     sets: tuple[str, ...]
-    several: tuple[str, ...]
     rates: tuple[float, ...]
     splits: tuple[int, ...]
     steps: tuple[int, ...]
-    class_steps: int
-    class_seeds: int
 
 
-FULL = Size(tuple(BINARY), tuple(CLASSES), (1e-3, 3e-3, 1e-2), (10, 11, 12), (50, 100, 200, 400, 800, 1600), 600, 2)
-QUICK = Size(("letter H", "positive covid tests"), ("segment",), (3e-3, 1e-2), (10,), (2, 4), 4, 2)
+FULL = Size(tuple(BINARY), (1e-3, 3e-3, 1e-2), (10, 11, 12), (50, 100, 200, 400, 800, 1600))
+QUICK = Size(("letter H", "positive covid tests"), (3e-3, 1e-2), (10,), (2, 4))
 
 
 def chosen(found: Found, name: str, methods: Sequence[str], budget: int | None = None) -> float:
@@ -220,25 +212,9 @@ def draw(results: Record, path: Path) -> None:
         save(figure, path)
 
 
-def classes(size: Size, cache: Cache) -> list[Record]:
-    """Return and print the figures of several classes, averaged over sets and seeds."""
-    keys, records = ("logits", "probabilities", "accuracy"), []
-    for method in SEVERAL:
-        runs = []
-        for name in size.several:
-            for seed in range(size.class_seeds):
-                job = (name, seed, method, size.class_steps)
-                runs.append(cache.get(("classes", *job), lambda job=job: run_classes(*job)))
-        records.append({"method": method} | {key: float(np.mean([each[key] for each in runs])) for key in keys})
-    lines = [[record["method"], *(f"{record[key]:.3f}" for key in keys)] for record in records]
-    header = ("loss", "macro AP of logits", "macro AP of probabilities", "balanced accuracy")
-    markdown(f"Several classes, {len(size.several)} sets, {size.class_seeds} seeds", header, lines)
-    return records
-
-
 def main() -> None:
     """Run, print, write."""
-    script, tables = Run(__doc__, "real"), ("binary", "thinned", "classes")
+    script, tables = Run(__doc__, "real"), ("binary", "thinned")
     script.parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
     script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
     options = script.start()
@@ -262,14 +238,12 @@ def main() -> None:
         found.setdefault(job.share, {}).setdefault(job.set, {})[job.method] = result
         if job.method == METHODS[-1] or done % 10 == 0:
             print(f"{time.perf_counter() - start:.0f} s: {done} of {len(jobs)} runs, {job.set}", flush=True)
-    results: Record = {"size": size._asdict(), "sets": describe((*size.sets, *size.several))}
+    results: Record = {"size": size._asdict(), "sets": describe(size.sets)}
     print_sets(results["sets"])
     results |= binary(found[None], size) if None in found else {}
     if SHARE in found:
         title = "Thinned to 0.4 % positives, rate and checkpoint by validation"
         results["thinned"] = against(found[SHARE], title, THINNED, (CE, SAMPLER))
-    if "classes" in options.tables:
-        results["classes"] = classes(size, cache)
     script.write(**results)
     if "binary" in results and (folder := script.folder(PICTURES)) is not None:
         draw(results, folder / "gains.svg")

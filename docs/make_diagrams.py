@@ -301,7 +301,7 @@ def draw_narrow_call() -> str:
 def draw_accumulation(narrow: bool = False) -> str:
     """Return the learning curves of two panels of the accumulation example, the same batches cut in three ways."""
     file = Path(__file__).resolve().parents[1] / "benchmarks/results/accumulation.json"
-    panels = [panel for panel in json.loads(file.read_text("utf-8")) if panel["in_picture"]]
+    panels = [panel for panel in json.loads(file.read_text("utf-8"))["panels"] if panel["in_picture"]]
     parts, sentences = [], []
     for (left, top), panel in zip(((44, 0), (44, 280)) if narrow else ((44, 0), (424, 0)), panels):
         first, second = list(panel["naive"])[:2]

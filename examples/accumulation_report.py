@@ -63,6 +63,7 @@ def save(panels: Sequence[Panel], path: Path) -> None:
             "whole": rounded({"": panel.whole})[""],
             "naive": rounded(panel.naive),
             "exact": rounded(panel.exact),
+            "gaps": {label: panel.gap(curve) for label, curve in [*panel.naive.items(), *panel.exact.items()]},
         }
         for panel in panels
     ]
