@@ -97,7 +97,7 @@ def functions_of(path: Path) -> Iterator[Function]:
                 waiting.append(node)
 
 
-def read(most_files: int) -> list[Function]:
+def read(most_files: int, is_shown: bool = True) -> list[Function]:
     """Return the functions of an even sample of the files; a body that occurs twice counts once."""
     roots = [Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent]
     paths = [
@@ -117,7 +117,7 @@ def read(most_files: int) -> list[Function]:
         seen.update(function.body for function in found)
         if len(found) >= FEWEST:
             functions += found
-        if number % 200 == 199:
+        if is_shown and number % 200 == 199:
             print(f"read {number + 1} files, {time.perf_counter() - start:.0f} s", flush=True)
     return functions
 
@@ -146,11 +146,11 @@ class Tuned(NamedTuple):
 class Encoder(nn.Module):
     """A mean of embeddings and a layer."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, words: int = WORDS) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.words, self.out = nn.EmbeddingBag(WORDS, WIDTH, mode="mean"), nn.Linear(WIDTH, WIDTH)
+            self.words, self.out = nn.EmbeddingBag(words, WIDTH, mode="mean"), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, words: Tensor, starts: Tensor) -> Tensor:
         result: Tensor = self.out(F.relu(self.words(words, starts)))
@@ -194,7 +194,7 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(model: Encoder, functions: Functions, rows: Tensor) -> tuple[float, float]:
+def evaluate(model: nn.Module, functions: Functions, rows: Tensor) -> tuple[float, float]:
     """Return the mean average precision and recall@1 of ``rows``, each a query that ranks all others."""
     unit, file = F.normalize(model(*functions.take(rows)), dim=1), functions.file[rows]
     order = (unit @ unit.T).fill_diagonal_(-2).argsort(dim=1, descending=True)[:, :-1]

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, a table checked against scikit-learn, steps to the same precision, a figure."""
+"""What the demo shows: progress, tables, a figure. Its look and its intervals are those of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,38 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from scipy.stats import t as student_t
 from sklearn.metrics import auc, average_precision_score, roc_curve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from figures import BLUE, GREEN, MUTED, ORANGE, panels_of, save
+from intervals import Interval, paired
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 class Style(NamedTuple):
-    """How a loss is shown. The colors are those of Okabe and Ito, which color-blind readers can distinguish."""
+    """How a loss is shown."""
 
     label: str
     color: str
 
 
 STYLES = {
-    "cross_entropy": Style("cross-entropy", "#777777"),
-    "weighted": Style("weighted CE", "#E69F00"),
-    "smooth_ap": Style("SmoothAP alone", "#009E73"),
-    "sum": Style("weighted CE + SmoothAP", "#0072B2"),
-}
-LOOK = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 11,
-    "font.size": 10,
-    "grid.color": "#e6e6e6",
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "fullrank",
+    "cross_entropy": Style("cross-entropy", MUTED),
+    "weighted": Style("weighted CE", ORANGE),
+    "smooth_ap": Style("SmoothAP alone", GREEN),
+    "sum": Style("weighted CE + SmoothAP", BLUE),
 }
 REACHED = 0.97  # of the final average precision of cross-entropy
 
@@ -151,8 +141,21 @@ class Against(NamedTuple):
             speed = (
                 f"{self.steps:.0f} steps to {REACHED:.0%} of it, {mean:.2f} [{low:.2f}, {high:.2f}] of its own: {word}"
             )
-        final = "better" if self.gain > self.width else "worse" if self.gain < -self.width else "no difference measured"
-        return f"{speed}; in the end {self.gain:+.3f} +- {self.width:.3f}: {final}"
+        return f"{speed}; in the end {judged(Interval(self.gain, self.width))}"
+
+
+def judged(gain: Interval) -> str:
+    """Return a difference with its interval, and what they allow to say; without an interval that is nothing."""
+    word = "better" if gain.mean > gain.width else "worse" if gain.mean < -gain.width else "not measurable"
+    return f"{gain.mean:+.3f} +- {gain.width:.3f}: {word}"
+
+
+def print_pools(scores: Mapping[str, Sequence[float]]) -> None:
+    """Print the mean average precision of both pools, own rows first, and the difference."""
+    print(f"\nMean average precision of the other files, {count(len(scores['own rows']), 'seed')}, 95 % interval\n")
+    for label, values in scores.items():
+        print(f"  {label:<28}{np.mean(values):.3f}")
+    print(f"  {'difference':<28}{judged(paired(scores['all rows'], scores['own rows']))}")
 
 
 def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, Against]:
@@ -163,19 +166,15 @@ def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, Against]:
     goals = [REACHED * run.curve[-1][1] for run in base]
     own = np.array([steps_to(run.curve, goal) for run, goal in zip(base, goals, strict=True)])
     found = {}
-    quantile = student_t.ppf(0.975, len(base) - 1) / math.sqrt(len(base))
     for name, many in runs.items():
         if name == "cross_entropy":
             continue
         steps = np.array([steps_to(run.curve, goal) for run, goal in zip(many, goals, strict=True)])
-        gains = np.array([one.exact.ap - other.exact.ap for one, other in zip(many, base, strict=True)])
         logs = np.log(steps / own)
-        mean, width = (logs.mean(), quantile * logs.std(ddof=1)) if np.isfinite(logs).all() else (math.inf, math.inf)
-        interval = (
-            (math.exp(mean), math.exp(mean - width), math.exp(mean + width)) if math.isfinite(mean) else (mean,) * 3
-        )
-        width = float(quantile * gains.std(ddof=1))
-        found[name] = Against(float(np.median(steps)), steps / own, interval, float(gains.mean()), width)
+        mean, width = Interval.of(logs.tolist()) if np.isfinite(logs).all() else (math.inf, 0.0)
+        interval = (math.exp(mean), math.exp(mean - width), math.exp(mean + width))
+        gain = paired([one.exact.ap for one in many], [one.exact.ap for one in base])
+        found[name] = Against(float(np.median(steps)), steps / own, interval, *gain)
     return found
 
 
@@ -200,29 +199,24 @@ def print_verdict(runs: Mapping[str, Sequence[Run]]) -> None:
         print(f"  {STYLES[name].label}: {against.verdict}")
 
 
-def plot(runs: Mapping[str, Sequence[Run]], path: Path, subject: str) -> None:
-    """Save the training curves, and how many steps the other losses take to the precision of cross-entropy."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
+def plot(scores: Mapping[str, Sequence[float]], runs: Mapping[str, Sequence[Run]], path: Path, letter: str) -> None:
+    """Save what the rows of all add, the training curves, and the steps to the precision of cross-entropy."""
     found = compare(runs)
-    heights = [3.8, 1.0 + 0.5 * len(found)] if found else [3.8]
+    gains = np.subtract(scores["all rows"], scores["own rows"]).tolist()
+    heights = [1.7, 3.8, *([1.0 + 0.5 * len(found)] if found else [])]
     is_faster = bool(found) and all(against.interval[2] < 1 for against in found.values())
-    claim = "the same average precision in fewer steps" if is_faster else "average precision by step"
-    with mpl.rc_context(LOOK):
-        figure, axes = plt.subplots(
-            len(heights), 1, figsize=(5.5, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
-        )
-        figure.get_layout_engine().set(h_pad=0.12)
-        _draw_training(axes[0, 0], runs)
+    claim = "the same AP in fewer steps" if is_faster else "AP by step"
+    with panels_of(len(heights), sum(heights) + 0.4, height_ratios=heights) as (figure, axes):
+        mean, width = Interval.of(gains)
+        _draw_row(axes[0, 0], 0, gains, (mean, mean - width, mean + width), BLUE)
+        axes[0, 0].axvline(0, color=MUTED, linewidth=1.2)
+        axes[0, 0].set(ylim=(0.5, -0.5), yticks=[], title="Functions of one file: all rows minus own")
+        axes[0, 0].set(xlabel="mean average precision: seeds, mean, 95 % interval")
+        _draw_training(axes[1, 0], runs)
+        axes[1, 0].set_title(f"Letter {letter}: {claim}")
         if found:
-            _draw_steps(axes[1, 0], found)
-        figure.suptitle(f"{subject}:\n{claim}", fontsize=12)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
+            _draw_steps(axes[2, 0], found)
+        save(figure, path)
 
 
 def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
@@ -237,25 +231,27 @@ def _draw_training(axes: Axes, runs: Mapping[str, Sequence[Run]]) -> None:
     # Below the axes, where no curve can be.
     axes.legend(loc="upper center", bbox_to_anchor=(0.42, -0.18), ncols=2, frameon=False, fontsize=9, columnspacing=1)
     seeds = count(len(next(iter(runs.values()))), "seed")
-    axes.set(xlabel="optimizer step", title=f"Average precision on test rows, mean over {seeds}")
-    axes.set(xlim=(0, steps[-1]), ylim=(0, 1.05))
+    axes.set(xlabel="optimizer step", ylabel=f"AP on test rows, mean over {seeds}", xlim=(0, steps[-1]), ylim=(0, 1.05))
+
+
+def _draw_row(axes: Axes, row: float, values: Sequence[float], ends: tuple[float, ...], color: str) -> None:
+    """Draw a dot for each seed, and above them the mean with the ends of its interval."""
+    mean, low, high = ends
+    axes.plot(values, np.full(len(values), row + 0.14), "o", color=color, alpha=0.5, markeredgewidth=0)
+    axes.errorbar(mean, row - 0.12, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4)
 
 
 def _draw_steps(axes: Axes, found: Mapping[str, Against]) -> None:
-    """Draw for each loss a dot for each seed, and the mean with its interval."""
+    """Draw the steps of each loss relative to those of cross-entropy."""
     axes.axvline(1, color=STYLES["cross_entropy"].color, linewidth=1.2)
+    right = 1.0
     for row, (name, against) in enumerate(found.items()):
         color = STYLES[name].color
-        mean, low, high = against.interval
-        if not math.isfinite(mean):
+        if not math.isfinite(against.interval[0]):
             axes.text(0.05, row, "does not get there", color=color, va="center")
             continue
-        axes.plot(
-            against.ratio, np.full(len(against.ratio), row + 0.14), "o", color=color, alpha=0.5, markeredgewidth=0
-        )
-        axes.errorbar(mean, row - 0.12, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4)
-    ends = [end for against in found.values() for end in against.interval if math.isfinite(end)]
+        _draw_row(axes, row, against.ratio, against.interval, color)
+        right = max(right, *against.ratio, min(against.interval[2], 2.0))  # a longer bar ends at the edge
     axes.set_yticks(range(len(found)), [STYLES[name].label.replace(" + ", "\n+ ") for name in found])
-    axes.set(ylim=(len(found) - 0.5, -0.5), xlim=(0, 1.1 * max(1.0, *ends) if ends else 1.1))
-    axes.set(xlabel="divided by those of cross-entropy")
-    axes.set_title("Steps to the dashed line: seeds, mean, 95 % interval")
+    axes.set(ylim=(len(found) - 0.5, -0.5), xlim=(0, 1.1 * right))
+    axes.set(title="Steps to the dashed line", xlabel="relative to cross-entropy: seeds, mean, 95 % interval")

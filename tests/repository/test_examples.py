@@ -32,6 +32,8 @@ PROVED = {
 PROOF_LINE = re.compile(r"^  (\S.*?\S) +(\d\.\de[+-]\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 # loss, difference in the end, width of its interval
 VERDICT_LINE = re.compile(r"^  ([^:\n]+): .*; in the end ([+-]\d\.\d+) \+- (\d\.\d+): ", re.MULTILINE)
+# own rows, all rows, the difference: mean average precision
+POOL_LINE = re.compile(r"^  (own rows|all rows|difference) +([+-]?\d\.\d{3})", re.MULTILINE)
 # label, gap
 GAP_LINE = re.compile(r"^    (\S.*\S) +(\d\.\de[+-]\d+)$", re.MULTILINE)
 
@@ -64,6 +66,9 @@ def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable
         assert ours <= 1e-12, label
         assert detached > 0.1, label  # the control: half of the gradient is missing
     assert "The promise is at most 1e-12: kept." in done.stdout
+    pools = {label: float(score) for label, score in POOL_LINE.findall(done.stdout)}
+    assert pools["difference"] == pytest.approx(pools["all rows"] - pools["own rows"], abs=0.0016)  # three digits
+    assert pools["difference"] != 0  # the two do not train alike
     (difference,) = re.findall(r"largest difference (\S+), they agree", done.stdout)
     assert float(difference) <= 1e-6
     demo = modules("train_ddp")
@@ -92,7 +97,7 @@ def test_the_verdict_follows_the_figures(modules: Callable[[str], Any], tmp_path
 
     found = report.compare({"cross_entropy": runs(0.5, 0.8), "weighted": runs(1.0, 0.8), "sum": runs(0.5, 0.1)})
     assert found["weighted"].interval[0] == pytest.approx(0.5, abs=1e-6)
-    assert "fewer steps; in the end +0.000 +- 0.000: no difference measured" in found["weighted"].verdict
+    assert "fewer steps; in the end +0.000 +- 0.000: not measurable" in found["weighted"].verdict
     assert found["sum"].verdict.startswith("does not reach 97% of it; in the end -0.700")
     slower = report.compare({"cross_entropy": runs(1.0, 0.8), "weighted": runs(0.5, 0.8)})["weighted"]
     assert "of its own: more steps" in slower.verdict  # the control
