@@ -1,22 +1,26 @@
 """Which loss for several classes of unequal size? Macro average precision and balanced accuracy on five sets.
 
-Usage: python benchmarks/several_classes.py [--quick] [--seeds 10] [--out FOLDER]
+Usage: python benchmarks/several_classes.py [--quick] [--seeds 10] [--cache FILE] [--out FOLDER]
 
 Five sets of real_data.py have 7 to 26 classes, whose sizes shrink geometrically to 3 % of the largest, in training and
 test rows alike. Batches of 512 rows, Adam at a rate of 0.01, the figures after 600 steps: neither rate nor checkpoint
 is chosen, because the smallest classes have too few validation rows. A seed draws the split, the order of the classes
 and the batches. A figure is the mean over the sets. Differences from cross-entropy are paired, seed by seed; their
 intervals are 95 %, Student's t over the seeds, and hold for these sets. The full run takes a quarter of an hour on one
-core and writes several_classes.json. Needs the ``bench`` extra.
+core and writes several_classes.json. A run that starts again takes finished runs from ``--cache``. Needs the ``bench``
+extra.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from intervals import paired
 from real_data import CLASSES, describe, missing
-from real_runs import CLASS_STEPS, run_classes
+from real_runs import CLASS_STEPS, Cache, run_classes
 from report import Run, print_records
 
 CE = "cross-entropy"
@@ -28,16 +32,19 @@ def main() -> None:
     """Run, print, write."""
     script = Run(__doc__, "several_classes")
     script.parser.add_argument("--seeds", type=int, default=10, help="number of seeds (default: 10)")
+    script.parser.add_argument("--cache", type=Path, help="file of finished runs")
     options = script.start()
     if (absent := missing()) is not None:
         script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
     torch.set_num_threads(1)
+    cache = Cache(options.cache)
     names, seeds, steps = (("segment",), 2, 4) if options.quick else (tuple(CLASSES), options.seeds, CLASS_STEPS)
     table, base = [], np.empty(0)
     for method in METHODS:
         found = []
         for seed in range(seeds):
-            runs = [run_classes(name, seed, method, steps) for name in names]
+            jobs = [(name, seed, method, steps) for name in names]
+            runs = [cache.get(job, partial(run_classes, *job)) for job in jobs]
             found.append([float(np.mean([run[figure] for run in runs])) for figure in FIGURES])
         values = np.array(found).T  # of each figure, by seed
         base = values if method == CE else base

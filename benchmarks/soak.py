@@ -1,6 +1,6 @@
 """Does anything grow, leak or drift in a long run? Two ranks, batches of random sizes, alternating losses.
 
-Usage: python benchmarks/soak.py [--quick] [--steps 2000] [--world-size 2] [--out FOLDER]
+Usage: python benchmarks/soak.py [--quick] [--steps 20000] [--world-size 2] [--out FOLDER]
 
 Each step draws the number of rows of each rank (sometimes none), scores and targets, all from a seed that every rank
 shares. So each rank can also compute the step as one process with all rows, on a copy of the loss. Loss values,
@@ -95,6 +95,8 @@ def serve(rank: int, world_size: int, steps: int) -> Record:
     for step in range(steps):
         name = names[step % len(names)]
         worst[name] = max(worst[name], one_step(losses[name], twins[name], step, rank, world_size))
+        if rank == 0 and (step + 1) % 1000 == 0:
+            print(f"{step + 1:,} of {steps:,} steps", flush=True)
         if step % SAMPLE_EVERY == 0:
             memory.append(resident())
             files.append(len(os.listdir("/proc/self/fd")))
@@ -120,7 +122,9 @@ def too_much(grown: int | None) -> bool:
 def main() -> int:
     """Run, print, write; return the exit status."""
     script = Run(__doc__, "soak")
-    script.parser.add_argument("--steps", type=int, default=2000, help="steps of all losses together (default: 2000)")
+    script.parser.add_argument(
+        "--steps", type=int, default=20_000, help="steps of all losses together (default: 20000)"
+    )
     script.parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
     options = script.start()
     steps = 100 if options.quick else options.steps
