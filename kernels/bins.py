@@ -35,6 +35,7 @@ class Outside(NamedTuple):
 
     ids: Tensor  # [U] float64, ascending: coarse bin numbers
     num_left: int  # how many of them are left of the window
+    rows: Tensor  # [R] int64: the rows in them
 
 
 class Bins(NamedTuple):
@@ -106,16 +107,17 @@ def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
         middle = cover(sample[sample.numel() // 2 :][:1], sample[sample.numel() // 2 :][:1], temperature, fine)
         window = min(MOST_EMPTY, most_bins(size))
         bins = middle._replace(first=middle.first - window // 2, window=window)
-    away: list[Tensor] = []  # coarse bin numbers, float64, of the rows outside of the window
-    for part in scores.split(costs_of(scores.device).rows_at_once):
+    away: list[Tensor] = []  # the rows outside of the window
+    step = costs_of(scores.device).rows_at_once
+    for first, part in zip(range(0, size, step), scores.split(step)):
         relative = _round(part, bins.width, fine).sub_(bins.first * fine)
-        rows = part[_is_outside(relative, bins)].double()  # float32: 1e38 / H is inf
-        away.append(_coarse(_round(rows, bins.width, fine), fine))
-    ids = torch.cat(away)
+        away.append(_is_outside(relative, bins).nonzero()[:, 0] + first)
+    rows = torch.cat(away)
+    ids = _coarse(_round(scores[rows].double(), bins.width, fine), fine)  # float32: 1e38 / H is inf
     occupied = ids.unique()  # ascending
     if occupied.numel() > most_bins(size) or size - ids.numel() < FEWEST_ROWS * bins.window:
         return None
-    return bins._replace(outside=Outside(occupied, int((occupied < bins.first.double()).sum())))
+    return bins._replace(outside=Outside(occupied, int((occupied < bins.first.double()).sum()), rows))
 
 
 def compact_ids(bins: Bins, reach: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from .costs import costs_of
 from .node_tables import order_for
 from .pairs import Problem, numpy_can_sum
 from .registration import register
-from .soft_ranks_binned import smooth_ap_binned
+from .soft_ranks_binned import smooth_ap_binned, smooth_ap_in_c
 from .soft_ranks_host import smooth_ap_of_one_class
 from .soft_ranks_pairs import smooth_ap_direct, smooth_ap_sorted
 from .soft_ranks_plain import loss_and_gradient as of_all_pairs
@@ -93,12 +93,12 @@ def smooth_ap_and_gradient(
         few = costs.pairs_are_faster(number * num_rows // cheap, scores.numel(), num_bins)
         return method == "direct" or number * num_rows == 0 or (method == "auto" and few)
 
-    if scores.shape[0] == 1 and member is None and weight is None and numpy_can_sum(scores, num_rows):
-        rows = positive.numpy()[0].nonzero()[0]
-        if 0 < len(rows) < num_rows and pairs_are_best(len(rows)):
-            of_pairs = smooth_ap_of_one_class(scores, positive, rows, temperature, with_grad)
-            if of_pairs is not None:
-                return *of_pairs, torch.from_numpy(numpy.array([True]))
+    if scores.is_cpu and scores.shape[0] == 1 and member is None and weight is None:
+        number = int(numpy.count_nonzero(positive.numpy()))
+        if 0 < number < num_rows:
+            of_one = _one_class(scores, positive, number, temperature, with_grad, pairs_are_best)
+            if of_one is not None:
+                return *of_one, torch.from_numpy(numpy.array([True]))
     edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
         problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
@@ -128,6 +128,34 @@ def smooth_ap_and_gradient(
         loss = loss.masked_fill(undefined, math.nan)
         gradient = gradient.masked_fill_(undefined[:, None], math.nan) if with_grad else gradient
     return loss, gradient if with_grad else scores.new_empty(0), valid
+
+
+def _one_class(
+    scores: Tensor,
+    positive: Tensor,
+    number: int,
+    temperature: float,
+    with_grad: bool,
+    pairs_are_best: Callable[..., bool],
+) -> tuple[Tensor, Tensor] | None:
+    """Return the loss and the gradient of one class on the host, of ``number`` positives of equal weights.
+
+    None if numpy and C leave it to torch.
+    """
+    if pairs_are_best(number):
+        if not numpy_can_sum(scores, scores.shape[1]):
+            return None
+        return smooth_ap_of_one_class(scores, positive, positive.numpy()[0].nonzero()[0], temperature, with_grad)
+    if not native.is_usable(scores):
+        return None
+    low, high = _edges(scores)
+    if not bool(low.isfinite() & high.isfinite()):
+        return None
+    order = order_for(scores, scores.shape[1])
+    bins = find_bins(scores, low, high, temperature, order.fine)
+    if bins is None or pairs_are_best(number, bins.num_coarse):
+        return None
+    return smooth_ap_in_c(scores, positive, number, bins, order, temperature, with_grad)
 
 
 def _list_positives(
@@ -293,6 +321,9 @@ def ends_of(scores: Tensor, inside: Tensor | None) -> Tensor:
 
 def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest score of each class, (C,) each on the host; waits for the device once."""
+    if scores.device.type == "cpu" and scores.shape[0] == 1:
+        low, high = scores.aminmax()
+        return low[None], high[None]
     low, high = scores.amin(dim=1), scores.amax(dim=1)  # aminmax along a dimension takes 17 times as long
     if scores.device.type == "cpu":
         return low, high

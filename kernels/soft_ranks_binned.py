@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +38,8 @@ from .node_tables import (
     sources_of,
 )
 from .pairs import Problem
+
+_KEPT_BYTES = 2**25  # the largest piece of memory that the C library may keep for its next user
 
 
 def smooth_ap_binned(
@@ -63,7 +66,7 @@ def smooth_ap_binned(
         factor: (C,) what the weights in ``sums`` are multiplied by.
     """
     scores, positive, member, class_of, row_of, share, temperature = problem
-    gradient = scores.new_empty(scores.shape if with_grad else 0)
+    gradient = _memory_like(scores) if with_grad else scores.new_empty(0)
     runs = runs_of_classes(bins)
     if len(runs) == 1:
         return _sum_by_bins(problem, bins, order, gradient if with_grad else None, sums, factor), gradient
@@ -102,8 +105,6 @@ def _sum_by_bins(
     problem: Problem, bins: Bins, order: Order, gradient: Tensor | None, sums: Tensor | None, factor: Tensor | None
 ) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
-    if sums is None and problem.share.stride(0) == 0 and _reads_rows_in_c(problem.scores, bins):
-        return _sum_in_c(problem, bins, order, gradient)
     places = find_places(problem, bins)
     moments = moments_of(problem, bins, order, places) if sums is None else [*sums]
     loss, polynomials = solve(moments, bins, order, problem.temperature, factor, gradient is not None)
@@ -112,20 +113,39 @@ def _sum_by_bins(
     return loss
 
 
-def _sum_in_c(problem: Problem, bins: Bins, order: Order, gradient: Tensor | None) -> Tensor:
-    """Do the same for one class of equal weights, whose positives are read in C like all rows."""
-    scores, row_of, share = problem.scores, problem.row_of, problem.share[:1]
-    listed, numbering = scores.index_select(1, row_of), bins.numbering  # [1, P]
-    everyone, positives = (native.moments(one, None, *numbering, bins.num_fine, order.p) for one in (scores, listed))
-    moments = [everyone, positives, positives * share]
-    loss, polynomials = solve(moments, bins, order, problem.temperature, None, gradient is not None)
-    if gradient is not None and polynomials is not None:
-        native.evaluate(polynomials[:, 0].to(scores.dtype), scores, None, *numbering, gradient)
-        # Both terms of a positive contain its pair with itself. Their difference is taken in float64.
-        wide = listed.double()
-        native.evaluate(polynomials[:, 1] + polynomials[:, 2] * share, wide, None, *numbering, wide)
-        gradient.index_copy_(1, row_of, wide.to(gradient.dtype))
-    return loss
+def smooth_ap_in_c(
+    scores: Tensor, positive: Tensor, num_positive: int, bins: Bins, order: Order, temperature: float, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Do the same for one class of equal weights in C, without a list of the positives."""
+    inside, outside = bins._replace(outside=None), bins.outside
+    groups = native.moments(scores, None, *inside.numbering, inside.num_fine, order.p, positive)  # [p, 2, B F + 1]
+    window = slice(inside.num_fine)
+    if outside is not None:
+        window = slice(outside.num_left * bins.fine, outside.num_left * bins.fine + inside.num_fine)
+        of_window, groups = groups, groups.new_zeros(order.p, 2, bins.num_fine + 1)
+        groups[..., window] = of_window[..., :-1]
+        far, is_positive = scores.index_select(1, outside.rows), positive.index_select(1, outside.rows)
+        index, u = locate(bins, far, slice(None))
+        add_moments(groups, index.expand(2, -1), u.expand(2, -1), torch.cat([~is_positive, is_positive]))
+    positives = groups[:, 1:]
+    moments = [groups.sum(dim=1, keepdim=True), positives, positives / num_positive]
+    loss, polynomials = solve(moments, bins, order, temperature, None, with_grad)
+    if polynomials is None:
+        return loss, scores.new_empty(0)
+    pull, of_positives = polynomials[:, 0], polynomials[:, 1] + polynomials[:, 2] / num_positive
+    gradient = _memory_like(scores)
+    tables = [F.pad(table[..., window], (0, 1)) for table in (pull.to(scores.dtype), of_positives)]
+    native.evaluate(tables[0], scores, None, *inside.numbering, gradient, positive, tables[1])
+    if outside is not None:
+        value = torch.where(is_positive, evaluate(of_positives, index, u.double()), evaluate(pull, index, u.double()))
+        gradient.index_copy_(1, outside.rows, value.to(gradient.dtype))
+    return loss, gradient
+
+
+def _memory_like(scores: Tensor) -> Tensor:
+    if scores.is_cpu and scores.nbytes > _KEPT_BYTES:
+        return torch.from_numpy(numpy.empty_like(scores.numpy()))  # in huge pages, which are ready sooner
+    return torch.empty_like(scores)
 
 
 # Rows -> tables. The moments of a table add up over parts of the rows.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .costs import costs_of
+from .torch_private import may_overwrite
 
 
 def plain_is_faster(scores: Tensor) -> bool:
@@ -101,7 +102,9 @@ def _product(matrix: Tensor, columns: Tensor) -> Tensor:
 
 
 def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
-    """Return ``gradient`` (C, M) times the float64 numbers ``grad`` (C,), in its own dtype."""
+    """Return ``gradient`` (C, M), which a forward has saved, times the float64 numbers ``grad`` (C,), in its dtype."""
+    if grad.numel() == 1 and may_overwrite(gradient):
+        return gradient.mul_(grad.reshape(()))  # new pages would take longer
     if grad.numel() == 1:
         return gradient * grad.reshape(())  # a scalar needs no conversion
     return gradient * grad.to(gradient.dtype)[:, None]

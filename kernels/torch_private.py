@@ -1,4 +1,4 @@
-"""What the kernels and the checks in front of them ask torch about a running ``torch.func`` transform: all private."""
+"""What the kernels and the checks in front of them ask torch about a running transform or backward: all private."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _functorch = getattr(torch._C, "_functorch", None)
+_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
@@ -23,3 +24,9 @@ def is_batched(tensor: Tensor) -> bool:
             return True
         tensor = _functorch.get_unwrapped(tensor)
     return False
+
+
+def may_overwrite(saved: Tensor) -> bool:
+    """Return True in a backward that frees its graph, so that nobody reads its ``saved`` tensor again."""
+    is_plain = type(saved) is Tensor and not (torch.compiler.is_compiling() or _are_active())
+    return is_plain and not _graph_is_kept()

@@ -21,7 +21,7 @@ _LEAST = 1e-30  # temperature: the kernel multiplies by its reciprocal
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 _MANY_ROWS = 200_000  # from which parts are worth a thread
 
-_ABI = 1  # as in sums.c, which counts changes of its arguments
+_ABI = 2  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -41,11 +41,11 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         return {}
     functions: dict[torch.dtype, dict[str, Any]] = {}
     for dtype, real in _REALS.items():
-        rows = [_POINTER, _POINTER, _NUMBER, real, real, _NUMBER, _NUMBER]
+        rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
             "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_double, _NUMBER, *[_POINTER] * 5],
             "moments": [*rows, _POINTER],
-            "evaluate": [*rows, _POINTER, _POINTER],
+            "evaluate": [*rows, *[_POINTER] * 3],
         }
         functions[dtype] = {name: getattr(library, f"{name}_{str(dtype)[6:]}") for name in arguments}
         for name, function in functions[dtype].items():
@@ -106,49 +106,70 @@ def smooth_ap(
     return (loss, gradient, valid) if found else None
 
 
-def moments(scores: Tensor, member: Tensor | None, scale: float, first: Tensor, num_bins: int, p: int) -> Tensor:
+def moments(
+    scores: Tensor,
+    member: Tensor | None,
+    scale: float,
+    first: Tensor,
+    num_bins: int,
+    p: int,
+    positive: Tensor | None = None,
+) -> Tensor:
     """Return (p, C, num_bins + 1) float64, the sums over the rows of each bin of the powers of their positions.
 
     Args:
         scores: (C, M), finite, usable.
-        member: (C, M) bool, the rows that take part; None for all. The sums of the last bin, of all others, are left 0.
+        member: (C, M) bool, the rows that take part; None for all. The last bin counts the others.
         scale: bins per unit of the scores, a power of two.
         first: (C,) the number of the first bin of each class.
         num_bins: bins of a class.
         p: powers, from 0 on.
+        positive: (1, M) bool: two sums of the only class are returned, of the other rows and of these; None for one.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
-    scores, member = scores.contiguous(), None if member is None else member.contiguous()
+    masks = _contiguous(member), _contiguous(positive)
+    scores, groups = scores.contiguous(), 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows > _LANES * num_bins else 1
-    tables = scores.new_zeros(num_classes * lanes, num_bins + 1, p, dtype=torch.float64)
+    tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        own = scores[c, start:stop], None if member is None else member[c, start:stop]
+        own = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(own[0].data_ptr(), _place(own[1]), *numbers, tables[part].data_ptr())
+        function(scores[c, start:stop].data_ptr(), *own, *numbers, tables[part].data_ptr())
 
     _in_parts(run, num_classes, num_rows, lanes)
-    return tables.view(num_classes, lanes, num_bins + 1, p).sum(dim=1).permute(2, 0, 1).contiguous()
+    sums = tables.view(num_classes, lanes, groups, num_bins + 1, p).sum(dim=1)
+    return sums.flatten(0, 1).permute(2, 0, 1).contiguous()
 
 
 def evaluate(
-    coefficients: Tensor, scores: Tensor, member: Tensor | None, scale: float, first: Tensor, out: Tensor
+    coefficients: Tensor,
+    scores: Tensor,
+    member: Tensor | None,
+    scale: float,
+    first: Tensor,
+    out: Tensor,
+    positive: Tensor | None = None,
+    of_positives: Tensor | None = None,
 ) -> None:
     """Write into ``out`` (C, M) the polynomial of the bin of each row at the row; 0 for a row that takes no part.
 
     Args:
-        coefficients: (p, C, num_bins + 1) in the dtype of the scores.
+        coefficients: (p, C, num_bins + 1) in the dtype of the scores, 0 in the last bin.
         scores: (C, M), and the arguments after it: as in :func:`moments`.
+        of_positives: the same in float64 for the rows that are ``positive``.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["evaluate"], scores.shape
-    scores, member = scores.contiguous(), None if member is None else member.contiguous()
+    masks, scores = (_contiguous(member), _contiguous(positive)), scores.contiguous()
     tables = coefficients.permute(1, 2, 0).contiguous()
+    exact = None if of_positives is None else of_positives.permute(1, 2, 0).contiguous()
     num_bins, p = tables.shape[1] - 1, tables.shape[2]
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        own = scores[c, start:stop], None if member is None else member[c, start:stop]
+        own = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(own[0].data_ptr(), _place(own[1]), *numbers, tables[c].data_ptr(), out[c, start:].data_ptr())
+        ends = tables[c].data_ptr(), _place(exact), out[c, start:].data_ptr()
+        function(scores[c, start:stop].data_ptr(), *own, *numbers, *ends)
 
     _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 else 1)
 
@@ -172,3 +193,7 @@ def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_r
 
 def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _contiguous(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous()

@@ -43,6 +43,7 @@ static const float series_float[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1.
 #define NAME smooth_ap_float32
 #include "pairs.inc"
 #define NEAREST rintf
+#define PLACE place_32
 #define ADD_MOMENTS add_moments_32
 #define READ read_32
 #define MOMENTS moments_float32
@@ -67,6 +68,7 @@ static const double series_double[] = {1,          1,           1. / 2,        1
 #define NAME smooth_ap_float64
 #include "pairs.inc"
 #define NEAREST rint
+#define PLACE place_64
 #define ADD_MOMENTS add_moments_64
 #define READ read_64
 #define MOMENTS moments_float64
@@ -74,4 +76,4 @@ static const double series_double[] = {1,          1,           1. / 2,        1
 #include "bins.inc"
 
 // Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 1; }
+int64_t fullrank_abi(void) { return 2; }

@@ -59,6 +59,16 @@ def test_smooth_ap_by_bins(name: str, temperature: float, form: str, monkeypatch
     assert_same(smooth_ap_by("binned", scores.to(dtype), positive, temperature), reference, dtype)
 
 
+@pytest.mark.parametrize("method", ["direct", "binned"])
+def test_a_graph_that_is_kept_gives_its_gradient_again(method: str) -> None:
+    """The last backward may overwrite what the forward has saved, those before may not."""
+    leaf = normal()[None].requires_grad_()
+    loss, _ = smooth_ap_sums(leaf, leaf.detach() > 1.5, None, None, 0.1, method)
+    gradients = [torch.autograd.grad(3 * loss.sum(), leaf, retain_graph=kept)[0] for kept in (True, True, False)]
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    assert gradients[0].norm() > 0
+
+
 def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 limit does catch the order that is enough for float32."""
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02

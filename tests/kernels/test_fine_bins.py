@@ -16,7 +16,7 @@ def window_at_the_limit(fine: int, num_left: int, dtype: torch.dtype) -> tuple[B
     """Return a window of as many bins as are allowed, with occupied bins to the left of it, and rows in all parts."""
     window = MOST_EXACT * 64 // fine
     ids = -1000.0 - torch.arange(num_left, 0, -1, dtype=torch.float64)
-    bins = Bins(WIDTH, fine, torch.zeros(1, dtype=dtype), window, Outside(ids, num_left))
+    bins = Bins(WIDTH, fine, torch.zeros(1, dtype=dtype), window, Outside(ids, num_left, torch.arange(0)))
     inside = torch.linspace(0.0, (window - 1) * WIDTH, 4001, dtype=torch.float64)
     last = (window - 1) * WIDTH + torch.arange(fine // 2) * WIDTH / fine
     return bins, torch.cat([inside, last, (ids + 0.25) * WIDTH]).to(dtype)

@@ -173,7 +173,7 @@ def test_the_same_bits_with_any_number_of_threads() -> None:
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
     """By their definition, with members and without, for the numbers of powers that the compiler knows and others."""
-    scores, _, members = rows(2, 1000, dtype)
+    scores, positive, members = rows(2, 1000, dtype)
     first, num_bins, scale = torch.tensor([-40.0, -33.0], dtype=dtype), 80, 8.0
     scores = scores.clamp(-4, 4)
     rounded = (scores * scale).round()
@@ -184,11 +184,22 @@ def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
         for k in range(p):
             expected[k].scatter_add_(1, bins, torch.where(held, u.double() ** k, 0.0))
         found = native.moments(scores, member, scale, first, num_bins, p)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found[..., :-1], expected[..., :-1], rtol=0, atol=1e-12)
         table, out = torch.randn(p, 2, num_bins + 1, dtype=dtype), torch.empty_like(scores)
+        table[..., -1] = 0
         native.evaluate(table, scores, member, scale, first, out)
         value = sum(table[k].gather(1, bins).double() * u.double() ** k for k in range(p))
         torch.testing.assert_close(out.double(), value.where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
+        # Of the only class two sums, and two polynomials.
+        only = scores[:1], None, scale, first[:1]
+        groups = native.moments(*only, num_bins, p, positive[:1])
+        for group, mask in enumerate((~positive[:1], positive[:1])):
+            alone = native.moments(scores[:1], mask, *only[2:], num_bins, p)
+            torch.testing.assert_close(groups[:, group, :-1], alone[:, 0, :-1], rtol=0, atol=1e-12)
+        both = torch.empty_like(scores[:1])
+        native.evaluate(table[:, :1], *only, both, positive[:1], 2 * table[:, :1].double())
+        twice = value[:1] * (1 + positive[:1].double())
+        torch.testing.assert_close(both.double(), twice, rtol=0, atol=20 * LIMITS[dtype])
 
 
 @needs_extension
