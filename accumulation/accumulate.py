@@ -39,14 +39,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..distributed.group import Group
-from ..distributed.header import Offer, agree_on
+from ..distributed.group import Group, is_initialized
+from ..distributed.header import Offer
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
 from ..errors import RankValueError, Words, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.wrappers import discard_gradients_, unseen_forward
 from .token_count import as_numbers, check_amount, check_scalar, counts_of, token_rule
-from .window import Window, open_window
+from .window import Window, agree, open_window
 
 B = TypeVar("B")
 
@@ -139,14 +139,13 @@ def accumulate(
             raise TypeError(expected("count", what, count))
         return Offer(terms, {"multiplier": factor, "count": kind}, totals=(number,))
 
-    window, opened = open_window(
+    window, terms, totals = open_window(
         "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
     )
     if sync == "each":
         window.check_equal_numbers()  # also of a plain model: a hook may reduce after each
-    terms = opened.value
     if terms.counts is not None:
-        terms = terms._replace(number=math.fsum(opened.totals[:, 0].tolist()))
+        terms = terms._replace(number=math.fsum(row[0] for row in totals))
     return Step(window, terms)._run()
 
 
@@ -166,7 +165,7 @@ class Step:
         self._index = -1  # of the current micro-batch; -1 outside of the loop
         self._is_last = False
         self._num_calls = self._num_backward = 0  # in this micro-batch
-        self._losses: list[Tensor] = []  # sums of the losses, one per micro-batch; read when the window closes
+        self._losses: list[Any] = []  # sums of the losses; those on a device are read when the window closes
         self._items: list[Tensor | float] = []
         self._used: Sequence[bool] = ()  # see Window.switch
         self._is_prepared = True  # False while code around the loop must still prepare the reduction of DDP
@@ -199,7 +198,9 @@ class Step:
             discarded. A rank raises at once, alone, only where the others wait for a backward that it cannot run:
             without a loss that has a graph, under FSDP2 or ``sync="each"``.
         """
-        self._scale(loss, num_items, others_prepare=False).backward()
+        share = self._scale(loss, num_items, others_prepare=False)
+        self._num_backward += 1
+        share.backward()
 
     @not_compiled
     def scale(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> Tensor:
@@ -210,7 +211,13 @@ class Step:
 
         Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
         """
-        return self._scale(loss, num_items, others_prepare=True)
+        share = self._scale(loss, num_items, others_prepare=True)
+
+        def count(grad: Tensor) -> None:
+            self._num_backward += 1
+
+        share.register_hook(count)
+        return share
 
     def _scale(self, loss: Tensor, num_items: Tensor | float | None, *, others_prepare: bool) -> Tensor:
         """Do what :meth:`scale` does; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
@@ -227,11 +234,6 @@ class Step:
             share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
         if self._is_last:
             self._close()
-
-        def count(grad: Tensor) -> None:
-            self._num_backward += 1
-
-        share.register_hook(count)
         return share
 
     def mean_loss(self) -> Tensor:
@@ -247,17 +249,18 @@ class Step:
         if not self._has_ended:
             fix = "Call it after the loop over accumulate(...), which must have run to its end."
             raise RuntimeError(expected("mean_loss", "a window that has ended", Words("one that has not"), fix))
-        last = self._losses[-1]
-        return torch.full((), self._total / (self._terms.number or 1.0), dtype=last.dtype, device=last.device)
+        dtype, device = self._kind
+        return torch.full((), self._total / (self._terms.number or 1.0), dtype=dtype, device=device)
 
     def _run(self) -> Iterator[tuple[Step, Any]]:
         """Yield this step with each micro-batch, after switching the wrappers for it; check what was done with it."""
         window = self._window
         with self._switched as switched:
-            switched.enter_context(window.wrappers.restored())
+            if window.wrappers.unwrapped is None:
+                switched.enter_context(window.wrappers.restored())
             if window.sync == "each":
                 window.wrappers.hold_broadcasts()  # of the first forward alone: the others follow a reduction
-            else:
+            elif window.wrappers.ddp:
                 switched.enter_context(window.wrappers.no_broadcasts())
             switched.callback(setattr, self, "_index", -1)
             for index, micro_batch in enumerate(window.micro_batches):
@@ -281,28 +284,26 @@ class Step:
                 raise unseen_forward("loss")
             self._has_ended = True
         window.wrappers.leave_as_reduced()
-        note_count(window.model, self._terms.number)
+        if is_initialized():
+            note_count(window.model, self._terms.number)
 
     def _share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
         """Check and add up one micro-batch, and return ``m * S / N``."""
         where = f"of micro-batch {self._index}"
+        name = f"loss {where}"
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
             raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
-        check_summed_loss(f"loss {where}", loss)
+        check_summed_loss(name, loss)
         wrappers, sync = self._window.wrappers, self._window.sync
         if self._is_last or sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
-            self._is_prepared = wrappers.check_forwards(
-                f"loss {where}", loss, self._used, others_prepare=others_prepare
-            )
-        if is_over_ranks(loss) and not self._has_one_term and self._window.ranks is not None:
-            raise ValueError(over_ranks(f"loss {where}"))
+            self._is_prepared = wrappers.check_forwards(name, loss, self._used, others_prepare=others_prepare)
+        if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term:
+            raise ValueError(over_ranks(name))
         if num_items is None and is_mean(loss) and not self._has_one_term:
             fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
-            raise ValueError(
-                expected(f"loss {where}", "the sum over its terms", Words("a mean without num_items"), fix)
-            )
+            raise ValueError(expected(name, "the sum over its terms", Words("a mean without num_items"), fix))
         # Half precision would round m / N, and its sums end at 65504.
         total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         total = total.reshape(()) if total.ndim else total
@@ -314,8 +315,10 @@ class Step:
             else:
                 total = total * items if check_amount(f"num_items {where}", items) else _zero_loss(total)
             self._items.append(items)
-        detached = total.detach()
-        self._losses.append(detached.full_tensor() if hasattr(detached, "full_tensor") else detached.clone())
+        value = total.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        self._losses.append(value.tolist() if value.is_cpu else value.clone())
+        self._kind = value.dtype, value.device
         number = self._terms.number
         return total * (self._terms.multiplier / number) if number else _zero_loss(total)
 
@@ -349,8 +352,8 @@ class Step:
             return Offer(None, facts, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
 
         try:
-            closed = agree_on("accumulate (end of the window)", window.ranks, bring)
-            losses, items, num_with_items, _ = (sum(column) for column in zip(*closed.totals.tolist()))
+            _, _, totals = agree("accumulate (end of the window)", window.ranks, bring)
+            losses, items, num_with_items, *_ = map(sum, zip(*totals))
             is_complete = terms.counts is not None and num_with_items == sum(window.num_micro_batches)
             if is_complete and not abs(items - terms.number) <= _ROUNDING * terms.number:
                 fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."

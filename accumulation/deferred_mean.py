@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
+from ..distributed.header import Offer, failure, public_class, reason_of
 from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
@@ -31,6 +31,7 @@ from ..gradients.parameters import Entry, held_gradient
 from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
 from .accumulate import SUM_UP, check_summed_loss, over_ranks
 from .token_count import check_scalar
+from .window import agree
 
 _OVER_RANKS = 2  # in the header: a loss over the rows of all ranks; 1 is a mean
 # All objects alive: two of them must not divide the gradients of one parameter.
@@ -107,7 +108,7 @@ class DeferredMean:
     def __init__(self, model: nn.Module, group: Group = None, *, multiplier: float | None = None) -> None:
         self._model, self._group, self._given_multiplier = model, group, multiplier
         self._is_replaced = False  # by a newer object for the same parameters
-        self._read_wrappers()
+        self._read_wrappers(find_sync(model))
         self._ranks = find_ranks(model, group)
         self._trainable = _trainable(model)
         older = [one for one in _ALIVE if self._trainable & (one._trainable | _trainable(one._model))]
@@ -145,18 +146,17 @@ class DeferredMean:
 
         Errors are raised on every rank before the backward: gradients and counts are as before the call.
         """
-        sums, is_first = self._sums, self._sums.num_calls == 0
+        sums, is_first, sync = self._sums, self._sums.num_calls == 0, None
         if is_first:
-            try:
-                find_sync(self._model)
-            except Exception:
-                pass  # it is raised in the next header, in the group of the last step, which the other ranks use
-            else:
-                self._ranks = find_ranks(self._model, self._group)
+            # An error is raised in the next header, in the group of the last step, which the other ranks use.
+            with suppress(Exception):
+                sync = find_sync(self._model)
+        if sync is not None:
+            self._ranks = find_ranks(self._model, self._group)
 
         def bring() -> Offer[None]:
             if is_first:
-                self._read_wrappers()
+                self._read_wrappers(sync or find_sync(self._model))
             if self._is_replaced:
                 fix = "Keep one object for each model, and use it in every step."
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
@@ -175,20 +175,23 @@ class DeferredMean:
                 "multiplier": self._multiplier,
                 "forwards of DDP": self._sync.same_forwards,
             }
-            kind = _OVER_RANKS if is_over_ranks(loss_sum) else is_mean(loss_sum)
+            kind = _OVER_RANKS if self._ranks is not None and is_over_ranks(loss_sum) else is_mean(loss_sum)
             return Offer(None, facts, totals=(number, loss, num_stale, kind))
 
-        with self._forgetting_forwards():
-            totals = agree_on("DeferredMean.backward", self._ranks, bring).totals.tolist()
+        try:
+            _, _, totals = agree("DeferredMean.backward", self._ranks, bring)
             _check_totals(totals, self._ranks)
+        except Exception:
+            self._forget_forwards()
+            raise
         loss_sum.backward()
         # Now, and not in the next forward: a rank that makes no forward must not leave the others waiting there.
         self._sync.rebuild_buckets()
         self._sync.broadcast_buffers()
         self._sync.watch_forwards()
-        num_terms, loss = (math.fsum(column) for column in list(zip(*totals))[:2])
+        num_terms, loss, *_ = map(math.fsum, zip(*totals))
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
-        self._loss_kind = loss_sum.device, torch.promote_types(loss_sum.dtype, torch.float32)
+        self._loss_kind = loss_sum.device, loss_sum.dtype
         return CallTotals(loss, _as_count(num_terms))
 
     @not_compiled
@@ -221,7 +224,7 @@ class DeferredMean:
         """
         sums = self._sums
 
-        def bring() -> Offer[tuple[list[_SyncEntry], set[str]]]:
+        def bring() -> Offer[tuple[list[Entry], list[_SyncEntry], set[str]]]:
             if sums.num_calls == 0:
                 fix = "A second sync would add and divide final gradients again. Call backward first."
                 raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
@@ -230,8 +233,9 @@ class DeferredMean:
                 found = Words(f"{sync.multiplier:g} after {self._multiplier:g}")
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
                 raise RuntimeError(expected("model", "gradients divided by one number throughout", found, fix))
-            entries = _read_sync_groups(sync_groups, distinct_entries(self._model))
-            paired = {id(parameter) for own, _, is_pair in entries if is_pair for _, parameter in own}
+            own = distinct_entries(self._model)
+            entries = _read_sync_groups(sync_groups, own)
+            paired = {id(parameter) for listed, _, is_pair in entries if is_pair for _, parameter in listed}
             unmanaged = sync.unmanaged if self._group is None else []
             missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
             if missing:
@@ -242,19 +246,23 @@ class DeferredMean:
                 )
                 raise ValueError(expected("model", what, Words(f"{shorten(missing)} in neither"), fix))
             facts = {"calls of backward": sums.num_calls, "sync_groups": len(entries)}
-            return Offer((entries, set(sync.unmanaged)), facts)
+            return Offer((own, entries, set(sync.unmanaged)), facts)
 
-        with self._forgetting_forwards():
-            entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
-            plans = []
+        plans: list[tuple[list[Summand], ProcessGroup]] = []
+        try:
+            (own, entries, unmanaged), _, _ = agree("DeferredMean.finish", self._ranks, bring)
             if entries:
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, sums.num_terms))).value
+                plans, _, _ = agree(call, self._ranks, lambda: Offer(_plan(entries, sums.num_terms)))
+        except Exception:
+            self._forget_forwards()
+            raise
         for summands, group in plans:
             add_(summands, group)
-        self._divide(sums.num_terms, unmanaged)
+        self._divide(own, sums.num_terms, unmanaged)
         device, dtype = self._loss_kind
-        self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=dtype, device=device)
+        wide = torch.promote_types(dtype, torch.float32)
+        self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=wide, device=device)
         self._sums = _Sums()
         return _as_count(sums.num_terms)
 
@@ -278,31 +286,25 @@ class DeferredMean:
         discard_gradients_(self._model)
         self._sums = _Sums()
 
-    def _read_wrappers(self) -> None:
-        """Read for one step how the model reduces."""
-        given = self._given_multiplier
-        self._sync: GradientSync = find_sync(self._model)
+    def _read_wrappers(self, sync: GradientSync) -> None:
+        """Check for one step how the model reduces."""
+        given, self._sync = self._given_multiplier, sync
         self._sync.check_wrapped(others_reduce=self._group is not None or given is not None, fix=_BY_HAND)
         self._multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
         self._sync.check_group(self._group)
 
-    @contextmanager
-    def _forgetting_forwards(self) -> Iterator[None]:
+    def _forget_forwards(self) -> None:
         """After an error, undo what the forward has prepared for a backward that does not follow."""
-        try:
-            yield
-        except Exception:
-            self._sync.forget_forwards()
-            self._sync.watch_forwards()  # a loss whose forward is forgotten would not be reduced
-            raise
+        self._sync.forget_forwards()
+        self._sync.watch_forwards()  # a loss whose forward is forgotten would not be reduced
 
-    def _divide(self, num_terms: float, unmanaged: set[str]) -> None:
-        """Divide every gradient in place: by N / m where a wrapper has divided by m, else by N; with N = 0 set it to 0.
+    def _divide(self, own: list[Entry], num_terms: float, unmanaged: set[str]) -> None:
+        """Divide each gradient in place: by N / m where a wrapper has divided by m, else by N; with N = 0 set it to 0.
 
         ``unmanaged`` has the names of the parameters that no wrapper reduces.
         """
         alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
-        for entry in distinct_entries(self._model):
+        for entry in own:
             grad = held_gradient(entry)
             if grad is not None:
                 divided = 1.0 if entry.name in unmanaged else self._multiplier

@@ -188,8 +188,9 @@ def pooled_backward(
         return Offer((accelerators_in_use(model), table), {**facts, "stream": stream})
 
     refuse_in_backward(CALL)
-    window, opened = open_window(CALL, model, micro_batches, sync=sync, group=group, listed=not stream, bring=bring)
-    devices, table = opened.value
+    window, (devices, table), _ = open_window(
+        CALL, model, micro_batches, sync=sync, group=group, listed=not stream, bring=bring
+    )
     with window.wrappers.restored(), window.wrappers.no_broadcasts():
         try:
             # 1. Score every micro-batch without a graph.

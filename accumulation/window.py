@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks
-from ..distributed.header import NUM_TOTALS, Agreement, Offer, agree_on
+from ..distributed.header import NUM_TOTALS, Offer, agree_on
 from ..errors import RankValueError, Words, check_count, expected
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync
 
@@ -109,8 +109,8 @@ def open_window(
     multiplier: float | None = None,
     listed: bool = True,
     bring: Callable[[Window], Offer[T]],
-) -> tuple[Window, Agreement[T]]:
-    """Check the window on every rank and exchange the opening header; return the window and what all ranks offered.
+) -> tuple[Window, T, list[list[float]]]:
+    """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
     Args:
         call: name of the verb.
@@ -138,13 +138,24 @@ def open_window(
         totals = [*offer.totals, *[0] * (NUM_TOTALS - 1 - len(offer.totals)), wrappers.forwards_since]
         return Offer((window, offer.value), {**facts, **offer.facts}, count, totals)
 
-    agreed = agree_on(call, ranks, bring_all)
-    window, value = agreed.value
-    window = window._replace(num_micro_batches=agreed.rows)
+    (window, value), rows, totals = agree(call, ranks, bring_all)
+    window = window._replace(num_micro_batches=rows)
     if window.is_lockstep:
         window.check_equal_numbers()
-    window.wrappers.communicate_before_forwards(ranks, [int(number) for number in agreed.totals[:, -1].tolist()])
-    return window, Agreement(value, agreed.rows, agreed.totals)
+    if window.wrappers.ddp:
+        window.wrappers.communicate_before_forwards(ranks, [int(row[-1]) for row in totals])
+    return window, value, totals
+
+
+def agree(
+    call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]]
+) -> tuple[T, tuple[int, ...], list[list[float]]]:
+    """Return what ``bring`` offers, and the rows and totals of all ranks; see ``agree_on``, which this spares alone."""
+    if ranks is None:
+        offer = bring()
+        return offer.value, (offer.rows,), [[*map(float, offer.totals)]]
+    agreed = agree_on(call, ranks, bring)
+    return agreed.value, agreed.rows, agreed.totals.tolist()
 
 
 def list_micro_batches(micro_batches: Any) -> list[Any]:

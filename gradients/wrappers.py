@@ -120,6 +120,8 @@ class GradientSync(NamedTuple):
 
         Without ``group`` that must be a single group. A ``group`` that is given must contain all of these ranks.
         """
+        if self.unwrapped is not None:
+            return
         given = self.group if group is None else resolve_group(group)
         ranks = [] if given is None else group_ranks(given)
         for reduced in self._largest_groups():
