@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import Record, Run, print_records
+from report import Record, Run, print_records, progress
 from torch import Tensor
 
 from fullrank.kernels import bins as binning
@@ -186,7 +186,7 @@ def measure(quick: bool) -> list[Record]:
     else:
         cases = list(itertools.product(SETS, ROWS, [SHARE], SCALES, TEMPERATURES))
         cases += [(name, MANY_ROWS, MANY_SHARE, *case) for name in SETS for case in MANY_CASES]
-    return [measure_case(*case) for case in cases]
+    return [measure_case(*case) for case in progress(cases)]
 
 
 def main() -> None:

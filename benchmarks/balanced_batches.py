@@ -13,6 +13,7 @@ writes balanced_batches.json; a quick one writes only where ``--out`` says. Need
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from statistics import mean
@@ -20,7 +21,7 @@ from statistics import mean
 import torch
 import torch.nn.functional as F
 from real_data import Rows, split
-from report import Run, print_records
+from report import Run, print_records, progress
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler
@@ -100,11 +101,10 @@ def main() -> None:
     script = Run(__doc__, "balanced_batches")
     steps, seeds, sets = (4, (0,), SETS[:1]) if script.start().quick else (400, (0, 1, 2), SETS)
     records = []
-    for name in LOSSES:
-        for sampler in SAMPLERS:
-            found = [run(name, sampler, SIZE, steps, data, seed) for data in sets for seed in seeds]
-            means = {key: round(mean(each[key] for each in found), 4) for key in found[0]}
-            records.append({"loss": name, "sampler": sampler} | means)
+    for name, sampler in progress(itertools.product(LOSSES, SAMPLERS)):
+        found = [run(name, sampler, SIZE, steps, data, seed) for data in sets for seed in seeds]
+        means = {key: round(mean(each[key] for each in found), 4) for key in found[0]}
+        records.append({"loss": name, "sampler": sampler} | means)
     print_records("On test rows, averaged over sets and splits", records)
     script.write(balanced_batches=records)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from memory import CLEAR, resident
-from report import Record, Run, on_ranks, print_records
+from report import Record, Run, on_ranks, print_records, progress
 from torch import Tensor, nn
 
 import fullrank
@@ -111,7 +111,9 @@ def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "contrastive", repeats=5)
     options = script.start()
-    results = [record for case in (QUICK if options.quick else FULL) for record in measure(case, options.repeats)]
+    results = [
+        record for case in progress(QUICK if options.quick else FULL) for record in measure(case, options.repeats)
+    ]
     print_records("A symmetric contrastive step of all pairs, forward + backward, of one of the processes", results)
     script.write(contrastive=results)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from report import Record, Run, print_records
+from report import Record, Run, print_records, progress
 from torch import Tensor, nn
 
 import fullrank
@@ -84,7 +84,7 @@ def main() -> None:
     total = sum(parameter.numel() for parameter in parameters)
     # Other powers take many times as long and have no required ratio.
     runs = {norm_type: options.repeats if norm_type == 2 else -(-options.repeats // 10) for norm_type in POWERS}
-    cases = [compare(parameters, norm_type, repeats) for norm_type, repeats in runs.items()]
+    cases = [compare(parameters, norm_type, repeats) for norm_type, repeats in progress(runs.items())]
     title = f"clip_grad_norm_, {total:,} float32 parameters in {len(parameters)} tensors, shortest run; bar {BAR}"
     print_records(title, cases)
     script.write(parameters=total, tensors=len(parameters), cases=cases)

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from report import PEER_MOST_BYTES, Run, apart, make_rows, peer_bytes, print_records
+from report import PEER_MOST_BYTES, Run, apart, make_rows, peer_bytes, print_records, progress
 
 SHARE = 0.01  # of positives
 WARM_ROWS = 1_000
@@ -78,7 +78,7 @@ def main() -> None:
         print("skipped: without Linux's /proc the peak of a single step cannot be read")
         return
     cases = []
-    for case in QUICK if options.quick else FULL:
+    for case in progress(QUICK if options.quick else FULL):
         peak = median(apart(measure, case.library, case.loss, case.rows) for _ in range(options.repeats))
         cases.append(case._asdict() | {"peak_bytes": peak, "bytes_per_row": peak / case.rows})
     print_records(f"Memory beyond the inputs, forward + backward, {SHARE:.0%} positive, median", cases)

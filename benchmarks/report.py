@@ -12,10 +12,11 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ PEER_MOST_BYTES = 8 * 2**30
 START_METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
 CPU = torch.device("cpu")
 SHORTEST_S = 0.02  # the least that one repetition measures: a shorter step is run several times
+T = TypeVar("T")
 Step = Callable[[], object]
 Record = dict[str, Any]
 
@@ -207,6 +209,17 @@ def _serve(rank: int, world_size: int, folder: str, function: Callable[..., Any]
     Path(folder, str(rank)).write_bytes(pickle.dumps(function(rank, *arguments)))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def progress(cases: Iterable[T]) -> Iterator[T]:
+    """Yield the cases; between two, print how many are done when the last line is ten seconds old."""
+    todo, start = list(cases), time.perf_counter()
+    printed = start
+    for done, case in enumerate(todo):
+        if (now := time.perf_counter()) > printed + 10:
+            print(f"{done} of {len(todo)} done, {now - start:.0f} s", flush=True)
+            printed = now
+        yield case
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from memory import STATUS, resident
-from report import PEER_MOST_BYTES, Run, apart, interleave, print_records, training_step
+from report import PEER_MOST_BYTES, Run, apart, interleave, print_records, progress, training_step
 from torch import Tensor
 
 import fullrank
@@ -106,7 +106,7 @@ def main() -> None:
     script = Run(__doc__, "retrieval", repeats=3)
     options = script.start()
     warnings.simplefilter("ignore")  # warnings of the peer
-    results = [measure(labels, options.repeats) for labels in (QUICK if options.quick else FULL)]
+    results = [measure(labels, options.repeats) for labels in progress(QUICK if options.quick else FULL)]
     limit = f"the peer, if it is installed, with at most {PEER_MOST_BYTES / 2**30:.0f} GiB of arrays"
     print_records(f"Smooth-AP, N x {FEATURES} embeddings rank all N, forward + backward, median; {limit}", results)
     script.write(retrieval=results)

@@ -21,7 +21,7 @@ import torch
 from intervals import paired
 from real_data import CLASSES, describe, missing
 from real_runs import CLASS_STEPS, Cache, run_classes
-from report import Run, print_records
+from report import Run, print_records, progress
 
 CE = "cross-entropy"
 METHODS = (CE, f"weighted {CE}", "hard-negative 0.2", "SmoothAP", f"{CE} + SmoothAP", f"weighted {CE} + SmoothAP")
@@ -42,7 +42,7 @@ def main() -> None:
     table, base = [], np.empty(0)
     for method in METHODS:
         found = []
-        for seed in range(seeds):
+        for seed in progress(range(seeds)):
             jobs = [(name, seed, method, steps) for name in names]
             runs = [cache.get(job, partial(run_classes, *job)) for job in jobs]
             found.append([float(np.mean([run[figure] for run in runs])) for figure in FIGURES])

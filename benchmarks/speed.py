@@ -28,6 +28,7 @@ from report import (
     make_rows,
     peer_bytes,
     print_records,
+    progress,
     training_step,
 )
 from torch import Tensor
@@ -86,7 +87,7 @@ QUICK_GROWTH = (1_000, 10_000)
 def against_peer(cases: tuple[Case, ...], repeats: int) -> list[Record]:
     """Return the medians of the peer and of ours, and the time of the peer divided by ours."""
     results: list[Record] = []
-    for case in cases:
+    for case in progress(cases):
         logits, targets = make_rows(case.rows, case.classes, case.share)
         arguments = {"num_classes": case.classes, "queue_size": 0} | case.arguments
         steps = {
@@ -101,7 +102,7 @@ def against_peer(cases: tuple[Case, ...], repeats: int) -> list[Record]:
 def against_sort(cases: tuple[SortCase, ...], repeats: int) -> list[Record]:
     """Return the best times of one sort and of SmoothAPLoss, and ours divided by that of the sort."""
     results: list[Record] = []
-    for case in cases:
+    for case in progress(cases):
         logits, targets = make_rows(case.rows, 1, SHARE)
         if case.outlier is not None:
             with torch.no_grad():
@@ -122,7 +123,7 @@ def ours_and_sort(logits: Tensor, targets: Tensor) -> dict[str, Step]:
 def growth(sizes: tuple[int, ...], repeats: int) -> list[Record]:
     """Return the medians for each pool size; that of the peer is None if its pairs do not fit in memory."""
     results: list[Record] = []
-    for rows in sizes:
+    for rows in progress(sizes):
         logits, targets = make_rows(rows, 1, SHARE)
         steps = ours_and_sort(logits, targets)
         needed = peer_bytes(int(targets.sum()), rows)

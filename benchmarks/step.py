@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from report import Record, Run, Step, make_rows, on_ranks, print_records, training_step
+from report import Record, Run, Step, make_rows, on_ranks, print_records, progress, training_step
 from torch import Tensor
 
 import fullrank
@@ -150,7 +150,7 @@ def main() -> None:
     options = script.start()
     warnings.simplefilter("ignore")  # hints about the random rows
     torch.set_num_threads(1)
-    one = [measure(case, options.repeats) for case in (QUICK if options.quick else FULL)]
+    one = [measure(case, options.repeats) for case in progress(QUICK if options.quick else FULL)]
     print_records("SmoothAPLoss, one process, CPU us, forward and backward", one)
     two = []
     for of_ranks in zip(*on_ranks(2, measure_rank, QUICK_OVER if options.quick else FULL_OVER, options.repeats)):
