@@ -16,7 +16,7 @@ A single tensor with equal row counts on all ranks is sent and received in place
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -28,10 +28,31 @@ from torch.distributed import ProcessGroup
 
 from ..errors import expected
 from .group import backend_by_device, check_device_of_group
-from .room import ALIGN, aligned, bytes_of, row_bytes
 from .torch_private import all_gather_flat, reduce_scatter_flat
 
 all_reduce_flat = dist.all_reduce
+
+ALIGN = 16  # bytes of the widest dtype, complex128
+
+
+def aligned(size: int) -> int:
+    """Return ``size`` rounded up to a multiple of 16 bytes."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def row_bytes(tensor: Tensor) -> int:
+    """Return the bytes of one row of ``tensor``."""
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as a flat tensor of uint8, sharing its memory where that is possible."""
+    flat = tensor.detach()
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    flat = flat.contiguous()
+    # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 class Exchange(NamedTuple):
@@ -57,8 +78,7 @@ class Exchange(NamedTuple):
         """Return (W, ...) ``tensor`` of every rank, in rank order."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
-        with naming(self.call, f"the all-gather of {what}"):
-            all_gather_flat(output.view(-1), staged.reshape(-1), group=self.group)
+        gather_flat(self.call, self.group, output.view(-1), staged.reshape(-1), what)
         return output.to(tensor.device)
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
@@ -104,8 +124,8 @@ class Exchange(NamedTuple):
         """Return ``tensor`` of every rank in ``shape``. Not every backend knows every dtype, so bytes travel."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(shape)
-        with naming(self.call, "the all-gather of the rows, which every rank had announced,"):
-            all_gather_flat(bytes_of(output), bytes_of(staged), group=self.group)
+        what = "the rows, which every rank had announced,"
+        gather_flat(self.call, self.group, bytes_of(output), bytes_of(staged), what)
         return output.to(tensor.device)
 
 
@@ -152,14 +172,9 @@ def describe(tensor: Tensor | None) -> str | None:
     """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
     if tensor is None:
         return None
-    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
-    return _described(tensor.dtype, tensor.shape[1:], needs_grad, tensor.device.type)
-
-
-@functools.lru_cache
-def _described(dtype: torch.dtype, trailing: torch.Size, needs_grad: bool, device: str) -> str:
-    sizes = "".join(f", {size}" for size in trailing)
-    return f"{str(dtype).removeprefix('torch.')} (N{sizes}){WITH_GRADIENT if needs_grad else ''} on {device}"
+    gradient = WITH_GRADIENT if tensor.requires_grad and torch.is_grad_enabled() else ""
+    sizes = "".join(f", {size}" for size in tensor.shape[1:])
+    return f"{str(tensor.dtype).removeprefix('torch.')} (N{sizes}){gradient} on {tensor.device.type}"
 
 
 def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
@@ -207,6 +222,14 @@ def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
     return not tensor.is_cpu and backend_by_device(group).get(tensor.device.type) == "gloo"
 
 
+def gather_flat(call: str, group: ProcessGroup, output: Tensor, own: Tensor, what: str) -> None:
+    """Fill ``output`` (W * n,) with ``own`` (n,) of every rank; ``what`` it is, as in :func:`naming`."""
+    try:
+        all_gather_flat(output, own, group=group)
+    except RuntimeError as error:
+        raise _failed(call, f"the all-gather of {what}", error) from error
+
+
 @contextmanager
 def naming(call: str, what: str, cause: Exception | None = None) -> Iterator[None]:
     """Let the error of a collective inside name the public call that made it.
@@ -226,7 +249,11 @@ def naming(call: str, what: str, cause: Exception | None = None) -> Iterator[Non
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
-            f"the timeout of the process group: look into the log of each rank for the first error. {error}"
-        ) from (cause or error)
+        raise _failed(call, what, error) from (cause or error)
+
+
+def _failed(call: str, what: str, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
+        f"the timeout of the process group: look into the log of each rank for the first error. {error}"
+    )

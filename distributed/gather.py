@@ -9,6 +9,7 @@ gets W equal gradients, whose average is the right one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
@@ -20,8 +21,7 @@ from torch.distributed import ProcessGroup
 from ..errors import Words, anchor_of, expected, first_order_only
 from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
-from .header import HEADER_BYTES, Agreement, Offer, State, agree_on, refuse_in_backward
-from .room import unpack
+from .header import Agreement, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
 
 T = TypeVar("T")
@@ -104,8 +104,8 @@ def gather_agreed(
         The agreement, whose ``tensors`` have the rows of all ranks.
     """
     agreed = agree_on(call, group, bring)
-    rows = gather_after(call, group, agreed, gradient_reduction, backward)
-    return Agreement(agreed.value, agreed.rows, agreed.totals, rows)
+    agreed.tensors = gather_after(call, group, agreed, gradient_reduction, backward)
+    return agreed
 
 
 def gather_after(
@@ -128,7 +128,7 @@ def gather_after(
     places = [place for place, tensor in enumerate(present) if tensor.requires_grad and torch.is_grad_enabled()]
     scale = gradient_scale(gradient_reduction, group, needs_grad=bool(places))
     if agreed.arrived is not None:
-        found = unpack(agreed.arrived, HEADER_BYTES, present, rows)
+        found = agreed.arrived
     else:
         with torch.no_grad():
             found = Exchange(call, group).rows(present, rows) if present else []
@@ -139,7 +139,7 @@ def gather_after(
         for place, output in zip(places, outputs):
             found[place] = output
     gathered = iter(found)
-    return tuple(None if tensor is None else next(gathered) for tensor in agreed.tensors)
+    return tuple([None if tensor is None else next(gathered) for tensor in agreed.tensors])
 
 
 def gather_rows(
@@ -238,8 +238,7 @@ def _gather(
         check_gradient_reduction(gradient_reduction)
         if backward not in ("local", "reduce_scatter"):
             raise ValueError(expected("backward", "'local' or 'reduce_scatter'", backward))
-        facts = {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
-        return Offer(None, facts, tensors=tensors)
+        return Offer(None, _facts_of(gradient_reduction, backward), tensors=tensors)
 
     resolved = resolve_group(group)
     if resolved.size() == 1:
@@ -250,22 +249,23 @@ def _gather(
     gathered = gather_agreed(call, resolved, bring, gradient_reduction=gradient_reduction, backward=backward).tensors
     for tensor in gathered:
         if tensor is not None:
-            _remember(tensor, resolved)
+            forget = functools.partial(_GATHERED_OVER.pop, id(tensor))
+            _GATHERED_OVER[id(tensor)] = ref(tensor, forget), resolved
     return gathered
+
+
+@functools.lru_cache(typed=True)  # the same object in every call, whose hash is known then
+def _facts_of(gradient_reduction: str | int, backward: str) -> dict[str, object]:
+    return {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
 
 
 # What the public gathers have returned, by id, for as long as it lives. Tensors are no keys: their == is elementwise.
 _GATHERED_OVER: dict[int, tuple[ReferenceType[Tensor], ProcessGroup]] = {}
 
 
-def _remember(tensor: Tensor, group: ProcessGroup) -> None:
-    key = id(tensor)
-    _GATHERED_OVER[key] = ref(tensor, lambda _: _GATHERED_OVER.pop(key, None)), group
-
-
 # Operators that keep rows rows, by the names of their nodes. A matrix product may turn rows into columns.
-_KEEP_ROWS = "Add Alias Clone Div Index IndexSelect MaskedSelect Mul Neg ReshapeAlias Select Sigmoid Slice Squeeze Sub "
-_KEEP_ROWS += "ToCopy UnsafeView Unsqueeze View"
+_KEEP_ROWS = {"Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "MaskedSelect", "Mul", "Neg", "ReshapeAlias"}
+_KEEP_ROWS |= {"Select", "Sigmoid", "Slice", "Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
 _MOST_NODES = 16
 
 
@@ -304,7 +304,7 @@ def _gathered_over(tensor: Tensor) -> ProcessGroup | None:
             # With reduce_scatter the ranks compute different losses, such as one of their own part of the rows.
             is_whole = tensor.ndim > 0 and tensor.shape[0] == sum(plan.rows)
             return plan.group if is_whole or not plan.reduce_scatter else None
-        if node is None or node.name().rstrip("0123456789").removesuffix("Backward") not in _KEEP_ROWS.split():
+        if node is None or node.name().rstrip("0123456789").removesuffix("Backward") not in _KEEP_ROWS:
             return None
         inputs = [before for before, _ in node.next_functions if before is not None and before.next_functions]
         if len(inputs) != 1:  # leaves, such as a temperature, are not counted

@@ -28,7 +28,6 @@ import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import addressof, c_int64
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -38,19 +37,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import WITH_GRADIENT, Exchange, check_devices, check_rows, describe, naming
+from .exchange import WITH_GRADIENT, gather_flat, naming
 from .group import check_device_of_group, group_ranks, header_device
-from .room import pack_into, room_of, size_of
+from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
 
 T = TypeVar("T")
 
-NUM_TOTALS = 4
-_WORDS = 4 + NUM_TOTALS
 _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
-HEADER_BYTES = _LAYOUT.size
 
 _UNREAD, _FAILED = 1, 2  # the first word
+_NO_FACTS: Mapping[str, object] = {}
 
 _MOST = 4  # ranks, reasons and values that a message names
 _LONGEST = 2000  # characters of a reason or a fact that travel: each of W ranks receives W times the longest message
@@ -100,13 +97,14 @@ def combined(checks: Sequence[DeviceCheck]) -> DeviceCheck | None:
     return DeviceCheck(flag, lambda: next(check.error() for check in checks if bool(check.flag)))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Offer(Generic[T]):
     """What one rank contributes to a call.
 
     Attributes:
         value: handed back to this rank by :func:`agree_on`; does not travel.
-        facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice.
+        facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice. A call that
+            brings the same object as the last such call spares its hash: it is never changed.
         rows: number of rows on this rank.
         totals: at most four numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
@@ -117,7 +115,7 @@ class Offer(Generic[T]):
     """
 
     value: T
-    facts: Mapping[str, object] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=lambda: _NO_FACTS)
     rows: int = 0
     totals: Sequence[Tensor | float] = ()
     checksum: Checksum | None = None
@@ -126,7 +124,7 @@ class Offer(Generic[T]):
     stays: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Agreement(Generic[T]):
     """This rank's value and tensors, and the row counts and totals of all ranks, in rank order."""
 
@@ -134,7 +132,7 @@ class Agreement(Generic[T]):
     rows: tuple[int, ...]
     totals: Tensor  # [W, NUM_TOTALS] float64, on the host
     tensors: tuple[Any, ...] = ()  # a tensor or None each, as they were offered
-    arrived: Tensor | None = None  # [W, words] all headers with their rooms, if the tensors of all ranks are in these
+    arrived: list[Tensor] | None = None  # those of ``tensors`` that there are with the rows of all ranks, if these came
 
 
 def refuse_in_backward(call: str) -> None:
@@ -176,42 +174,36 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             return agree_on(call, ranks, _refuse_transforms)
     number, device, room = next(_NUMBERS), header_device(ranks), room_of(ranks)
     facts: dict[str, object] = {"call": Words(call)}
-    checksum = mine = travelling = None
+    checksum = mine = None
 
     def header_of_failure(error: Exception) -> Tensor:
-        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device, room.size)
+        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device, room, ranks)
 
     try:
         offer = bring()
-        tensors, rows = offer.tensors or (), offer.rows
-        facts |= offer.facts
-        if offer.tensors is not None:
-            rows = check_rows(tensors)
-            is_on_host = check_devices(tensors, ranks)
-            facts["tensors"] = list(map(describe, tensors))
+        tensors, checksum, check = offer.tensors or (), offer.checksum, offer.check
+        parcel = room.parcel_of(call, tensors, ranks)
         if has_tangent(*tensors, *offer.totals):
             _refuse_transforms()
-        checksum, check = offer.checksum, offer.check
         if check is not None and "cpu" in (device.type, check.flag.device.type):
             check.read()  # which waits no longer than it would take to read the flag
             check = None
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
-        known = digest(facts), rows, 0 if checksum is None else checksum.value
-        for total in offer.totals:
-            if isinstance(total, Tensor):
-                check_device_of_group("total", total, ranks)
-        if offer.tensors is not None and is_on_host and not offer.stays and device.type == "cpu":
-            travelling = [tensor for tensor in tensors if tensor is not None]
-        needed = size_of(travelling or (), rows)
-        sent = travelling if travelling is not None and needed <= room.size else ()
-        header = _pack((0 if check is None else check.flag, *known), offer.totals, device, room.size, sent)
+        if parcel.facts is not offer.facts:
+            facts |= {**offer.facts, "tensors": parcel.described}
+            parcel.facts, parcel.digest = offer.facts, digest(facts)
+        rows = offer.rows if offer.tensors is None else parcel.count
+        travels = bool(tensors) and not offer.stays and parcel.is_on_host and device.type == "cpu"
+        words = 0 if check is None else check.flag, parcel.digest, rows, 0 if checksum is None else checksum.value
+        header = _pack(words, offer.totals, device, room, ranks)
+        if travels and parcel.size(rows) <= room.size:
+            parcel.write(room, tensors)
     except Exception as error:
         if _is_shared(error, ranks, number):
             raise
         mine, header = error, header_of_failure(error)
-    exchange = Exchange(call, ranks)
-    gathered = exchange.each(header, "the headers").cpu()  # [W, words]; an accelerator is waited for once, here
-    heads = _heads_of(gathered)
+    _gather(call, ranks, header, room)
+    heads: list[list[int]] = room.heads.tolist()
     if any(head[0] == _UNREAD for head in heads):
         try:
             if mine is None and check is not None:
@@ -219,10 +211,12 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
                 header[0] = 0
         except Exception as error:
             mine, header = error, header_of_failure(error)
-        gathered = exchange.each(header, "the headers").cpu()
-        heads = _heads_of(gathered)
-    first = heads[0]
-    if any(head[0] or head[1] != first[1] or head[3] != first[3] for head in heads):
+        _gather(call, ranks, header, room)
+        heads = room.heads.tolist()
+    _, word, _, state = heads[0]
+    if any(head[0] or head[1] != word or head[3] != state for head in heads):
+        if mine is None:
+            facts |= {**offer.facts, "tensors": parcel.described}
         everyone, known_facts = group_ranks(ranks), facts if mine is None else {"call": facts["call"]}
         spoken = _exchange(heads, {name: repr(fact) for name, fact in known_facts.items()}, mine, ranks)
         advice = {name: fact.advice for name, fact in facts.items() if isinstance(fact, State)}
@@ -230,11 +224,12 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         raised.agreement = (id(ranks), number)
         raise raised from cause_of(mine)
     counts = tuple([head[2] for head in heads])
-    if travelling is not None and max(counts) > rows:
-        needed = size_of(travelling, max(counts))
-    arrived = gathered if travelling is not None and needed <= room.size else None
+    agreed = Agreement(offer.value, counts, torch.from_numpy(room.totals.copy()), tensors)
+    needed = parcel.size(max(counts)) if travels else 0
+    if travels and needed <= room.size:
+        agreed.arrived = parcel.read(room, counts)
     room.adapt(needed)
-    return Agreement(offer.value, counts, gathered[:, 4:_WORDS].view(torch.float64), tensors, arrived)
+    return agreed
 
 
 def _refuse_transforms() -> NoReturn:
@@ -248,30 +243,34 @@ def _pack(
     words: Sequence[Tensor | int],
     totals: Sequence[Tensor | float],
     device: torch.device,
-    room: int,
-    rows: Sequence[Tensor] = (),
+    room: Room,
+    ranks: ProcessGroup,
 ) -> Tensor:
-    """Return four words, up to four totals and ``room`` bytes with ``rows`` as one int64 tensor on ``device``."""
-    assert len(totals) <= NUM_TOTALS
-    plain: list[float] = []
+    """Write four words and up to four totals into the room; return it with the rows behind them, on ``device``."""
+    plain: list[Any] = [*words, *totals, *[0.0] * (NUM_TOTALS - len(totals))]
     late: dict[int, Tensor] = {}  # values on an accelerator are written there, without waiting for them
-    for slot, value in enumerate((*words, *totals)):
-        if not isinstance(value, Tensor):
-            plain.append(value)
-        elif value.device.type == "cpu":
-            plain.append(value.item())
-        else:
-            plain.append(0)
-            late[slot] = value.detach().reshape(1)
-    packed = (c_int64 * (_WORDS + room // 8))()
-    _LAYOUT.pack_into(packed, 0, *plain, *[0.0] * (_WORDS - len(plain)))
-    pack_into(addressof(packed) + HEADER_BYTES, rows)
+    for slot, value in enumerate(plain):
+        if isinstance(value, Tensor):
+            if slot >= len(words):
+                check_device_of_group("total", value, ranks)
+            plain[slot] = value.item() if value.is_cpu else 0
+            if not value.is_cpu:
+                late[slot] = value.detach().reshape(1)
+    _LAYOUT.pack_into(room.own.data, 0, *plain)
     # Without waiting: torch copies so little memory that is not pinned before it returns.
-    header = torch.frombuffer(packed, dtype=torch.int64).to(device, non_blocking=True)
+    header = room.sent.to(device, non_blocking=True)
     for slot, value in late.items():
         value = value.to(device)  # first: not every accelerator has float64
         header[slot : slot + 1] = value if slot < len(words) else value.to(torch.float64).view(torch.int64)
     return header
+
+
+def _gather(call: str, ranks: ProcessGroup, header: Tensor, room: Room) -> None:
+    """Let the headers of all ranks arrive in the room; an accelerator is waited for once, here."""
+    arrived = room.arrived if header.is_cpu else torch.empty_like(room.arrived, device=header.device)
+    gather_flat(call, ranks, arrived, header, "the headers")
+    if arrived is not room.arrived:
+        room.arrived.copy_(arrived)
 
 
 def digest(facts: Mapping[str, object]) -> int:
@@ -283,12 +282,6 @@ def digest(facts: Mapping[str, object]) -> int:
 def _hash_of(text: str) -> int:
     data = text.encode(errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
-
-
-def _heads_of(gathered: Tensor) -> list[list[int]]:
-    """Return the first words of each header; by numpy, which takes a fraction of the time of torch."""
-    heads: list[list[int]] = gathered.numpy()[:, :4].tolist()
-    return heads
 
 
 def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:

@@ -5,7 +5,7 @@ the group. It changes only after an agreement, by what all ranks then know: it g
 shrinks when eight calls in a row have used at most half of it. Rows that do not fit travel after the header.
 
 The rows of a rank lie one tensor after another, each padded to a multiple of 16 bytes, so that every dtype can be
-viewed in place on arrival::
+viewed in place::
 
     | header | tensor 0: own rows | padding | tensor 1: own rows | padding | ... unused |
 
@@ -16,40 +16,128 @@ unpack them in launches of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from ctypes import memmove
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import expected
+from .exchange import aligned, check_devices, check_rows, describe, row_bytes
 
 MOST = 2**16  # bytes of a rank
 MOST_OF_ALL = 2**20  # bytes of all ranks, which each of them receives
 PATIENCE = 8
 
-ALIGN = 16  # bytes of the widest dtype, complex128
+NUM_TOTALS = 4
+HEADER_BYTES = 8 * (4 + NUM_TOTALS)
+
+_MOST_PARCELS = 64  # that a group remembers
 
 
 class Room:
-    """The bytes that a group has for rows behind each header: ``size``, a power of two or 0."""
+    """The bytes that a group has for rows behind each header: ``size``, a power of two or 0; and its memory.
+
+    Attributes:
+        own: (words,) int64, the header and the rows of this rank; ``sent`` is the tensor of the same memory.
+        arrived: (W * words,) int64, those of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 4) float64 are parts.
+    """
 
     def __init__(self, num_ranks: int) -> None:
-        self.size = 0
-        self._limit = min(MOST, MOST_OF_ALL // num_ranks)
-        self._num_idle = self._most_of_idle = 0
+        self._num_ranks, self._limit = num_ranks, min(MOST, MOST_OF_ALL // num_ranks)
+        self._parcels: dict[object, Parcel] = {}
+        self._resize(0)
+
+    @torch.inference_mode(False)
+    def _resize(self, size: int) -> None:
+        self.size, self._num_idle, self._most_of_idle = size, 0, 0
+        self._parcels.clear()  # they have places in the memory
+        self.own = numpy.zeros((HEADER_BYTES + size) // 8, numpy.int64)
+        every = numpy.zeros((self._num_ranks, len(self.own)), numpy.int64)
+        self.heads, self.totals = every[:, :4], every[:, 4 : 4 + NUM_TOTALS].view(numpy.float64)
+        self.sent, self.arrived = torch.from_numpy(self.own), torch.from_numpy(every.reshape(-1))
 
     def adapt(self, needed: int) -> None:
         """Grow or shrink after an agreement of which the rank with the most rows needs ``needed`` bytes."""
         wanted = 1 << (needed - 1).bit_length() if 0 < needed <= self._limit else 0
-        if wanted >= self.size:
-            self.size, self._num_idle, self._most_of_idle = wanted, 0, 0
-            return
-        self._num_idle, self._most_of_idle = self._num_idle + 1, max(self._most_of_idle, wanted)
-        if self._num_idle == PATIENCE:
-            self.size, self._num_idle, self._most_of_idle = self._most_of_idle, 0, 0
+        if wanted > self.size:
+            self._resize(wanted)
+        elif wanted == self.size:
+            self._num_idle = self._most_of_idle = 0
+        else:
+            self._num_idle, self._most_of_idle = self._num_idle + 1, max(self._most_of_idle, wanted)
+            if self._num_idle == PATIENCE:
+                self._resize(self._most_of_idle)
+
+    def parcel_of(self, call: str, tensors: Sequence[Tensor | None], group: ProcessGroup) -> Parcel:
+        """Return how ``tensors`` travel in ``call``, or raise TypeError or ValueError."""
+        with_grad = torch.is_grad_enabled()
+        key = (call, *[_kind_of(tensor, with_grad) for tensor in tensors])
+        known = self._parcels.get(key)
+        if known is None:
+            known = Parcel(tensors, group)
+            if known.is_on_host:  # which accelerator a group serves may change between calls
+                if len(self._parcels) == _MOST_PARCELS:
+                    self._parcels.clear()
+                self._parcels[key] = known
+        return known
+
+
+def _kind_of(tensor: Tensor | None, with_grad: bool) -> object:
+    """Return all that the checks of a tensor look at, and its shape."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor)
+    shape = tensor.is_nested or tensor.shape
+    return type(tensor), tensor.dtype, tensor.layout, tensor.is_cpu, with_grad and tensor.requires_grad, shape
+
+
+class Parcel:
+    """Tensors that travel together, made once for calls that are alike in everything but the values.
+
+    Attributes:
+        count: the number of rows of this rank.
+        described: what must be equal on all ranks.
+        is_on_host: whether all tensors are.
+        facts: those of the last call, and ``digest``, their hash.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], group: ProcessGroup) -> None:
+        self.count, self.is_on_host = check_rows(tensors), check_devices(tensors, group)
+        self.described = [*map(describe, tensors)]
+        self._kinds = [(one.dtype, one.shape[1:], row_bytes(one)) for one in tensors if one is not None]
+        self.facts: object = None
+        self.digest = 0
+        self._own: list[Tensor] | None = None
+        self._counts: tuple[int, ...] | None = None
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def size(self, count: int) -> int:
+        """Return the bytes that ``count`` rows need."""
+        return sum([aligned(count * width) for _, _, width in self._kinds])
+
+    def write(self, room: Room, tensors: Sequence[Tensor | None]) -> None:
+        """Copy ``tensors``, which are on the host, behind the header of this rank."""
+        if self._own is None:
+            self._own = list(self._places(room.sent, self.count))
+        for place, tensor in zip(self._own, [tensor for tensor in tensors if tensor is not None]):
+            place.copy_(tensor.detach())
+
+    def read(self, room: Room, counts: tuple[int, ...]) -> list[Tensor]:
+        """Return the tensors with the rows of all ranks, as copies."""
+        if self._counts != counts:
+            blocks = room.arrived.chunk(len(counts))
+            self._parts = [*zip(*(self._places(block, count) for block, count in zip(blocks, counts)))]
+            self._counts = counts
+        return [torch.cat(parts) for parts in self._parts]
+
+    def _places(self, block: Tensor, count: int) -> Iterator[Tensor]:
+        """Yield the places of each tensor with ``count`` rows in the block of a rank."""
+        start = HEADER_BYTES
+        for dtype, trailing, width in self._kinds:
+            rows = block.view(dtype).narrow(0, start // dtype.itemsize, count * math.prod(trailing))
+            yield rows.view(count, *trailing)
+            start += aligned(count * width)
 
 
 # By the object, not by its name: a group that is created again under the same name begins without room on every rank.
@@ -62,67 +150,3 @@ def room_of(group: ProcessGroup) -> Room:
     if room is None:
         room = _ROOMS[group] = Room(group.size())
     return room
-
-
-def aligned(size: int) -> int:
-    """Return ``size`` rounded up to a multiple of 16 bytes."""
-    return -(-size // ALIGN) * ALIGN
-
-
-def row_bytes(tensor: Tensor) -> int:
-    """Return the bytes of one row of ``tensor``."""
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
-
-
-def size_of(tensors: Sequence[Tensor], count: int) -> int:
-    """Return the bytes that ``count`` rows of ``tensors`` need."""
-    return sum(aligned(count * row_bytes(tensor)) for tensor in tensors)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as a flat tensor of uint8, sharing its memory where that is possible."""
-    flat = tensor.detach()
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    flat = flat.contiguous()
-    # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-# Memory is copied by its address: an operator of torch takes several times as long for few rows.
-
-
-def pack_into(target: int, tensors: Sequence[Tensor]) -> None:
-    """Write the rows of ``tensors``, which are on the host, to the address ``target``."""
-    for tensor in tensors:
-        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        content, size = tensor if is_plain else bytes_of(tensor), tensor.nbytes
-        if size and not content.data_ptr():
-            content = content.clone()  # plain, of the result of a collective that may still run
-            if not content.data_ptr():  # such as a wrapper of a transform
-                raise RuntimeError(expected("rows", "a tensor with memory of its own", tensor))
-        memmove(target, content.data_ptr(), size)
-        target += aligned(size)
-
-
-def unpack(arrived: Tensor, header: int, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """Return each of ``tensors`` with the rows of all ranks, as copies.
-
-    Args:
-        arrived: (W, words) on the host, contiguous: the headers of all ranks with their rooms.
-        header: bytes of a header.
-        tensors: those of this rank, for their dtypes and shapes.
-        counts: the number of rows of every rank.
-    """
-    block = arrived.nbytes // len(counts)
-    outputs, sources = [], [arrived.data_ptr() + block * place + header for place in range(len(counts))]
-    for tensor in tensors:
-        # No view, because it may change in place.
-        output = torch.empty((sum(counts), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
-        target, width = output.data_ptr(), row_bytes(tensor)
-        for place, count in enumerate(counts):
-            memmove(target, sources[place], count * width)
-            target += count * width
-            sources[place] += aligned(count * width)
-        outputs.append(output)
-    return outputs

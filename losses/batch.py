@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,20 @@ class Batch(NamedTuple):
 
     @property
     def counts(self) -> tuple[float, float, float]:
-        """What :meth:`with_counts` adds over the ranks; NaN where the host does not know."""
-        if self.targets.shape[0] == 0:
+        """What :meth:`of_all` adds over the ranks; NaN where the host does not know."""
+        if not len(self.targets):
             return 0.0, 0.0, 0.0
-        num_positive, num_stored = (
-            math.nan if number is None else float(number) for number in (self.num_positive, self.num_stored)
-        )
-        return 0.0 if self.complete else 1.0, num_positive, num_stored
+        positive, stored = self.num_positive, self.num_stored
+        known = math.nan if positive is None else positive, math.nan if stored is None else stored
+        return not self.complete, *known
 
-    def with_counts(self, totals: Tensor) -> Batch:
+    @staticmethod
+    def of_all(tensors: Sequence[Any], totals: Tensor) -> Batch:
         """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each, (W, >= 3)."""
-        num_incomplete, *sums, _ = map(sum, zip(*totals.tolist()))
-        counts = [None if number != number else int(number) for number in sums]
-        return self._replace(complete=num_incomplete == 0, num_positive=counts[0], num_stored=counts[1])
+        incomplete, *sums, _ = map(sum, zip(*totals.tolist()))
+        positive, stored = (None if number != number else int(number) for number in sums)
+        logits, targets, iid_mask, weight, indexes = tensors
+        return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored)
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""

@@ -127,8 +127,8 @@ class DistributedLoss(nn.Module):
 
     def _check_not_gathered(self, group: ProcessGroup | None, **tensors: object) -> None:
         """Raise ValueError when one of ``tensors`` holds the rows of other ranks already."""
-        for name, tensor in tensors.items():
-            if group is not None:
+        if group is not None:
+            for name, tensor in tensors.items():
                 check_not_gathered(name, tensor, group)
 
     @property

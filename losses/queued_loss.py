@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import Unpack
@@ -10,6 +11,7 @@ from typing_extensions import Unpack
 from ..distributed.header import Checksum, State
 from ..distributed.torch_private import not_compiled
 from ..errors import check_choice, check_count, check_int, expected, warn
+from ..kernels import native
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..queues.sharded_queue import ShardedQueue
 from .arguments import completed
@@ -110,6 +112,7 @@ class QueuedLoss(HoldsQueue):
 
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
+    _last_facts: tuple[Sequence[object], dict[str, object]] = (), {}  # what the last call compared, and how
     _own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
 
     def __init__(
@@ -168,6 +171,18 @@ class QueuedLoss(HoldsQueue):
             **super()._state(),
             "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
         }
+
+    def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
+        """Return :meth:`_state` and ``of_call``; the object of the last call, whose hash is known, if all are equal."""
+        names = *self._shown, "name", "training", "update_queue_in_eval", "_num_draws"
+        seen = [getattr(self, name) for name in names]
+        seen += [*self.queue.position, *self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
+        seen += [self.temperature] if self.has_temperature else []
+        last, facts = self._last_facts
+        if len(seen) != len(last) or not all(map(is_, seen, last)):
+            facts = {**self._state(), **of_call}
+            vars(self)["_last_facts"] = seen, facts  # an assignment to a module takes as long as an operator
+        return facts
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

@@ -192,11 +192,11 @@ class RankingLoss(QueuedLoss):
 
             def bring() -> Offer[None]:
                 live = self._check(given, group)
-                facts = {**self._state(), "with indexes": given.indexes is not None}
+                facts = self._facts({"with indexes": given.indexes is not None})
                 return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
 
             gathered = gather_agreed(type(self).__name__, group, bring, gradient_reduction=self.gradient_reduction)
-            live = Batch(*gathered.tensors).with_counts(gathered.totals)
+            live = Batch.of_all(gathered.tensors, gathered.totals)
         return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=group is not None)
 
     def _sharded_pool(self, given: Given, group: ProcessGroup, needs_rows: bool) -> PooledRows:
@@ -212,7 +212,7 @@ class RankingLoss(QueuedLoss):
             stored = queue.count(live.logits, live.targets) if self._enqueues else 0
             weights = live.sample_weight, None if queued is None else queued.sample_weight
             is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
-            facts = {**self._state(), "with indexes": False, "needs rows": needs_rows}
+            facts = self._facts({"with indexes": False, "needs rows": needs_rows})
             totals = totals_of(part, stored, is_huge)
             return Offer((live, part), facts, 0, totals, self._checksum, tensors=live.tensors, stays=True)
 
