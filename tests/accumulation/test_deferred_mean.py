@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of
 
 from fullrank import (
     DeferredMean,
@@ -42,89 +42,6 @@ def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch],
     for batch in batches:
         deferred.backward(sum_loss(model, batch), num_valid(batch))
     return deferred.finish(groups)
-
-
-def collectives(rank: int, kind: str) -> list[dict[str, int]]:
-    """Return the collectives of one call of backward, forward not included, and of finish."""
-    model = wrap(Model(), kind)
-    deferred = DeferredMean(model, by_hand(model))
-    found = []
-    for _ in range(3):  # DDP arranges its buckets in the second
-        found.clear()
-        model.zero_grad()
-        for batch in make_window("full", rank)[:2]:
-            loss = sum_loss(model, batch)
-            with CollectiveCounter() as counter:
-                deferred.backward(loss, num_valid(batch))
-            found.append(dict(counter.counts))
-        with CollectiveCounter() as counter:
-            deferred.finish(sync_groups(kind))
-        found.append(dict(counter.counts))
-    return found
-
-
-def expert_errors(rank: int, way: str) -> tuple[float, float]:
-    """Return the errors of the dense part and of this rank's expert, one of two; W = 4 has two copies of each."""
-    from torch.distributed.fsdp import fully_shard
-
-    world_size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "experts"))
-    model = Experts(torch.float64, mesh["experts"].get_group())
-    (expert,) = model.experts.values()
-    copies = mesh["data"].get_group() if world_size > 2 else None
-    groups: list[Any] = [(expert, copies)]
-    if way == "plain":
-        groups.append((model.outer, dist.group.WORLD))
-    elif way == "ignored by FSDP2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), ignored_params=set(expert.parameters()))
-    else:
-        fully_shard(expert, mesh=mesh["data"])
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-        groups = []
-    if "summed" in way:
-        sum_gradients_(model)
-    run_step(DeferredMean(model, by_hand(model)), model, make_window("full", rank), groups)
-    reference = Experts(torch.float64)
-    one_process(reference, all_batches("full"))
-    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
-    return error(gradient(model.outer), gradient(reference.outer)), error(gradient(expert), own.flatten())
-
-
-def step_with_a_mistake(rank: int, kind: str, case: str) -> tuple[tuple[str, str], float]:
-    """Return what a mistake that every rank makes raises, and the error after what it takes to end the step rightly."""
-    model = wrap(Model(), kind)
-    if case == "parameters of no wrapper":
-        inner = Model()
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["up.weight", "up.bias"])
-        model = DistributedDataParallel(inner)
-    batches, groups, newer = make_window("full", rank), sync_groups(kind), []
-    deferred, optimizer = DeferredMean(model, by_hand(model)), torch.optim.SGD(model.parameters())
-    step = partial(run_step, deferred, model, batches, groups)
-
-    def mistake() -> None:
-        if case == "newer object":
-            newer.append(DeferredMean(model, by_hand(model)))
-        if case == "changed reduction":
-            deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
-            sum_gradients_(model)
-        with maybe_no_sync(model, 0, 2) if case == "no_sync" else contextlib.nullcontext():
-            step()
-        if case == "old gradients":
-            step()
-        if case == "second sync":
-            deferred.finish(groups)
-
-    found = error_of(mistake)
-    if case == "parameters of no wrapper":
-        deferred.finish([(inner.up, dist.group.WORLD)])
-    elif case == "changed reduction":
-        deferred.discard()
-        step()
-    elif case != "second sync":
-        newer.clear()
-        optimizer.zero_grad()
-        run_step(DeferredMean(model, by_hand(model)), model, batches)
-    return found, error(gradient(model), one_process(Model(), all_batches("full")).gradient)
 
 
 KINDS = ["plain", "ddp", "fsdp2", "summed"]
@@ -199,25 +116,56 @@ def test_parameters_that_fsdp_left_unsharded(rank: int) -> None:
         ("plain", "allreduce_.default", 0),
     ],
 )
-def test_gradients_are_reduced_once_per_call(pool_of_two: WorkerPool, kind: str, name: str, times: int) -> None:
+@on_ranks(2)
+def test_gradients_are_reduced_once_per_call(rank: int, kind: str, name: str, times: int) -> None:
     """DDP has one bucket here, FSDP2 two groups of parameters. A plain model is reduced in finish, in one bucket."""
-    header = "_allgather_base_.default"
-    for *calls, finish in pool_of_two(collectives, kind):
-        assert [counts.get(name, 0) for counts in calls] == [times, times]
-        if kind != "fsdp2":  # which gathers its parameters with the same collective
-            assert [counts[header] for counts in calls] == [1, 1]
-        # Two headers; the header and the words of the sum.
-        assert finish == ({"allreduce_.default": 1, header: 4} if kind == "plain" else {header: 1})
+    model, header = wrap(Model(), kind), "_allgather_base_.default"
+    deferred = DeferredMean(model, by_hand(model))
+    for _ in range(3):  # DDP arranges its buckets in the second
+        calls = []
+        model.zero_grad()
+        for batch in make_window("full", rank)[:2]:
+            loss = sum_loss(model, batch)
+            with CollectiveCounter() as counter:
+                deferred.backward(loss, num_valid(batch))
+            calls.append(counter.counts)
+        with CollectiveCounter() as finish:
+            deferred.finish(sync_groups(kind))
+    assert [counts[name] for counts in calls] == [times, times]
+    if kind != "fsdp2":  # which gathers its parameters with the same collective
+        assert [counts[header] for counts in calls] == [1, 1]
+    # Two headers; the header and the words of the sum.
+    assert finish.counts == ({"allreduce_.default": 1, header: 4} if kind == "plain" else {header: 1})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "world_size"),
-    [("plain", 2), ("plain", 4), ("ignored by FSDP2", 4), ("ignored by FSDP2, summed", 4), ("sharded, summed", 4)],
-)
-def test_experts(way: str, world_size: int) -> None:
-    """Dense parameters over all ranks, experts over their copies; without a copy there is nothing to add."""
-    assert max(map(max, get_pool(world_size)(expert_errors, way))) <= 1e-12
+@pytest.mark.parametrize("way", ["plain", "ignored by FSDP2", "ignored by FSDP2, summed", "sharded, summed"])
+@on_ranks(2, 4)
+def test_experts(rank: int, way: str) -> None:
+    """Dense parameters over all ranks, experts over their copies; on two ranks there is no copy to add."""
+    from torch.distributed.fsdp import fully_shard
+
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "experts"))
+    model = Experts(torch.float64, mesh["experts"].get_group())
+    (expert,) = model.experts.values()
+    groups: list[Any] = [(expert, mesh["data"].get_group() if world_size > 2 else None)]
+    if way == "plain":
+        groups.append((model.outer, dist.group.WORLD))
+    elif "ignored" in way:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), ignored_params=set(expert.parameters()))
+    else:
+        fully_shard(expert, mesh=mesh["data"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        groups = []
+    if "summed" in way:
+        sum_gradients_(model)
+    run_step(DeferredMean(model, by_hand(model)), model, make_window("full", rank), groups)
+    reference = Experts(torch.float64)
+    one_process(reference, all_batches("full"))
+    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
+    assert error(gradient(model.outer), gradient(reference.outer)) <= 1e-12
+    assert error(gradient(expert), own.flatten()) <= 1e-12
 
 
 @pytest.mark.slow
@@ -286,21 +234,50 @@ MISTAKES = [
     ("newer object", ("ddp", "fsdp2"), "expected one DeferredMean, got a newer one"),
     ("second sync", KINDS, "expected a backward since the last finish, got none. A second sync"),
     ("changed reduction", ("fsdp2",), "got 1 after 2. Call sum_gradients_ before the first backward"),
-    (
-        "parameters of no wrapper",
-        ("ddp",),
-        "module.up.weight, module.up.bias in neither. Pass (parameters, group)",
-    ),
+    ("parameters of no wrapper", ("ddp",), "module.up.weight, module.up.bias in neither. Pass (parameters, group)"),
 ]
 
 
-@pytest.mark.parametrize(("case", "kinds", "text"), MISTAKES, ids=[case for case, *_ in MISTAKES])
-def test_a_mistake_of_every_rank(pool_of_two: WorkerPool, case: str, kinds: tuple[str, ...], text: str) -> None:
-    for kind in kinds:
-        for found, wrong in pool_of_two(step_with_a_mistake, kind, case):
-            assert found[0] == ("ValueError" if "wrapper" in case else "RuntimeError")
-            assert text in found[1]
-            assert wrong <= 1e-12
+@pytest.mark.parametrize(
+    ("case", "kind", "text"), [(case, kind, text) for case, kinds, text in MISTAKES for kind in kinds]
+)
+@on_ranks(2)
+def test_a_mistake_of_every_rank(rank: int, case: str, kind: str, text: str) -> None:
+    """It raises on all of them; what it takes to end the step rightly gives the exact gradient."""
+    inner = Model()
+    if "wrapper" in case:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["up.weight", "up.bias"])
+    model = wrap(inner, kind)
+    batches, groups, newer = make_window("full", rank), sync_groups(kind), []
+    deferred, optimizer = DeferredMean(model, by_hand(model)), torch.optim.SGD(model.parameters())
+    step = partial(run_step, deferred, model, batches, groups)
+
+    def mistake() -> None:
+        if case == "newer object":
+            newer.append(DeferredMean(model, by_hand(model)))
+        if case == "changed reduction":
+            deferred.backward(sum_loss(model, batches[0]), num_valid(batches[0]))
+            sum_gradients_(model)
+        with maybe_no_sync(model, 0, 2) if case == "no_sync" else contextlib.nullcontext():
+            step()
+        if case == "old gradients":
+            step()
+        if case == "second sync":
+            deferred.finish(groups)
+
+    found = error_of(mistake)
+    assert found[0] == ("ValueError" if "wrapper" in case else "RuntimeError")
+    assert text in found[1]
+    if "wrapper" in case:
+        deferred.finish([(inner.up, dist.group.WORLD)])
+    elif case == "changed reduction":
+        deferred.discard()
+        step()
+    elif case != "second sync":
+        newer.clear()
+        optimizer.zero_grad()
+        run_step(DeferredMean(model, by_hand(model)), model, batches)
+    assert error(gradient(model), one_process(Model(), all_batches("full")).gradient) <= 1e-12
 
 
 @pytest.mark.slow

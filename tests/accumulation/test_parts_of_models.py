@@ -13,9 +13,8 @@ from batches import Batch, all_batches, make_window, num_valid, one_process, sum
 from on_ranks import on_ranks
 from subjects import Model, error, gradient, mesh_of, wrap
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of
 
 from fullrank import (
     DeferredMean,
@@ -27,32 +26,6 @@ from fullrank import (
     sum_gradients_,
 )
 from fullrank.gradients.wrappers import find_sync
-
-
-def part_of_fsdp(rank: int, kind: str, verb: str, resharded: bool) -> list[float]:
-    """Return the errors of two windows of ``up``, all that is trained of a model that FSDP2 wraps as a whole."""
-    from torch.distributed.fsdp import fully_shard
-
-    model, reference = Model(), Model()
-    for part in (model.embed, model.down, reference.embed, reference.down):
-        part.requires_grad_(False)
-    fully_shard(model, mesh=mesh_of(kind), reshard_after_forward=resharded)
-    if kind == "summed":
-        sum_gradients_(model)
-    batches, errors = make_window("full", rank), []
-    deferred = DeferredMean(model.up) if verb == "deferred" else None
-    for _ in range(2):
-        if deferred is None:
-            for step, batch in accumulate(model.up, batches, count_valid_tokens):
-                step.backward(sum_loss(model, batch))
-        else:
-            for batch in batches:
-                deferred.backward(sum_loss(model, batch), num_valid(batch))
-            deferred.finish()
-        one_process(reference, all_batches("full"))
-        errors.append(error(gradient(model.up), gradient(reference.up)))
-        model.zero_grad()
-    return errors
 
 
 class Adapters(nn.Module):
@@ -70,51 +43,61 @@ class Adapters(nn.Module):
         return logits + self.adapters[client](logits)
 
 
-def clients(rank: int, kind: str) -> list[float]:
-    """Return the errors of two adapters that collect their gradients in turns and finish one after the other."""
-    from torch.distributed.fsdp import fully_shard
-
-    model, reference = Adapters(), Adapters()
-    multiplier = None
-    if kind == "ddp":
-        runs: nn.Module = DistributedDataParallel(model, find_unused_parameters=True)
-        multiplier = float(dist.get_world_size())
-    else:
-        runs = fully_shard(model, mesh=mesh_of(kind))
-    deferred = [DeferredMean(adapter, multiplier=multiplier) for adapter in model.adapters]
-    batches, errors = make_window("full", rank), []
-    for index, batch in enumerate(batches):
-        client = index % 2
-        deferred[client].backward(sum_loss(lambda tokens, of=client: runs(tokens, of), batch), num_valid(batch))
-    for client, one in enumerate(deferred):
-        one.finish()
-        mine = [b for r in range(dist.get_world_size()) for b in make_window("full", r)[client::2]]
-        total = sum(map(num_valid, mine))
-        (sum(sum_loss(lambda tokens, of=client: reference(tokens, of), b) for b in mine) / total).backward()
-        errors.append(error(gradient(model.adapters[client]), gradient(reference.adapters[client])))
-    deferred[0].discard()
-    assert model.adapters[0].weight.grad is None
-    assert model.adapters[1].weight.grad is not None
-    return errors
-
-
 def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:
     return scores.mean()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["accumulate", "deferred"])
-@pytest.mark.parametrize(("kind", "world_size"), [("fsdp2", 2), ("summed", 2), ("hsdp", 4)])
-def test_a_part_of_a_model_under_fsdp(kind: str, world_size: int, verb: str) -> None:
+@pytest.mark.parametrize("kind", ["fsdp2", "summed", "hsdp"])
+@on_ranks(4)
+def test_a_part_of_a_model_under_fsdp(rank: int, kind: str, verb: str) -> None:
+    """Two windows of ``up``, all that is trained of a model that is wrapped as a whole."""
+    from torch.distributed.fsdp import fully_shard
+
     for resharded in (True, False):
-        for errors in get_pool(world_size)(part_of_fsdp, kind, verb, resharded):
-            assert max(errors) <= 1e-12
+        model, reference = Model(), Model()
+        for part in (model.embed, model.down, reference.embed, reference.down):
+            part.requires_grad_(False)
+        fully_shard(model, mesh=mesh_of(kind), reshard_after_forward=resharded)
+        if kind == "summed":
+            sum_gradients_(model)
+        deferred = DeferredMean(model.up) if verb == "deferred" else None
+        for _ in range(2):
+            if deferred is None:
+                for step, batch in accumulate(model.up, make_window("full", rank), count_valid_tokens):
+                    step.backward(sum_loss(model, batch))
+            else:
+                for batch in make_window("full", rank):
+                    deferred.backward(sum_loss(model, batch), num_valid(batch))
+                deferred.finish()
+            one_process(reference, all_batches("full"))
+            assert error(gradient(model.up), gradient(reference.up)) <= 1e-12
+            model.zero_grad()
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_adapters_with_one_base(pool: WorkerPool, kind: str) -> None:
-    for errors in pool(clients, kind):
-        assert max(errors) <= 1e-12
+@on_ranks()
+def test_adapters_with_one_base(rank: int, kind: str) -> None:
+    """Two adapters collect their gradients in turns, and finish one after the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference, size = Adapters(), Adapters(), dist.get_world_size()
+    is_ddp = kind == "ddp"
+    runs: Any = wrap(model, kind, find_unused_parameters=True) if is_ddp else fully_shard(model, mesh=mesh_of(kind))
+    deferred = [DeferredMean(adapter, multiplier=float(size) if is_ddp else None) for adapter in model.adapters]
+    for index, batch in enumerate(make_window("full", rank)):
+        client = index % 2
+        deferred[client].backward(sum_loss(partial(runs, client=client), batch), num_valid(batch))
+    for client, one in enumerate(deferred):
+        one.finish()
+        mine = [batch for other in range(size) for batch in make_window("full", other)[client::2]]
+        total = sum(map(num_valid, mine))
+        (sum(sum_loss(partial(reference, client=client), batch) for batch in mine) / total).backward()
+        assert error(gradient(model.adapters[client]), gradient(reference.adapters[client])) <= 1e-12
+    deferred[0].discard()
+    assert model.adapters[0].weight.grad is None
+    assert model.adapters[1].weight.grad is not None
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import random
 import weakref
 from collections import Counter
@@ -49,10 +50,6 @@ def joined_loss(loss: nn.Module) -> Callable[[Tensor, list[Rows]], Tensor]:
     return compute
 
 
-def features_through(model: nn.Module, batch: Rows) -> Tensor:
-    return model(batch.features)
-
-
 def own_window(rank: int, count: int, case: Case | None = None, index: int = 0, seed: int | None = None) -> list[Rows]:
     """Return this rank's micro-batches of a step."""
     step = make_step(case or Case("smooth_ap"), index)
@@ -62,7 +59,7 @@ def own_window(rank: int, count: int, case: Case | None = None, index: int = 0, 
 
 def pool_window(model: nn.Module, batches: list[Rows], loss: Any, **options: Any) -> Tensor:
     """Run one window over the rows of ``batches``."""
-    options = {"forward": functools.partial(features_through, model), "group": by_hand(model)} | options
+    options = {"forward": lambda batch: model(batch.features), "group": by_hand(model)} | options
     return fullrank.pooled_backward(model, batches, loss=loss, **options)
 
 
@@ -92,21 +89,11 @@ def worst_errors(rank: int, kind: str, sync: str, dtype: str, names: tuple[str, 
     return errors
 
 
-def retained(
-    model: nn.Module, batches: list[Any], forward: Callable[[Any], Tensor], loss: Callable[..., Tensor]
-) -> Tensor:
+def retained(model: nn.Module, batches: Any, forward: Callable[[Any], Tensor], loss: Callable[..., Tensor]) -> Tensor:
     """Return the loss after one backward through the graphs of all micro-batches."""
     value = loss(torch.cat([forward(batch) for batch in batches]), batches)
     value.backward()
     return value.detach()
-
-
-def retained_over_ranks(model: nn.Module, batches: list[Rows]) -> None:
-    """Back-propagate through the graphs of all micro-batches of a plain model, and add the gradients by hand."""
-    loss = joined_loss(make_loss(Case("smooth_ap", gradient_reduction="sum"), local=False))
-    retained(model, batches, functools.partial(features_through, model), loss)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
 
 
 def mean_of_squares(scores: Tensor, batches: list[Rows], reduction: str | int) -> Tensor:
@@ -134,7 +121,7 @@ def test_a_loss_whose_gradient_does_not_fit_the_model(rank: int, wrapper: str, n
         loss_alone(alone(step.features), [step]).backward()
         # The gradient as it was before the check, for the control: of the loss alone, with retained graphs.
         raw = wrap(make_model(), wrapper)
-        retained(raw, own_window(rank, 3), functools.partial(features_through, raw), losses[1])
+        retained(raw, own_window(rank, 3), lambda batch, raw=raw: raw(batch.features), losses[1])
         is_right = reduction in (("sum",) if wrapper == "summed" else ("mean", size))
         assert (error(gradient(raw), gradient(alone)) <= 1e-12) == is_right
         if is_right:
@@ -156,11 +143,6 @@ class RunningNorm(nn.Module):
         if self.training and len(values):
             self.mean.mul_(0.5).add_(0.5 * values.detach().mean(dim=0))
         return values - self.mean
-
-
-@functools.cache
-def _everyone() -> Any:
-    return dist.new_group(list(range(dist.get_world_size())))
 
 
 def cases() -> list[Any]:
@@ -322,46 +304,23 @@ class Float32Island(nn.Module):
         return values * self.scale
 
 
-def in_autocast() -> nn.Module:
-    return make_model(Float32Island(), dtype="float32")
-
-
-def test_autocast_is_that_of_one_forward() -> None:
-    """The same casts and products on both sides, and the backward outside of autocast."""
-    first, second = run_both(in_autocast, autocast=True)
+def test_autocast_is_that_of_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same casts and products on both sides, and the backward outside of autocast; inside of it, it is rounded."""
+    make = lambda: make_model(Float32Island(), dtype="float32")  # noqa: E731
+    first, second = run_both(make, autocast=True)
     assert error(gradient(second), gradient(first)) <= 1e-6
-
-
-class CachedCast(nn.Module):
-    """Casts its weight once and keeps the result, as autocast does; older versions also without a graph."""
-
-    def __init__(self, cache: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.weight, self.cache = nn.Parameter(torch.eye(8)), cache
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values @ self.cache.setdefault("weight", self.weight.bfloat16()).float()
+    monkeypatch.setattr(replay, "_autocast_off", lambda devices: contextlib.nullcontext())
+    first, second = run_both(make, autocast=True)
+    assert error(gradient(second), gradient(first)) > 1e-4
 
 
 def test_weights_that_were_cast_without_graph_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache: dict[str, Tensor] = {}
-    monkeypatch.setattr(torch, "clear_autocast_cache", cache.clear)
-    model = make_model(CachedCast(cache), dtype="float32")
-    batches = [torch.ones(2, 7)] * 2
-    one_call(model=model, batches=batches)
-    assert model.middle[0].weight.grad is not None
-    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
-    cache.clear()
-    model.zero_grad()
-    one_call(model=model, batches=batches)
-    assert model.middle[0].weight.grad is None
-    assert model.up.weight.grad is not None
-
-
-def test_control_backward_inside_autocast_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_autocast_off", lambda devices: contextlib.nullcontext())
-    first, second = run_both(in_autocast, autocast=True)
-    assert error(gradient(second), gradient(first)) > 1e-4
+    """Older versions of autocast keep the casts of the first pass, which have no graph."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: calls.append("clear"))
+    model = make_model()
+    one_call(model=model, forward=lambda batch: (calls.append("forward"), model(batch))[1])
+    assert calls == ["forward", "forward", "clear", "forward", "forward"]
 
 
 def test_grad_scaler_scales_the_gradient_and_not_the_value() -> None:
@@ -461,7 +420,10 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(rank: int) -> None:
     batches = [batch for batch in own_window(rank, 3) if len(batch.features)][: 2 - rank]
     norm, plain = RunningNorm(8), make_model(RunningNorm(8))
     plain.middle[0].mean += 1.0
-    retained_over_ranks(plain, batches)
+    loss = joined_loss(make_loss(Case("smooth_ap", gradient_reduction="sum"), local=False))
+    retained(plain, batches, lambda batch: plain(batch.features), loss)
+    for parameter in plain.parameters():
+        dist.all_reduce(parameter.grad)
     model = wrap(make_model(norm), "ddp")
     norm.mean.copy_(torch.full((8,), 1.0 + rank))  # the constructor has broadcast them too
     pool_window(model, batches, joined_loss(make_loss(Case("smooth_ap"), local=False)))
@@ -498,7 +460,7 @@ def test_unequal_numbers_of_micro_batches(rank: int, kind: str, sync: str, passe
 @on_ranks(2)
 def test_groups_in_every_form(rank: int) -> None:
     """A mistake in front of the loss is that of one rank for groups given in different forms."""
-    for group in (mesh_of("fsdp2"), dist.group.WORLD, _everyone()):
+    for group in (mesh_of("fsdp2"), dist.group.WORLD, dist.new_group([0, 1])):
         loss = joined_loss(make_loss(Case("smooth_ap"), local=False, group=group))
         wrong = loss if rank else lambda scores, given: 1 / 0
         call = functools.partial(pool_window, wrap(make_model(), "ddp"), own_window(rank, 2), wrong, group=group)
@@ -629,10 +591,8 @@ def test_refused_without_gradients_and_inside_a_backward() -> None:
 
 
 def test_random_state_after_an_error_in_the_replay() -> None:
-    noise = random.Random(0)
-    model = with_dropout()
+    noise, model, batches = random.Random(0), with_dropout(), [torch.ones(2, 7, dtype=torch.float64)] * 3
     torch.manual_seed(3)
-    batches = [torch.ones(2, 7, dtype=torch.float64)] * 3
     for batch in batches:
         model(batch)
     state = torch.get_rng_state()
@@ -641,13 +601,6 @@ def test_random_state_after_an_error_in_the_replay() -> None:
         one_call(model=model, batches=batches, forward=lambda batch: model(batch) * noise.random())
     assert torch.equal(torch.get_rng_state(), state)
     assert not has_gradients(model)
-
-
-def test_replay_of_another_shape() -> None:
-    rows = iter([2, 2, 1])
-    model = make_model()
-    with pytest.raises(RuntimeError, match="like those of the first pass"):
-        one_call(model=model, forward=lambda batch: model(batch)[: next(rows)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -667,13 +620,18 @@ def test_difference_of_replays(dtype: torch.dtype) -> None:
     assert replay.tolerance(dtype) == torch.finfo(dtype).eps ** 0.5
 
 
-def test_replay_may_round_differently() -> None:
-    """Differences of the last digits pass, of half of the digits do not."""
-    for factor, passes in [(1 + 1e-12, True), (1 + 1e-6, False)]:
-        model, factors = make_model(), iter([1.0, 1.0, factor, 1.0])
-        call = lambda: one_call(model=model, forward=lambda batch: model(batch) * next(factors))  # noqa: B023, E731
-        if passes:
-            call()
-        else:
-            with pytest.raises(RuntimeError, match="the same scores in both passes"):
-                call()
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda scores: scores * (1 + 1e-12), ""),  # the last digits
+        (lambda scores: scores * (1 + 1e-6), "the same scores in both passes"),  # half of the digits
+        (lambda scores: scores[:1], "like those of the first pass"),
+    ],
+)
+def test_scores_of_the_second_pass(change: Callable[[Tensor], Tensor], text: str) -> None:
+    model, number = make_model(), itertools.count()
+    call = lambda: one_call(  # noqa: E731
+        model=model, forward=lambda batch: change(model(batch)) if next(number) == 2 else model(batch)
+    )
+    with pytest.raises(RuntimeError, match=text) if text else contextlib.nullcontext():
+        call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from outcomes import Outcome, assert_refused, outcome_of
 from subjects import LIMITS, NUM_FEATURES, Model, by_hand, error, gradient, reduced, wrap
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -185,19 +183,17 @@ def test_micro_batches_are_read_with_gradients_enabled() -> None:
     class Reading(Lazy):
         def __iter__(self) -> Iterator[Rows]:
             for batch in super().__iter__():
-                modes.append(torch.is_grad_enabled())
+                modes.append(("read", torch.is_grad_enabled()))
                 yield batch
 
     def forward(batch: Rows) -> Tensor:
-        forwards.append(torch.is_grad_enabled())
+        modes.append(("forward", torch.is_grad_enabled()))
         return model(batch.features)
 
-    modes: list[bool] = []
-    forwards: list[bool] = []
+    modes: list[tuple[str, bool]] = []
     model = make_model(PLAIN._replace(dtype="float32"))
     streamed(model, Reading(2, 20), make_loss(PLAIN), forward=forward)
-    assert modes == [True] * 4
-    assert forwards == [False, False, True, True]
+    assert modes == [("read", True), ("forward", False)] * 2 + [("read", True), ("forward", True)] * 2
 
 
 @pytest.mark.parametrize("scales", [(1e308, 1e308), (1e-320, 1e-320), (1e-290, 1e300), (1e300, 1e-290)], ids=str)
@@ -215,11 +211,10 @@ def test_weights_near_the_ends_of_float64(scales: tuple[float, float]) -> None:
 
 def test_one_column_or_none() -> None:
     held: list[Tensor] = []
-    for run in (lambda model, batch: model(batch.features), lambda model, batch: model(batch.features)[:, 0]):
+    for columns in (slice(0, 1), 0):
         model = make_model(PLAIN)
-        streamed(
-            model, parts_of(PLAIN, 2), make_loss(PLAIN), forward=lambda batch, run=run, model=model: run(model, batch)
-        )
+        score = lambda batch, model=model, columns=columns: model(batch.features)[:, columns]  # noqa: E731
+        streamed(model, parts_of(PLAIN, 2), make_loss(PLAIN), forward=score)
         held.append(gradient(model))
     assert torch.equal(*held)
 
@@ -456,7 +451,7 @@ def test_a_score_beyond_the_table_is_read_at_its_end(beyond: float) -> None:
 # Mistakes of one rank
 
 
-def _raise(batch: Any) -> Any:
+def _raise(values: Tensor) -> Any:
     raise LookupError("a mistake")
 
 
@@ -471,67 +466,62 @@ class At:
         return self.other(batch) if self.left == 0 else self.usual(batch)
 
 
-DISCARDED = ("replay", "targets of the replay", "other", "changed")  # found when there are gradients already
-
-
-def mistakes(rank: int, wrapper: str, kinds: list[str]) -> list[Outcome]:
-    """Make each mistake on rank 1, and take the next window."""
-    found = []
-    for kind in kinds:
-        model, loss = wrap(make_model(PLAIN), wrapper), make_loss(PLAIN)
-        batches = cut(part_of(rows_of(PLAIN), split(37, dist.get_world_size(), 0), rank), 3)
-        streamed(model, batches, loss)
-        before, state = gradient(model), torch.get_rng_state()
-        score, read = (lambda batch, model=model: model(batch.features)), (lambda batch: batch.targets)
-        wrong: dict[str, Any] = {
-            "forward": {"forward": At(score, _raise, 2)},
-            "replay": {"forward": At(score, _raise, 5)},
-            "targets": {"targets": At(read, _raise, 3)},
-            "targets of the replay": {"targets": At(read, _raise, 5)},
-            "changed": {"targets": At(read, lambda batch: (batch.targets == 0).long(), 6)},
-            "target": {"targets": At(read, lambda batch: batch.targets + 7.5, 1)},
-            "form": {"forward": At(score, lambda batch, score=score: score(batch).float(), 3)},
-            "wide": {"forward": At(score, lambda batch, score=score: score(batch) * 1e6, 3)},
-            "infinite": {"forward": At(score, lambda batch, score=score: score(batch) / 0, 1)},
-            "other": {"forward": At(score, lambda batch, score=score: score(batch) + 1, 6)},
-            "not streamed": {"stream": False, "targets": None, "loss": lambda scores, _: scores.sum()},
-            "weights": {"sample_weight": lambda batch: torch.ones(len(batch.targets))},
-        }[kind]
-        given = {"loss": loss, **(wrong if rank else {})}
-
-        def untouched(kind=kind, model=model, before=before, state=state) -> bool:  # type: ignore[no-untyped-def]
-            kept = torch.zeros_like(before) if kind in DISCARDED else before
-            return torch.equal(gradient(model), kept) and torch.equal(state, torch.get_rng_state())
-
-        def next_error(model=model, batches=batches, loss=loss, before=before) -> float:  # type: ignore[no-untyped-def]
-            model.zero_grad()
-            streamed(model, batches, loss)
-            return error(gradient(model), before)
-
-        found.append(outcome_of(partial(streamed, model, batches, **given), untouched, next_error))
-    return found
-
-
-RAISED = {
-    "forward": "a mistake",
-    "replay": "a mistake",
-    "targets": "a mistake",
-    "targets of the replay": "a mistake",
-    "changed": "the same targets and sample weights in both passes over the window, got others on rank 1",
-    "target": "targets: expected 0, 1 or ignore_index=-100, got 7.5",
-    "form": "scores of one kind from all micro-batches",
-    "wide": "SmoothAPLoss with stream=True: expected finite scores in a range of 8,192 temperatures, got scores from",
-    "infinite": "finite scores in a range of 8,192 temperatures",
-    "other": "the same scores in both passes over the window",
-    "not streamed": "stream: True on rank 0, False on rank 1",
-    "weights": "weighted: False on rank 0, True on rank 1",
+# The argument that rank 1 passes, what it makes of the usual value in one of the calls, which call, and the error.
+MISTAKES: dict[str, tuple[str, Callable[[Tensor], Tensor], int, str]] = {
+    "forward": ("forward", _raise, 2, "a mistake"),
+    "replay": ("forward", _raise, 5, "a mistake"),
+    "targets": ("targets", _raise, 3, "a mistake"),
+    "targets of the replay": ("targets", _raise, 5, "a mistake"),
+    "changed": ("targets", lambda y: (y == 0).long(), 6, "in both passes over the window, got others on rank 1"),
+    "target": ("targets", lambda y: y + 7.5, 1, "targets: expected 0, 1 or ignore_index=-100, got 7.5"),
+    "form": ("forward", lambda x: x.float(), 3, "scores of one kind from all micro-batches"),
+    "wide": (
+        "forward",
+        lambda x: x * 1e6,
+        3,
+        "finite scores in a range of 8,192 temperatures, got scores from",
+    ),
+    "infinite": ("forward", lambda x: x / 0, 1, "finite scores in a range of 8,192 temperatures"),
+    "other": ("forward", lambda x: x + 1, 6, "the same scores in both passes over the window"),
 }
+OTHER_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights": (
+        {"sample_weight": lambda batch: torch.ones(len(batch.targets))},
+        "weighted: False on rank 0, True on rank 1",
+    ),
+    "not streamed": (
+        {"stream": False, "targets": None, "loss": lambda scores, _: scores.sum()},
+        "stream: True on rank 0, False on rank 1",
+    ),
+}
+DISCARDED = ("replay", "targets of the replay", "other", "changed")  # found when there are gradients already
+# A forward that communicates cannot tell the others: they wait inside the model.
+CASES_OF_MISTAKES = [("ddp", name) for name in (*MISTAKES, *OTHER_OPTIONS)]
+CASES_OF_MISTAKES += [("fsdp2", name) for name in MISTAKES if name not in ("forward", "replay")]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
-def test_a_mistake_of_one_rank_is_raised_on_all(pool_of_two: WorkerPool, wrapper: str) -> None:
-    """A forward that communicates cannot tell the others: they wait inside the model."""
-    kinds = [kind for kind in RAISED if wrapper == "ddp" or kind not in ("forward", "replay")]
-    for kind, *outcomes in zip(kinds, *pool_of_two(mistakes, wrapper, kinds)):
-        assert outcomes[0].kind != "none", kind
-        assert_refused(outcomes, outcomes[0].kind, RAISED[kind])
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [pytest.param(*case, marks=[pytest.mark.full] if case[0] == "fsdp2" else []) for case in CASES_OF_MISTAKES],
+)
+@on_ranks(2)
+def test_a_mistake_of_one_rank_is_raised_on_all(rank: int, wrapper: str, name: str) -> None:
+    """After a clean window, and before one."""
+    model, loss = wrap(make_model(PLAIN), wrapper), make_loss(PLAIN)
+    batches = cut(part_of(rows_of(PLAIN), split(37, 2, 0), rank), 3)
+    streamed(model, batches, loss)
+    before, state = gradient(model), torch.get_rng_state()
+    if name in OTHER_OPTIONS:
+        given, part_of_text = OTHER_OPTIONS[name]
+    else:
+        argument, change, place, part_of_text = MISTAKES[name]
+        usual = (lambda batch: model(batch.features)) if argument == "forward" else (lambda batch: batch.targets)
+        given = {argument: At(usual, lambda batch: change(usual(batch)), place)}
+    kind, text = error_of(lambda: streamed(model, batches, **{"loss": loss, **(given if rank else {})}))
+    assert kind != "none"
+    assert part_of_text in text
+    assert torch.equal(gradient(model), torch.zeros_like(before) if name in DISCARDED else before)
+    assert torch.equal(state, torch.get_rng_state())
+    model.zero_grad()
+    streamed(model, batches, loss)
+    assert error(gradient(model), before) <= 1e-12

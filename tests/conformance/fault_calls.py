@@ -6,6 +6,7 @@ and how they can differ from those of the other ranks (``differ``: right by them
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from unittest import mock
 
 import gradient_cases
 import torch
+from faults import Arguments, Fault
 from gradient_cases import Case
-from outcomes import Arguments, Fault
 from torch import Tensor
 
 import fullrank
@@ -83,9 +84,7 @@ def _given(name: str, make: Callable[[int], Any], error: str, text: str) -> Faul
 
 
 _WEIGHTS = {
-    "weight not a tensor": _given(
-        "sample_weight", lambda n: [1.0] * n, "TypeError", "sample_weight: expected a tensor"
-    ),
+    "weight not a tensor": _given("sample_weight", lambda n: [1.0] * n, "TypeError", "weight: expected a tensor"),
     "weight shape": _given("sample_weight", lambda n: torch.ones(n + 1), "ValueError", "sample_weight: expected "),
     "weight dtype": _given("sample_weight", lambda n: torch.ones(n, dtype=torch.bool), "TypeError", "real numbers"),
     "negative weight": _given("sample_weight", lambda n: -torch.ones(n), "ValueError", "numbers >= 0, got -1.0"),
@@ -184,9 +183,7 @@ _BAD_GRADES = {
 }
 _BAD_PAIRS = {
     "not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
-    "integers": _wrong(
-        "queries", lambda x: x.detach().long(), "TypeError", "queries: expected a floating-point tensor"
-    ),
+    "integers": _wrong("queries", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
     "dtype of keys": _wrong("keys", lambda x: x.float(), "TypeError", "Use keys.to(queries.dtype)."),
     "dimensions": _wrong("keys", lambda x: x[:, 0], "ValueError", "keys: expected shape (N, D)"),
     "number of keys": _wrong("keys", lambda x: x[1:], "ValueError", "Row i of the keys is the positive of row i"),
@@ -323,10 +320,65 @@ def _combined() -> fullrank.CombinedLoss:
 
 
 def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Fault]) -> Call:
-    return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, {"gradient": _GRADIENT_OF_BOTH})
+    return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, _GRADIENT_OF_BOTH)
 
 
-_GRADIENT_OF_BOTH = _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE)
+_GRADIENT_OF_BOTH = {"gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE)}
+
+
+def _call(
+    public: str,
+    arguments: Callable[[torch.Generator, int], Arguments],
+    bad: Mapping[str, Fault],
+    differ: Mapping[str, Fault],
+    objective: Callable[[Any], Tensor] = lambda result: result,
+    **options: Any,
+) -> Call:
+    """Return the call of a loss that is made with ``options``, or of a function that takes them."""
+    target = getattr(fullrank, public)
+    make = partial(target, **options) if inspect.isclass(target) else lambda: partial(target, **options)
+    return Call((public,), public, make, arguments, bad, differ, objective)
+
+
+def _gather_rows(first: Tensor, second: Tensor, **options: Any) -> Any:
+    return fullrank.gather_rows(first, second, **options)
+
+
+_BACKWARD = {"backward": Fault(lambda _: {"backward": "scatter"}, "ValueError", "'local' or 'reduce_scatter'")}
+_OTHER_BACKWARD = {
+    "backward": Fault(lambda _: {"backward": "reduce_scatter"}, "ValueError", "'local' on rank"),
+    **_different_tensor("tensor"),
+    **_OTHER_REDUCTION,
+    **_OTHER_GRADIENT,
+}
+_DIFFERENT_GRADES = {
+    "indexes": _wrong("indexes", lambda i: None, "ValueError", "tensors: "),
+    "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N) with gradient on cpu"),
+    "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
+}
+_DIFFERENT_CLASSES = _DIFFERENT_ELEMENTS | {
+    "classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")
+}
+_DIFFERENT_FRACTION = {
+    "gradient": _wrong("total", lambda x: x.detach(), "ValueError", "gradient: "),
+    "dtype": _wrong("total", lambda x: x.float(), "ValueError", "dtype: torch.float"),
+    **_OTHER_REDUCTION,
+}
+_BAD_SECOND = {
+    **_bad_tensor("second"),
+    **_BAD_REDUCTION,
+    "elsewhere": _wrong("second", lambda x: x.to("meta"), "ValueError", "tensors: expected all on one device"),
+    "number of rows": _wrong("second", lambda x: x[1:], "ValueError", " rows as in the tensors before it"),
+}
+_DIFFERENT_FIRST = {
+    **_different_tensor("first"),
+    **_OTHER_REDUCTION,
+    "gradient": _wrong("first", lambda x: x.detach(), "ValueError", "with gradient"),
+    "presence": _wrong("second", lambda x: None, "ValueError", "None"),
+}
+_CLASSES, _BINARY = _BAD_INPUTS | _CLASS_INPUTS, _BAD_INPUTS | _BINARY_INPUTS
+_WEIGHTS_OF_CLASSES = {"weight": torch.tensor([0.5, 1.0, 2.0]), "label_smoothing": 0.1}
+_BAD_ONE = _bad_tensor("tensor") | _BAD_REDUCTION
 
 CALLS = {
     "smooth_ap": _pooled("smooth_ap", "SmoothAPLoss"),
@@ -340,161 +392,36 @@ CALLS = {
     "smooth_ap_by_positives": _by_form("positives"),
     "recall_by_sums": _by_sums("recall", fullrank.RecallAtQuantileLoss),
     "pauc_trapezoid_by_sums": _by_sums("pauc_trapezoid", fullrank.PAUCAtBudgetLoss),
-    "queries": Call(
-        ("SmoothAPLoss",),
-        "SmoothAPLoss",
-        lambda: gradient_cases.make_loss(Case("smooth_ap"), local=False),
-        _queries,
-        _BAD_QUERIES,
-        _DIFFERENT_QUERIES,
+    "queries": _call(_MAIN, _queries, _BAD_QUERIES, _DIFFERENT_QUERIES, queue_size=64, temperature=0.2),
+    "retrieval": _call("RetrievalSmoothAPLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
+    "ndcg": _call("NDCGLoss", _grades, _BAD_GRADES, _DIFFERENT_GRADES),
+    "info_nce": _call("InfoNCELoss", _pairs, _BAD_PAIRS, _DIFFERENT_PAIRS, learn_temperature=True),
+    "clip": _call("InfoNCELoss", _pairs, _BAD_PAIRS, _DIFFERENT_PAIRS, symmetric=True),
+    "sup_con": _call("SupConLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
+    "softmax_focal": _call("SoftmaxFocalLoss", _class_inputs, _CLASSES, _DIFFERENT_CLASSES),
+    "sigmoid_focal": _call("SigmoidFocalLoss", _binary_inputs, _BINARY, _DIFFERENT_ELEMENTS),
+    "cross_entropy": _call("CrossEntropyLoss", _class_inputs, _CLASSES, _DIFFERENT_ELEMENTS, **_WEIGHTS_OF_CLASSES),
+    "binary_cross_entropy": _call(
+        "BCEWithLogitsLoss", _binary_inputs, _BINARY, _DIFFERENT_ELEMENTS, pos_weight=torch.tensor(3.0)
     ),
-    "retrieval": Call(
-        ("RetrievalSmoothAPLoss",),
-        "RetrievalSmoothAPLoss",
-        fullrank.RetrievalSmoothAPLoss,
-        _embeddings,
-        _BAD_EMBEDDINGS,
-        _DIFFERENT_EMBEDDINGS,
-    ),
-    "ndcg": Call(
-        ("NDCGLoss",),
-        "NDCGLoss",
-        fullrank.NDCGLoss,
-        _grades,
-        _BAD_GRADES,
-        {
-            "indexes": _wrong("indexes", lambda i: None, "ValueError", "tensors: "),
-            "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N) with gradient on cpu"),
-            "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
-        },
-    ),
-    "info_nce": Call(
-        ("InfoNCELoss",),
-        "InfoNCELoss",
-        lambda: fullrank.InfoNCELoss(learn_temperature=True),
-        _pairs,
-        _BAD_PAIRS,
-        _DIFFERENT_PAIRS,
-    ),
-    "clip": Call(
-        ("InfoNCELoss",),
-        "InfoNCELoss",
-        lambda: fullrank.InfoNCELoss(symmetric=True),
-        _pairs,
-        _BAD_PAIRS,
-        _DIFFERENT_PAIRS,
-    ),
-    "sup_con": Call(
-        ("SupConLoss",),
-        "SupConLoss",
-        fullrank.SupConLoss,
-        _embeddings,
-        _BAD_EMBEDDINGS,
-        _DIFFERENT_EMBEDDINGS,
-    ),
-    "softmax_focal": Call(
-        ("SoftmaxFocalLoss",),
-        "SoftmaxFocalLoss",
-        fullrank.SoftmaxFocalLoss,
-        _class_inputs,
-        _BAD_INPUTS | _CLASS_INPUTS,
-        _DIFFERENT_ELEMENTS
-        | {"classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")},
-    ),
-    "sigmoid_focal": Call(
-        ("SigmoidFocalLoss",),
-        "SigmoidFocalLoss",
-        fullrank.SigmoidFocalLoss,
-        _binary_inputs,
-        _BAD_INPUTS | _BINARY_INPUTS,
-        _DIFFERENT_ELEMENTS,
-    ),
-    "cross_entropy": Call(
-        ("CrossEntropyLoss",),
-        "CrossEntropyLoss",
-        lambda: fullrank.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), label_smoothing=0.1),
-        _class_inputs,
-        _BAD_INPUTS | _CLASS_INPUTS,
-        _DIFFERENT_ELEMENTS,
-    ),
-    "binary_cross_entropy": Call(
-        ("BCEWithLogitsLoss",),
-        "BCEWithLogitsLoss",
-        lambda: fullrank.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)),
-        _binary_inputs,
-        _BAD_INPUTS | _BINARY_INPUTS,
-        _DIFFERENT_ELEMENTS,
-    ),
-    "combined": Call(
-        ("CrossEntropyLoss", _MAIN),
-        "CombinedLoss",
-        _combined,
-        _rows,
-        _BAD_FOR_BOTH,
-        {"gradient": _GRADIENT_OF_BOTH},
-    ),
+    "combined": Call(("CrossEntropyLoss", _MAIN), "CombinedLoss", _combined, _rows, _BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
     "wrapper_in_warmup": _wrapper(0, (_FOCAL,), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
     "wrapper_in_blend": _wrapper(1, (_FOCAL, _MAIN), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
     "wrapper_after_it": _wrapper(2, (_MAIN,), _BAD_FOR_BOTH),
-    "all_gather_with_grad": Call(
-        ("all_gather_with_grad",),
-        "all_gather_with_grad",
-        lambda: fullrank.all_gather_with_grad,
-        _one,
-        _bad_tensor("tensor")
-        | _BAD_REDUCTION
-        | {"backward": Fault(lambda _: {"backward": "scatter"}, "ValueError", "'local' or 'reduce_scatter'")},
-        _different_tensor("tensor")
-        | _OTHER_REDUCTION
-        | _OTHER_GRADIENT
-        | {"backward": Fault(lambda _: {"backward": "reduce_scatter"}, "ValueError", "'local' on rank")},
-        _slopes,
-    ),
-    "all_gather_with_grad_reduce_scatter": Call(
-        ("all_gather_with_grad",),
-        "all_gather_with_grad",
-        lambda: partial(fullrank.all_gather_with_grad, backward="reduce_scatter"),
-        _one,
-        _bad_tensor("tensor") | _BAD_REDUCTION,
+    "all_gather_with_grad": _call("all_gather_with_grad", _one, _BAD_ONE | _BACKWARD, _OTHER_BACKWARD, _slopes),
+    "all_gather_with_grad_reduce_scatter": _call(
+        *("all_gather_with_grad", _one, _BAD_ONE),
         _different_tensor("tensor") | _OTHER_REDUCTION | _OTHER_GRADIENT,
         _slopes,
+        backward="reduce_scatter",
     ),
-    "all_gather_no_grad": Call(
-        ("all_gather_no_grad",),
-        "all_gather_no_grad",
-        lambda: fullrank.all_gather_no_grad,
-        _one,
-        _bad_tensor("tensor"),
-        _different_tensor("tensor"),
-        _slopes,
+    "all_gather_no_grad": _call(
+        "all_gather_no_grad", _one, _bad_tensor("tensor"), _different_tensor("tensor"), _slopes
     ),
-    "gather_rows": Call(
-        ("gather_rows",),
-        "gather_rows",
-        lambda: lambda first, second, **options: fullrank.gather_rows(first, second, **options),
-        _pair,
-        _bad_tensor("second")
-        | _BAD_REDUCTION
-        | {"elsewhere": _wrong("second", lambda x: x.to("meta"), "ValueError", "tensors: expected all on one device")}
-        | {"number of rows": _wrong("second", lambda x: x[1:], "ValueError", " rows as in the tensors before it")},
-        _different_tensor("first")
-        | _OTHER_REDUCTION
-        | {"gradient": _wrong("first", lambda x: x.detach(), "ValueError", "with gradient")}
-        | {"presence": _wrong("second", lambda x: None, "ValueError", "None")},
-        lambda gathered: _slopes(gathered[0]),
-    ),
-    "global_mean": Call(
-        ("global_mean",),
-        "global_mean",
-        lambda: fullrank.global_mean,
-        _fraction,
-        _BAD_FRACTION,
-        {
-            "gradient": _wrong("total", lambda x: x.detach(), "ValueError", "gradient: "),
-            "dtype": _wrong("total", lambda x: x.float(), "ValueError", "dtype: torch.float"),
-            **_OTHER_REDUCTION,
-        },
-    ),
+    "gather_rows": _call(
+        "gather_rows", _pair, _BAD_SECOND, _DIFFERENT_FIRST, lambda gathered: _slopes(gathered[0])
+    )._replace(make=lambda: _gather_rows),
+    "global_mean": _call("global_mean", _fraction, _BAD_FRACTION, _DIFFERENT_FRACTION),
 }
 BAD = [(name, kind) for name, call in CALLS.items() for kind in call.bad]
 DIFFERENT = [(name, kind) for name, call in CALLS.items() for kind in call.differ]

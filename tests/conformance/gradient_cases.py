@@ -14,7 +14,6 @@ import torch.distributed as dist
 from batches import Rows, make_rows, part_of, split
 from subjects import Model, error, gradient, wrap
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
 from fullrank.kernels.costs import TABLE
@@ -48,59 +47,47 @@ class Case(NamedTuple):
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     """Return the loss of ``case``; ``local`` keeps it to this process."""
-    gather = False if local else None
-    options = {"group": group, "gradient_reduction": case.gradient_reduction}
-    if case.loss == "sigmoid_focal":
-        return fullrank.SigmoidFocalLoss(reduction=case.reduction, gather_distributed=gather, **options)
-    if case.loss == "softmax_focal":
-        alpha = [0.2, 1.0, 3.0] if case.reduction == "mean_weighted" else None
-        return fullrank.SoftmaxFocalLoss(alpha, reduction=case.reduction, gather_distributed=gather, **options)
-    if case.loss == "binary_cross_entropy":
+    options: dict[str, Any] = {"group": group, "gradient_reduction": case.gradient_reduction}
+    options |= {"gather_distributed": False} if local else {}
+    name, of_elements = case.loss, {"reduction": case.reduction, **options}
+    if name == "sigmoid_focal":
+        return fullrank.SigmoidFocalLoss(**of_elements)
+    if name == "softmax_focal":
+        return fullrank.SoftmaxFocalLoss([0.2, 1.0, 3.0] if "weighted" in case.reduction else None, **of_elements)
+    if name == "binary_cross_entropy":
         factors = {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)} if case.weighted else {}
-        return fullrank.BCEWithLogitsLoss(reduction=case.reduction, gather_distributed=gather, **factors, **options)
-    if case.loss == "cross_entropy":
+        return fullrank.BCEWithLogitsLoss(**factors, **of_elements)
+    if name == "cross_entropy":
         weight = torch.tensor([0.2, 1.0, 3.0]) if case.weighted else None
-        return fullrank.CrossEntropyLoss(
-            weight, reduction=case.reduction, label_smoothing=0.1, gather_distributed=gather, **options
-        )
-    if case.loss == "ndcg":
-        return fullrank.NDCGLoss(case.temperature, reduction=case.reduction, gather_distributed=gather, **options)
-    if case.loss in CONTRASTIVE:
-        queue = {"queue_size": case.queue_size, "gather_distributed": gather, **options}
-        if case.loss == "sup_con":
-            return fullrank.SupConLoss(case.temperature, **queue)
-        is_clip = case.loss == "info_nce"
-        loss = Pairs(fullrank.InfoNCELoss(case.temperature, symmetric=is_clip, learn_temperature=is_clip, **queue))
+        return fullrank.CrossEntropyLoss(weight, label_smoothing=0.1, **of_elements)
+    if name == "ndcg":
+        return fullrank.NDCGLoss(case.temperature, **of_elements)
+    if name == "sup_con":
+        return fullrank.SupConLoss(case.temperature, queue_size=case.queue_size, **options)
+    if name in CONTRASTIVE:
+        clip = {"symmetric": name == "info_nce", "learn_temperature": name == "info_nce", **options}
+        loss = Pairs(fullrank.InfoNCELoss(case.temperature, queue_size=case.queue_size, **clip))
         return loss.to(getattr(torch, case.dtype))
-    if case.loss == "combined":
+    if name == "combined":
         parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
         return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
-    pooled: dict[str, Any] = dict(  # noqa: C408
-        queue_size=case.queue_size,
-        gather_distributed=gather,
-        max_pool_size=case.max_pool_size,
-        reduction=case.reduction,
-    )
-    pooled |= options | {"queue_keep": case.queue_keep, "multi_hot": case.multi_hot}
-    if case.pool == "sharded" and not local:
-        pooled["pool"] = case.pool
-    if case.loss == "smooth_ap":
+    same = ("queue_size", "max_pool_size", "reduction", "queue_keep", "multi_hot")
+    pooled = options | {name: getattr(case, name) for name in same} | ({} if local else {"pool": case.pool})
+    if name == "smooth_ap":
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
-    if case.loss == "hard_negative":
+    if name == "hard_negative":
         return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
-    surrogate = case.loss.removeprefix("pauc_")
+    surrogate = name.removeprefix("pauc_")
     if surrogate.startswith("dro"):  # "dro", "dro0.3" with a lambda, "dro0.3_iqr" with a scale too
         tilt, _, scale = surrogate.removeprefix("dro").partition("_")
         pooled |= {"dro_lambda": float(tilt) if tilt else None, "tau_scale": scale or None}
         return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.1, surrogate="dro", **pooled)
     if surrogate != "pairwise":
         pooled["threshold_gradient"] = case.threshold_gradient
-    if case.loss == "recall":
+    if name == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
-    pooled["n_knots"] = 3 if surrogate == "trapezoid" else 2
-    return fullrank.PAUCAtBudgetLoss(
-        case.num_classes, alpha=0.05, beta=0.5, surrogate=surrogate, temperature=0.3, **pooled
-    )
+    pooled |= {"alpha": 0.05, "beta": 0.5, "n_knots": 3 if surrogate == "trapezoid" else 2, "temperature": 0.3}
+    return fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate=surrogate, **pooled)
 
 
 class Pairs(nn.Module):
@@ -189,61 +176,3 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 def worst_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
     """Do so for several cases in one task."""
     return [worst_error(rank, world_size, case) for case in cases]
-
-
-def post_gather_errors(rank: int, world_size: int, dtype: str, convention: str) -> dict[str, float]:
-    """Return relative gradient errors of the encoder and of a scale that is applied after the gather.
-
-    ``convention`` is how the rows are gathered: ``"fullrank"``, ``"detached"`` (all-gather, this rank's slice put back)
-    or ``"scaled"`` (the same with the loss multiplied by W).
-    """
-    case = Case("smooth_ap", dtype=dtype, queue_size=0)
-    step = make_step(case, 4)  # of the first ones, some have a gradient of the scale that cancels to float32 noise
-    counts = split(step.features.shape[0], world_size, 0)
-    whole = _scaled_gradients(case, step, "local", world_size)
-    spread = _scaled_gradients(case, part_of(step, counts, rank), convention, world_size)
-    return {name: error(spread[name], whole[name]) for name in whole} | {
-        "ratio": float((spread["encoder"] @ whole["encoder"]) / whole["encoder"].norm() ** 2),
-        "scale_ratio": float(spread["scale"].sum() / whole["scale"].sum()),
-    }
-
-
-class ScaledScorer(nn.Module):
-    """An encoder, and a learned scale that acts on the gathered rows."""
-
-    def __init__(self, case: Case, convention: str, world_size: int) -> None:
-        super().__init__()
-        self.encoder = Model(num_outputs=1)
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64) * 1.3)
-        self.loss = make_loss(case, local=True)
-        self.convention, self.world_size = convention, world_size
-
-    def forward(self, features: Tensor, targets: Tensor) -> Tensor:
-        logits = self.encoder(features)
-        if self.convention == "fullrank":
-            logits, targets = fullrank.gather_rows(logits, targets)
-        elif self.convention != "local":
-            logits, targets = _detached_gather(logits), _detached_gather(targets)
-        loss = self.loss(logits * self.scale, targets)
-        return loss * self.world_size if self.convention == "scaled" else loss
-
-
-def _detached_gather(tensor: Tensor) -> Tensor:
-    """Gather without gradient and put this rank's rows back: what is widely done, and wrong by 1 / W under DDP."""
-    counts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, tensor.shape[0])
-    padded = tensor.detach().new_zeros(max(counts), *tensor.shape[1:])
-    padded[: tensor.shape[0]] = tensor.detach()
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    parts = [part[:count] for part, count in zip(parts, counts)]
-    parts[dist.get_rank()] = tensor
-    return torch.cat(parts)
-
-
-def _scaled_gradients(case: Case, step: Rows, convention: str, world_size: int) -> dict[str, Tensor]:
-    model = ScaledScorer(case, convention, world_size).to(getattr(torch, case.dtype))
-    wrapped = model if convention == "local" else DistributedDataParallel(model)
-    wrapped(step.features, step.targets).backward()
-    assert model.scale.grad is not None
-    return {"encoder": gradient(model.encoder).double(), "scale": model.scale.grad.reshape(1).double()}

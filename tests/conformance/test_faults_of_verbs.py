@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, make_window, one_process
-from outcomes import Arguments, Fault
+from faults import Arguments, Fault
 from subjects import Model, error, gradient, has_gradients, switches, wrap
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -76,21 +76,29 @@ def take(verb: str, arguments: Arguments) -> None:
         accumulated(model, batches, **given)
 
 
+def _local_count(given: Arguments) -> Arguments:
+    return {"count": 5 + dist.get_rank()}
+
+
 # --- the tables
 
 
 def changed(name: str, change: Callable[[Any], Any], kind: str, text: str, **common: Any) -> Fault:
     """Return the fault of another value for one argument; ``common``: what every rank passes."""
-    return Fault(lambda given: {name: change(given[name])}, kind, text, lambda given: common)
+    return Fault(lambda given: {name: change(given.get(name))}, kind, text, lambda given: common)
 
 
 def passed(name: str, value: Any, kind: str, text: str, **common: Any) -> Fault:
     """Return the fault of passing ``value``."""
-    return Fault(lambda given: {name: value}, kind, text, lambda given: common)
+    return changed(name, lambda _: value, kind, text, **common)
 
 
-def _local_count(given: Arguments) -> Arguments:
-    return {"count": 5 + dist.get_rank()}
+def _labels(change: Callable[[Tensor], Any]) -> Callable[[list[Batch]], Any]:
+    return lambda window: [{"labels": change(batch["labels"])} for batch in window]
+
+
+def _two(window: list[Batch]) -> list[Batch]:
+    return window[:2]
 
 
 def _length(batch: Batch) -> Tensor:
@@ -101,8 +109,7 @@ def _no_length(batch: Batch) -> Tensor:
     raise ValueError("none here")
 
 
-_RAISED = f"raised in _length ({__file__}, line {_length.__code__.co_firstlineno + 1})."
-_NO_RULE = "count: expected the keywords key, shift, document_ids_key, ignore_index only, got "
+_RAISED = f"'length', raised in _length ({__file__}, line {_length.__code__.co_firstlineno + 1})."
 
 
 class DeepSpeedEngine(nn.Module):
@@ -113,94 +120,39 @@ class DeepSpeedEngine(nn.Module):
         self.module = module
 
 
-_ENGINE = Fault(
-    lambda given: {"model": DeepSpeedEngine(given["model"])},
-    "ValueError",
-    "on rank 1: model: expected FSDP2, HSDP, DDP or plain modules, got an engine of DeepSpeed. DeepSpeed divides and",
-    lambda given: {"group": None},
-)
-_EACH = {"sync": "each"}
+_ENGINE = changed("model", DeepSpeedEngine, "ValueError", "plain modules, got an engine of DeepSpeed.", group=None)
+_A_RULE = partial(count_valid_tokens, shift=False)
 
 OPENINGS = {
     "engine of DeepSpeed": _ENGINE,
     "generator": changed("batches", iter, "TypeError", "with a length, got a list_iterator. The window is read before"),
     "one mapping": changed("batches", lambda window: window[0], "TypeError", "Pass [batch] for one batch."),
     "no micro-batch": passed("batches", [], "ValueError", "expected at least one micro-batch on every rank, got none."),
-    "unequal, each": changed(
-        "batches",
-        lambda window: window[:2],
-        "ValueError",
-        "micro_batches: expected the same number on every rank, got 3 on rank 0, 2 on rank 1.",
-        **_EACH,
-    ),
-    "unequal": changed("batches", lambda window: window[:2], "ValueError", "2 on rank 1"),
-    "missing key": changed(
-        "batches",
-        lambda window: [{"tokens": batch["tokens"]} for batch in window],
-        "ValueError",
-        "on rank 1: count of micro-batch 0: micro-batch: expected one of the keys 'labels'",
-    ),
-    "float labels": changed(
-        "batches",
-        lambda window: [{"labels": batch["labels"].float()} for batch in window],
-        "TypeError",
-        "labels: expected integers",
-    ),
-    "list of labels": changed(
-        "batches",
-        lambda window: [{"labels": batch["labels"].tolist()} for batch in window],
-        "TypeError",
-        "labels: expected a plain torch.Tensor",
-    ),
-    "negative count": passed(
-        "count", lambda batch: -1, "ValueError", "count of micro-batch 0: expected a finite number >= 0, got -1."
-    ),
-    "count with several elements": passed(
-        "count", lambda batch: batch["labels"] != -100, "ValueError", "count of micro-batch 0: expected one element"
-    ),
-    "count that fails": passed(
-        "count", _length, "RuntimeError", f"micro-batch 0: expected a number, got KeyError: 'length', {_RAISED}"
-    ),
-    "count that raises a ValueError": passed(
-        "count", _no_length, "ValueError", "expected a number, got ValueError: none here, raised in _no_length ("
-    ),
+    "unequal, each": changed("batches", _two, "ValueError", "every rank, got 3 on rank 0, 2 on rank 1.", sync="each"),
+    "unequal": changed("batches", _two, "ValueError", "2 on rank 1"),
+    "missing key": changed("batches", lambda window: [{}] * 3, "ValueError", "expected one of the keys 'labels'"),
+    "float labels": changed("batches", _labels(Tensor.float), "TypeError", "labels: expected integers"),
+    "list of labels": changed("batches", _labels(Tensor.tolist), "TypeError", "labels: expected a plain torch.Tensor"),
+    "negative count": passed("count", lambda batch: -1, "ValueError", "0: expected a finite number >= 0, got -1."),
+    "several counts": passed("count", lambda batch: batch["labels"], "ValueError", "batch 0: expected one element"),
+    "count that fails": passed("count", _length, "RuntimeError", f"expected a number, got KeyError: {_RAISED}"),
+    "count that raises": passed("count", _no_length, "ValueError", "got ValueError: none here, raised in _no_length ("),
     "built-in count that fails": passed("count", int, "TypeError", "expected a number, got TypeError: int() "),
     "count that is text": passed("count", str, "TypeError", "count of micro-batch 0: expected a number or a tensor"),
-    "count of no kind": passed(
-        "count", "tokens", "TypeError", "count: expected a function of a micro-batch, count_valid_tokens, or"
-    ),
-    "positional count": passed("count", partial(count_valid_tokens, []), "TypeError", f"{_NO_RULE}positional ones."),
-    "group of the count": passed(
-        "count",
-        partial(count_valid_tokens, group=None),
-        "TypeError",
-        f"{_NO_RULE}group. The ranks are given by accumulate(..., group=...).",
-    ),
+    "count of no kind": passed("count", "tokens", "TypeError", "count: expected a function of a micro-batch, "),
+    "positional count": passed("count", partial(count_valid_tokens, []), "TypeError", "only, got positional ones."),
+    "group of the count": passed("count", partial(count_valid_tokens, group=None), "TypeError", "only, got group. "),
     "local count": Fault(
         lambda given: {}, "ValueError", "count: 5 over all ranks on rank 0, 6 over all ranks on rank 1", _local_count
     ),
-    "another rule": passed(
-        "count",
-        partial(count_valid_tokens, shift=False),
-        "ValueError",
-        "shift=True, document_ids_key=None, ignore_index=-100) on rank 0, TokenRule(key='labels', shift=False",
-    ),
+    "another rule": passed("count", _A_RULE, "ValueError", "on rank 0, TokenRule(key='labels', shift=False"),
     "another sync": passed("sync", "each", "ValueError", "sync: 'last' on rank 0, 'each' on rank 1"),
-    "unknown sync": passed(
-        "sync", "never", "ValueError", "sync: expected one of 'last', 'each', 'shard', got 'never'."
-    ),
-    "shard without FSDP": passed(
-        "sync", "shard", "ValueError", "sync: expected a model with FSDP2 modules for 'shard'"
-    ),
+    "unknown sync": passed("sync", "never", "ValueError", "sync: expected one of 'last', 'each', 'shard', got"),
+    "shard without FSDP": passed("sync", "shard", "ValueError", "expected a model with FSDP2 modules for 'shard'"),
     "another multiplier": passed("multiplier", 7.0, "ValueError", "on rank 0, 7.0 on rank 1"),
-    "bad multiplier": passed(
-        "multiplier", 0.0, "ValueError", "on rank 1: multiplier: expected a finite number > 0, got 0.0."
-    ),
-    "another module": Fault(
-        lambda given: {"model": getattr(given["model"], "module", Model())},
-        "ValueError",
-        "on rank 1: model: expected a model whose gradients a wrapper reduces over the ranks, got 5 trainable",
-        lambda given: {"group": None},
+    "bad multiplier": passed("multiplier", 0.0, "ValueError", "multiplier: expected a finite number > 0, got 0.0."),
+    "another module": changed(
+        "model", lambda model: getattr(model, "module", Model()), "ValueError", "got 5 trainable", group=None
     ),
 }
 
@@ -216,24 +168,18 @@ def _twice(step: Any, loss: Tensor, items: int) -> None:
     step.backward(loss * 2)
 
 
-def _vector(step: Any, loss: Tensor, items: int) -> None:
-    step.backward(torch.stack([loss, loss]))
-
-
-def _scaled_vector(step: Any, loss: Tensor, items: int) -> None:
-    step.scale(torch.stack([loss, loss])).backward()
-
-
+_vector: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]))  # noqa: E731
+_scaled_vector: Any = lambda step, loss, items: step.scale(torch.stack([loss, loss])).backward()  # noqa: E731
 _number: Any = lambda step, loss, items: step.backward(3.0)  # noqa: E731
 _no_graph: Any = lambda step, loss, items: step.backward(loss.detach())  # noqa: E731
 _no_call: Any = lambda step, loss, items: None  # noqa: E731
 _scale_alone: Any = lambda step, loss, items: step.scale(loss)  # noqa: E731
 _with_items: Any = lambda number: lambda step, loss, items: step.backward(loss, num_items=number)  # noqa: E731
 _too_many: Any = lambda step, loss, items: step.backward(loss / max(items, 1), num_items=items + 1)  # noqa: E731
-
 _mean: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]).mean())  # noqa: E731
 _part_of_mean: Any = lambda step, loss, items: step.scale(torch.stack([loss] * 3).mean() / 3).backward()  # noqa: E731
-_A_MEAN = 'expected the sum over its terms, got a mean without num_items. Sum it up, as with reduction="sum", or pass'
+_A_MEAN = "expected the sum over its terms, got a mean without num_items."
+_A_GRAPH = "expected a loss with a graph"
 
 LOOPS = {
     "mean in 0": looped(0, _mean, "ValueError", f"on rank 1: loss of micro-batch 0: {_A_MEAN}"),
@@ -243,34 +189,22 @@ LOOPS = {
     "vector in 2": looped(2, _vector, "ValueError", "on rank 1: loss of micro-batch 2: expected one element"),
     "scaled vector in 1": looped(1, _scaled_vector, "ValueError", "loss of micro-batch 1: expected one element"),
     "scaled vector in 2": looped(2, _scaled_vector, "ValueError", "loss of micro-batch 2: expected one element"),
-    "number in 2": looped(
-        2, _number, "TypeError", "on rank 1: loss of micro-batch 2: expected a floating-point tensor"
-    ),
-    "no graph in 2": looped(
-        2, _no_graph, "ValueError", "on rank 1: loss of micro-batch 2: expected a loss with a graph"
-    ),
+    "number in 2": looped(2, _number, "TypeError", "loss of micro-batch 2: expected a floating-point tensor"),
+    "no graph in 2": looped(2, _no_graph, "ValueError", f"on rank 1: loss of micro-batch 2: {_A_GRAPH}"),
     "no call in 2": looped(2, _no_call, "RuntimeError", "on rank 1: micro-batch 2: expected one backward, got 0."),
-    "two calls in 0": looped(
-        0, _twice, "RuntimeError", "on rank 1: step of micro-batch 0: expected one call of backward or scale, got 2."
-    ),
-    "negative items in 1": looped(
-        1, _with_items(-1), "ValueError", "num_items of micro-batch 1: expected a finite number >= 0", means=True
-    ),
-    "negative items in a tensor in 1": looped(
+    "two calls in 0": looped(0, _twice, "RuntimeError", "expected one call of backward or scale, got 2."),
+    "negative items in 1": looped(1, _with_items(-1), "ValueError", "1: expected a finite number >= 0", means=True),
+    "tensor of negative items in 1": looped(
         1, _with_items(torch.tensor(-1)), "ValueError", "on rank 1: num_items: expected a finite number >= 0, got -1."
     ),
-    "items that are text in 0": looped(
-        0, _with_items("3"), "TypeError", "num_items of micro-batch 0: expected a number or a tensor", means=True
-    ),
-    "too many items in 0": looped(
-        0, _too_many, "ValueError", "num_items: expected a sum over the window equal to its count, ", means=True
-    ),
+    "text as items in 0": looped(0, _with_items("3"), "TypeError", "0: expected a number or a tensor", means=True),
+    "too many items in 0": looped(0, _too_many, "ValueError", "num_items: expected a sum over the window ", means=True),
 }
 # Without a graph there is no backward to keep step with where the wrapper communicates in every one: there every rank
 # makes the mistake, since one alone would leave the others in a backward that it cannot run.
 LOCAL_LOOPS = {
     "number in 0": looped(0, _number, "TypeError", "loss of micro-batch 0: expected a floating-point tensor, got 3.0."),
-    "no graph in 1": looped(1, _no_graph, "ValueError", "loss of micro-batch 1: expected a loss with a graph"),
+    "no graph in 1": looped(1, _no_graph, "ValueError", f"loss of micro-batch 1: {_A_GRAPH}"),
     "no call in 0": looped(0, _no_call, "RuntimeError", "micro-batch 0: expected one backward, got 0."),
     "scale alone in 1": looped(1, _scale_alone, "RuntimeError", "micro-batch 1: expected one backward, got 0."),
 }
@@ -303,11 +237,12 @@ def _raising(number: int) -> Callable[[Any], Any]:
 
 
 _OUTSIDE = nn.Parameter(torch.ones((), dtype=torch.float64))
-_MINE = "pooled_backward failed on rank 1: Mistake: this is mine"
+_MINE = "RuntimeError", "pooled_backward failed on rank 1: Mistake: this is mine"
 
 
-def _forward(change: Callable[[Any], Any], kind: str, text: str) -> Fault:
-    return changed("forward", change, kind, text)
+def _scored(change: Callable[[Tensor, Batch], Tensor], kind: str, text: str) -> Fault:
+    """Return the fault of other scores."""
+    return changed("forward", lambda forward: lambda batch: change(forward(batch), batch), kind, text)
 
 
 def _loss(change: Callable[[Any, Tensor, Any], Any], kind: str, text: str) -> Fault:
@@ -323,43 +258,29 @@ POOLED = {
     "scaler": passed("scaler", torch.amp.GradScaler("cpu"), "ValueError", "scaler: False on rank 0, True on rank 1"),
     "check_replay": passed("check_replay", False, "ValueError", "check_replay: True on rank 0, False on rank 1"),
     "no_grad": passed("context", torch.no_grad, "RuntimeError", "rank 1: pooled_backward: expected gradients to be"),
-    "forward": _forward(_raising(1), "RuntimeError", _MINE),
-    "first forward": _forward(_raising(0), "RuntimeError", _MINE),
-    "scores of two kinds": _forward(
-        lambda forward: lambda batch: forward(batch)[:, : 1 + int(batch["tokens"][0, 0]) % 3],
-        "ValueError",
-        "failed on rank 1: forward: expected scores of one kind from all micro-batches",
+    "forward": changed("forward", _raising(1), *_MINE),
+    "first forward": changed("forward", _raising(0), *_MINE),
+    "scores of two kinds": _scored(
+        lambda scores, batch: scores[:, : 1 + int(batch["tokens"][0, 0]) % 3], "ValueError", "scores of one kind"
     ),
-    "before": _loss(lambda loss, scores, batches: _fail(), "RuntimeError", _MINE),
-    "after": _loss(lambda loss, scores, batches: (loss(scores, batches), _fail()), "RuntimeError", _MINE),
-    "inside": _loss(
-        lambda loss, scores, batches: global_mean(3.0, 1), "TypeError", "global_mean failed on rank 1: total"
-    ),
+    "before": _loss(lambda loss, scores, batches: _fail(), *_MINE),
+    "after": _loss(lambda loss, scores, batches: (loss(scores, batches), _fail()), *_MINE),
+    "inside": _loss(lambda *_: global_mean(3.0, 1), "TypeError", "global_mean failed on rank 1: total"),
     "detached": _loss(lambda loss, scores, batches: loss(scores.detach(), batches), "ValueError", "gradient"),
     "vector": _loss(
-        lambda loss, scores, batches: loss(scores, batches).expand(2),
-        "ValueError",
-        "pooled_backward failed on rank 1: loss: expected a scalar",
+        lambda loss, scores, batches: loss(scores, batches).expand(2), "ValueError", "rank 1: loss: expected a scalar"
     ),
     "leaf": _loss(
-        lambda loss, scores, batches: loss(scores, batches) * _OUTSIDE,
-        "ValueError",
-        "the parameter '_OUTSIDE' outside of model",
+        lambda loss, scores, batches: loss(scores, batches) * _OUTSIDE, "ValueError", "the parameter '_OUTSIDE' outside"
     ),
 }
 # In it, with the gradients dropped.
 REPLAYED = {
-    "replay": _forward(
-        lambda forward: lambda batch: forward(batch) * (1 + random.random()),
-        "RuntimeError",
-        "pooled_backward: expected the same scores in both passes",
-    ),
-    "again": _forward(_raising(3), "RuntimeError", _MINE),
-    "later": _forward(_raising(4), "RuntimeError", _MINE),
-    "last": _forward(_raising(5), "RuntimeError", _MINE),
-    "frozen": _forward(
-        lambda forward: lambda batch: forward(batch).detach(), "ValueError", "forward: expected scores with a graph"
-    ),
+    "replay": _scored(lambda scores, _: scores * (1 + random.random()), "RuntimeError", "the same scores in both"),
+    "again": changed("forward", _raising(3), *_MINE),
+    "later": changed("forward", _raising(4), *_MINE),
+    "last": changed("forward", _raising(5), *_MINE),
+    "frozen": _scored(lambda scores, _: scores.detach(), "ValueError", "forward: expected scores with a graph"),
 }
 
 
@@ -372,99 +293,68 @@ def called(change: Callable[[Any, Tensor, int], Any], kind: str, text: str, plac
     return Fault(lambda given: {"call": call}, kind, text)
 
 
-def finished(groups: Callable[[nn.Module, list[Any]], Any], kind: str, text: str) -> Fault:
+def with_loss(change: Callable[[Tensor], Any], kind: str, text: str) -> Fault:
+    """Return the fault of another sum of losses."""
+    return called(lambda one, loss, n: one.backward(change(loss), n), kind, text)
+
+
+def with_count(n: Any, kind: str, text: str, place: int = 1) -> Fault:
+    """Return the fault of another count."""
+    return called(lambda one, loss, _: one.backward(loss, n), kind, text, place)
+
+
+def finished(groups: Callable[[nn.Module], Any], kind: str, text: str) -> Fault:
     """Return the fault of other groups for ``DeferredMean.finish``."""
-    return Fault(lambda given: {"finish": lambda one, own: one.finish(groups(given["model"], own))}, kind, text)
+    return Fault(lambda given: {"finish": lambda one, own: one.finish(groups(given["model"]))}, kind, text)
 
 
-_NEGATIVE = "DeferredMean.backward failed on rank 1: n: expected a finite number >= 0, got -1.0."
+_NEGATIVE = "ValueError", "DeferredMean.backward failed on rank 1: n: expected a finite number >= 0, got -1."
 
 DEFERRED = {
-    "mean": called(
-        lambda one, loss, n: one.backward(torch.stack([loss, loss]).mean(), n),
-        "ValueError",
-        'on rank 1: loss_sum: expected the sum over n terms, got a mean. Sum it up, as with reduction="sum", or pass',
-    ),
-    "vector": called(
-        lambda one, loss, n: one.backward(torch.stack([loss, loss]), 1),
-        "ValueError",
-        "DeferredMean.backward failed on rank 1: loss_sum: expected one element",
-    ),
-    "number": called(
-        lambda one, loss, n: one.backward(3.0, 1), "TypeError", "loss_sum: expected a floating-point tensor, got 3.0."
-    ),
-    "no graph": called(
-        lambda one, loss, n: one.backward(loss.detach(), 1), "ValueError", "loss_sum: expected a loss with a graph"
-    ),
-    "negative count": called(lambda one, loss, n: one.backward(loss, -1), "ValueError", _NEGATIVE),
-    "negative count in a tensor": called(
-        lambda one, loss, n: one.backward(loss, torch.tensor(-1)), "ValueError", _NEGATIVE
-    ),
-    "count that is NaN": called(
-        lambda one, loss, n: one.backward(loss, float("nan")),
-        "ValueError",
-        "n: expected a finite number >= 0, got nan.",
-    ),
-    "count that is text": called(
-        lambda one, loss, n: one.backward(loss, "3"), "TypeError", "n: expected a number or a tensor of one element"
-    ),
-    "several counts": called(
-        lambda one, loss, n: one.backward(loss, torch.tensor([1, 2])), "ValueError", "n: expected one element"
-    ),
+    "mean": with_loss(lambda loss: loss.expand(2).mean(), "ValueError", "expected the sum over n terms, got a mean."),
+    "vector": with_loss(lambda loss: loss.expand(2), "ValueError", "on rank 1: loss_sum: expected one element"),
+    "number": with_loss(lambda loss: 3.0, "TypeError", "loss_sum: expected a floating-point tensor, got 3.0."),
+    "no graph": with_loss(Tensor.detach, "ValueError", f"loss_sum: {_A_GRAPH}"),
+    "negative count": with_count(-1, *_NEGATIVE),
+    "tensor of a negative count": with_count(torch.tensor(-1), *_NEGATIVE),
+    "count that is NaN": with_count(float("nan"), "ValueError", "n: expected a finite number >= 0, got nan."),
+    "count that is text": with_count("3", "TypeError", "n: expected a number or a tensor of one element"),
+    "several counts": with_count(torch.tensor([1, 2]), "ValueError", "n: expected one element"),
     "finish instead": called(
-        lambda one, loss, n: one.finish(),
-        "RuntimeError",
-        "call: DeferredMean.backward on rank 0, DeferredMean.finish on rank 1.",
+        lambda one, loss, n: one.finish(), "RuntimeError", "backward on rank 0, DeferredMean.finish on rank 1"
     ),
+    "finish first": called(lambda one, loss, n: one.finish(), "RuntimeError", "expected a backward since the last", 0),
+    "negative count in the last": with_count(-1, *_NEGATIVE, 2),
 }
-DEFERRED["finish first"] = called(
-    lambda one, loss, n: one.finish(), "RuntimeError", "expected a backward since the last finish, got none.", 0
-)
-DEFERRED["negative count in the last"] = DEFERRED["negative count"]._replace(
-    change=called(lambda one, loss, n: one.backward(loss, -1), "", "", 2).change
-)
+_ONE_KIND = "sync_groups[0]: expected a ProcessGroup, a DeviceMesh or None"
 FINISHED = {
-    "text": finished(
-        lambda model, own: "all",
-        "TypeError",
-        "sync_groups: expected a list of groups and of (parameters, group) pairs, got 'all'.",
-    ),
-    "one group": finished(lambda model, own: dist.group.WORLD, "TypeError", "Pass [group] for one group."),
-    "a module": finished(
-        lambda model, own: [model], "TypeError", "sync_groups[0]: expected a ProcessGroup, a DeviceMesh or None"
-    ),
+    "text": finished(lambda model: "all", "TypeError", "sync_groups: expected a list of groups"),
+    "one group": finished(lambda model: dist.group.WORLD, "TypeError", "Pass [group] for one group."),
+    "a module": finished(lambda model: [model], "TypeError", _ONE_KIND),
     "another model's": finished(
-        lambda model, own: [(nn.Linear(1, 1), None)],
-        "ValueError",
-        "weight in sync_groups[0]: expected a parameter of the model",
+        lambda model: [(nn.Linear(1, 1), None)], "ValueError", "sync_groups[0]: expected a parameter of the model"
     ),
-    "no parameter": finished(
-        lambda model, own: [("weight", None)], "TypeError", "sync_groups[0]: parameter 0: expected a parameter"
-    ),
-    "used up": finished(
-        lambda model, own: [(iter([]), None)],
-        "ValueError",
-        "sync_groups[0]: parameters: expected parameters, got an iterator with none.",
-    ),
+    "no parameter": finished(lambda model: [("weight", None)], "TypeError", "parameter 0: expected a parameter"),
+    "used up": finished(lambda model: [(iter([]), None)], "ValueError", "parameters, got an iterator with none."),
     "twice": finished(
-        lambda model, own: [dist.group.WORLD, ([*model.parameters()][:1], dist.group.WORLD)],
+        lambda model: [dist.group.WORLD, ([*model.parameters()][:1], dist.group.WORLD)],
         "ValueError",
         "in sync_groups[1]: expected one sum over each group, got a second sum over the same ranks",
     ),
-    "nothing": finished(lambda model, own: [], "ValueError", "sync_groups: 1 on rank 0, 0 on rank 1."),
+    "nothing": finished(lambda model: [], "ValueError", "sync_groups: 1 on rank 0, 0 on rank 1."),
     "others": finished(
-        lambda model, own: [([*model.parameters()][1:], dist.group.WORLD)],
-        "ValueError",
-        "number of parameters: 5 on rank 0, 4 on rank 1.",
+        lambda model: [([*model.parameters()][1:], dist.group.WORLD)], "ValueError", "5 on rank 0, 4 on rank 1."
     ),
 }
 
 
-def _unseen(places: Callable[[int], bool]) -> Callable[[Arguments], Arguments]:
-    """Return the fault of calling the module inside DDP in some micro-batches."""
-    return lambda given: {
-        "through": lambda index: given["model"].module if places(index) else given["model"],
-    }
+def _unseen(places: Sequence[int]) -> Fault:
+    """Return the fault of calling the module inside DDP in some micro-batches, after which DDP would not reduce."""
+    return Fault(
+        lambda given: {"through": lambda index: given["model"].module if index in places else given["model"]},
+        "ValueError",
+        "forward of the DDP module",
+    )
 
 
 def _leaf(given: Arguments) -> Arguments:
@@ -476,10 +366,9 @@ def _leaf(given: Arguments) -> Arguments:
     }
 
 
-# DDP reduces only after a forward of its own, so a loss that bypassed it raises before the backward.
 UNSEEN = {
-    "module in every one": Fault(_unseen(lambda index: True), "ValueError", "forward of the DDP module"),
-    "module in the last": Fault(_unseen(lambda index: index == 2), "ValueError", "forward of the DDP module"),
+    "module in every one": _unseen(range(3)),
+    "module in the last": _unseen([2]),
     "no model in the last": Fault(_leaf, "ValueError", "expected a tensor that the model has computed, got a leaf"),
 }
 

@@ -24,35 +24,6 @@ class _Speechless:
         raise OSError("no text")
 
 
-def agree_on_nonsense(rank: int, kind: str) -> tuple[str, str]:
-    """Let rank 1 pass a total or a fact that no header can be made of; return the error."""
-    nonsense: dict[str, Any] = {
-        "meta": {"totals": [torch.ones((), device="meta")]},
-        "two elements": {"totals": [torch.ones(2)]},
-        "text": {"totals": ["x"]},
-        "repr": {"facts": {"fact": _Speechless()}},
-    }
-    return error_of(
-        lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, **nonsense[kind] if rank == 1 else {}))
-    )
-
-
-CALLED = {"smooth_ap": "SmoothAPLoss", "softmax_focal": "SoftmaxFocalLoss", "gather": "all_gather_no_grad"}
-
-
-def different_calls(rank: int, names: list[str]) -> tuple[str, str]:
-    """Let rank 1 make the second of two calls, and the others the first."""
-    logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
-    calls: dict[str, Any] = {
-        "smooth_ap": lambda: fullrank.SmoothAPLoss(num_classes=2)(logits, targets),
-        "softmax_focal": lambda: fullrank.SoftmaxFocalLoss()(logits, targets),
-        "gather": lambda: fullrank.all_gather_no_grad(logits),
-    }
-    found = error_of(calls[names[rank == 1]])
-    assert fullrank.all_gather_no_grad(torch.tensor([float(rank)]))[1] == 1.0  # the next call works
-    return found
-
-
 NAMED: dict[str, Any] = {
     "smooth_ap": lambda name: fullrank.SmoothAPLoss(1, queue_size=8, temperature=0.3, name=name),
     "recall": lambda name: fullrank.RecallAtQuantileLoss(1, quantile=0.3, queue_size=8, temperature=0.3, name=name),
@@ -138,14 +109,24 @@ def test_the_header_carries_any_total_and_every_word(rank: int) -> None:
     assert agreement.totals.tolist() == [[other + 0.1, 3.0, 0.5, -(2.0**60)] for other in ranks]
 
 
-def test_a_header_that_cannot_be_made_is_an_error_on_every_rank(pool: WorkerPool) -> None:
-    for kind, text in (("meta", "meta"), ("two elements", "2 elements"), ("text", "not a float"), ("repr", "no text")):
-        outcomes = pool(agree_on_nonsense, kind)
-        assert len(set(outcomes)) == 1
-        error, message = outcomes[0]
-        assert error in ("RuntimeError", "TypeError", "ValueError")
-        assert message.startswith("a call failed on rank 1: ")
-        assert text in message
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "meta": ({"totals": [torch.ones((), device="meta")]}, "meta"),
+    "two elements": ({"totals": [torch.ones(2)]}, "2 elements"),
+    "text": ({"totals": ["x"]}, "not a float"),
+    "repr": ({"facts": {"fact": _Speechless()}}, "no text"),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+@on_ranks()
+def test_a_header_that_cannot_be_made_is_an_error_on_every_rank(rank: int, kind: str) -> None:
+    given, text = NONSENSE[kind]
+    error, message = error_of(
+        lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, **given if rank == 1 else {}))
+    )
+    assert error in ("RuntimeError", "TypeError", "ValueError")
+    assert message.startswith("a call failed on rank 1: ")
+    assert text in message
 
 
 def test_a_process_alone_reads_the_checks_of_its_arguments() -> None:
@@ -157,15 +138,26 @@ def test_a_process_alone_reads_the_checks_of_its_arguments() -> None:
         agree_on("call", None, lambda: offer(True))
 
 
-def test_ranks_in_different_calls_are_named(pool: WorkerPool) -> None:
-    for calls in (["smooth_ap", "softmax_focal"], ["gather", "smooth_ap"], ["softmax_focal", "gather"]):
-        outcomes = pool(different_calls, calls)
-        assert len(set(outcomes)) == 1
-        error, text = outcomes[0]
-        assert error == "RuntimeError"
-        assert text.startswith("ranks: expected the same on every rank, got call: ")
-        assert "Every rank must make the same calls in the same order." in text
-        assert all(CALLED[name] in text for name in calls)
+@pytest.mark.parametrize(
+    "names",
+    [("SmoothAPLoss", "SoftmaxFocalLoss"), ("all_gather_no_grad", "SmoothAPLoss"), ("SoftmaxFocalLoss", "gather_rows")],
+)
+@on_ranks()
+def test_ranks_in_different_calls_are_named(rank: int, names: tuple[str, str]) -> None:
+    """Rank 1 makes the second call, and the others the first."""
+    logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+    calls: dict[str, Any] = {
+        "SmoothAPLoss": lambda: fullrank.SmoothAPLoss(num_classes=2)(logits, targets),
+        "SoftmaxFocalLoss": lambda: fullrank.SoftmaxFocalLoss()(logits, targets),
+        "all_gather_no_grad": lambda: fullrank.all_gather_no_grad(logits),
+        "gather_rows": lambda: fullrank.gather_rows(logits),
+    }
+    error, text = error_of(calls[names[rank == 1]])
+    assert error == "RuntimeError"
+    assert text.startswith("ranks: expected the same on every rank, got call: ")
+    assert "Every rank must make the same calls in the same order." in text
+    assert all(name in text for name in names)
+    assert fullrank.all_gather_no_grad(torch.tensor([float(rank)]))[1] == 1.0  # the next call works
 
 
 @pytest.mark.parametrize("kind", NAMED)

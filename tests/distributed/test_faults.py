@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_calls import BAD, CALLS, DIFFERENT, Call
-from outcomes import Arguments, Fault, Outcome, assert_refused, outcome_of
+from faults import Arguments, Fault
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
-from workers import WorkerPool, class_of, get_pool, process_context
+from workers import WorkerPool, class_of, error_of, get_pool, process_context
 
 import fullrank
 from fullrank.distributed import exchange
@@ -37,21 +37,26 @@ def after_no_step(name: str, rank: int, world_size: int) -> list[bytes]:
     return _after(CALLS[name], rank, None)
 
 
-def spoil_a_rank(rank: int, name: str, group: str, kind: str, odd_ranks: Sequence[int]) -> list[Outcome]:
-    """Spoil the second of three steps, on each of the ranks in turn; ``group`` is ``"bad"`` or ``"differ"``."""
-    call = CALLS[name]
-    change = getattr(call, group)[kind].change
-    clean = after_no_step(name, rank, dist.get_world_size())
-    outcomes = []
+def spoil_a_rank(rank: int, name: str, group: str, kind: str, odd_ranks: Sequence[int]) -> list[str]:
+    """Spoil the second of three steps, on each of the ranks in turn; return the texts of the errors.
+
+    ``group`` is ``"bad"`` or ``"differ"``. The state is as before, and the third step as if the second had never been.
+    """
+    call, texts = CALLS[name], []
+    fault: Fault = getattr(call, group)[kind]
     for odd_rank in odd_ranks:
         subject = call.make()
         take_step(call, subject, rank, 0)
         arguments, before = _arguments(call, rank, 1), _state(subject)
-        arguments |= change(arguments) if rank == odd_rank else {}
-        untouched = lambda: _state(subject) == before  # noqa: B023, E731
-        next_error = lambda: float(take_step(call, subject, rank, 2) != clean)  # noqa: B023, E731
-        outcomes.append(outcome_of(partial(subject, **arguments), untouched, next_error))
-    return outcomes
+        arguments |= fault.change(arguments) if rank == odd_rank else {}
+        error, text = error_of(partial(subject, **arguments))
+        assert error == fault.kind, text
+        assert fault.text in text, text
+        assert f"rank {odd_rank}" in text
+        assert _state(subject) == before
+        assert take_step(call, subject, rank, 2) == after_no_step(name, rank, dist.get_world_size())
+        texts.append(text)
+    return texts
 
 
 def step_in_between(rank: int, name: str) -> bool:
@@ -59,29 +64,26 @@ def step_in_between(rank: int, name: str) -> bool:
     return _after(CALLS[name], rank, 1) == _after(CALLS[name], rank, None)
 
 
-class Survived(NamedTuple):
-    """A step with a value that is not finite on one rank."""
+def not_finite(rank: int, name: str, value: float, odd_ranks: Sequence[int]) -> list[str]:
+    """Put ``value`` into the first row of each of the ranks in turn, in the second of three steps.
 
-    value: float  # of the objective
-    next_is_equal: bool  # to a run in which the row was ignored, or for calls without targets had never been
-    shows: bool  # the control: a finite value in its place is not without consequences
-
-
-def not_finite(rank: int, name: str, value: float, odd_ranks: Sequence[int]) -> list[Survived]:
-    """Put ``value`` into the first row of each of the ranks in turn, in the second of three steps."""
-    call = CALLS[name]
-    has_queue = "logits" in _arguments(call, rank, 0)
-    outcomes = []
+    The third step is that of a run in which the row was ignored, or for calls without targets had never been; the
+    control is a finite value in its place. Return the objectives of the second step.
+    """
+    call, objectives = CALLS[name], []
+    has_logits = "logits" in _arguments(call, rank, 0)
     for odd_rank in odd_ranks:
-        is_odd = rank == odd_rank
-        objective, bits = _with_first_element(call, rank, value if is_odd else None)
-        _, finite = _with_first_element(call, rank, 0.5 if is_odd else None)
-        if has_queue:
-            reference = _with_first_element(call, rank, value if is_odd else None, ignore=is_odd)[1]
+        given = value if rank == odd_rank else None
+        objective, bits = _with_first_element(call, rank, given)
+        if has_logits:
+            assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1]
         else:
-            reference = after_no_step(name, rank, dist.get_world_size())
-        outcomes.append(Survived(objective, bits == reference, bits != finite))
-    return outcomes
+            assert bits == after_no_step(name, rank, dist.get_world_size())
+        if has_logits and name not in ("wrapper_in_warmup", "queries", "ndcg"):  # which have no queue
+            assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1]
+        assert math.isnan(objective) or not math.isnan(value)
+        objectives.append(str(objective))
+    return objectives
 
 
 def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool = False) -> tuple[float, list[bytes]]:
@@ -159,15 +161,13 @@ def run_group(world_size: int, timeout_s: float, scenario: Callable[..., None], 
             if process.is_alive():
                 process.kill()
                 process.join()
-        return [_fate(process.exitcode, _report(folder, rank)) for rank, process in enumerate(processes)]
+        reports = [_report(folder, rank) for rank in range(world_size)]
+        texts = [report.read_text().split("\0") if report.exists() else [] for report in reports]
+        return [Fate(process.exitcode, *text) for process, text in zip(processes, texts)]
 
 
 def _report(folder: str, rank: int) -> Path:
     return Path(folder, f"error{rank}")
-
-
-def _fate(exit_code: int | None, report: Path) -> Fate:
-    return Fate(exit_code, *report.read_text().split("\0")) if report.exists() else Fate(exit_code)
 
 
 def _live(
@@ -273,13 +273,11 @@ SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays
 
 
 def check(pool: WorkerPool, name: str, group: str, kind: str, odd_ranks: Sequence[int], head: str) -> None:
-    """Spoil a step on each of the ranks in turn; the message begins with ``head``, filled in, and names that rank."""
-    fault: Fault = getattr(CALLS[name], group)[kind]
-    of_workers = pool(spoil_a_rank, name, group, kind, odd_ranks)
-    for odd_rank, *outcomes in zip(odd_ranks, *of_workers, strict=True):
-        assert_refused(outcomes, fault.kind, fault.text, f"rank {odd_rank}")
-        heads = tuple(head.format(call=call, rank=odd_rank) for call in CALLS[name].heads)
-        assert outcomes[0].text.startswith(heads), outcomes[0]
+    """Spoil a step on each of the ranks in turn; the message is the same on all, and begins with ``head``."""
+    texts, *others = pool(spoil_a_rank, name, group, kind, odd_ranks)
+    assert all(other == texts for other in others)
+    for odd_rank, text in zip(odd_ranks, texts, strict=True):
+        assert text.startswith(tuple(head.format(call=call, rank=odd_rank) for call in CALLS[name].heads)), text
 
 
 ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
@@ -339,14 +337,9 @@ def test_a_value_that_is_not_finite_on_one_rank(
     world_size: int, odd_ranks: tuple[int, ...], name: str, value: float
 ) -> None:
     """No error. A NaN makes the loss NaN on every rank; the queue and the next step know nothing of it."""
-    without_queue = ("wrapper_in_warmup", "queries", "ndcg")
-    has_queue = "logits" in CALLS[name].arguments(torch.Generator(), 0) and name not in without_queue
-    for outcomes in zip(*get_pool(world_size)(not_finite, name, value, odd_ranks)):
-        assert len({str(outcome.value) for outcome in outcomes}) == 1
-        assert all(math.isnan(outcome.value) for outcome in outcomes if math.isnan(value))
-        assert all(outcome.next_is_equal for outcome in outcomes)
-        if has_queue:
-            assert all(outcome.shows for outcome in outcomes)
+    objectives, *others = get_pool(world_size)(not_finite, name, value, odd_ranks)
+    assert len(objectives) == len(odd_ranks)
+    assert all(other == objectives for other in others)
 
 
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process

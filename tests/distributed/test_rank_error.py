@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from scripts import run_script
 from torch import nn
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of, get_pool
 
 import fullrank
 from fullrank.distributed import header
@@ -131,55 +132,49 @@ class Raised(Exception):
     """A class of the user's own."""
 
 
-def fail_with(rank: int, reasons: list[tuple[str, str] | None]) -> tuple[str, str, bool, str, int]:
-    """Raise this rank's reason in an agreement; return class, text, is a RankError, the cause, and the bytes sent."""
-    sent = 0
-    original = dist.all_gather_object
+def fail_with(rank: int, reasons: list[tuple[type[Exception], str] | None]) -> tuple[str, str, str, int]:
+    """Raise this rank's reason in an agreement; return class, text, the class of the cause, and the bytes sent."""
+    sent, original = 0, dist.all_gather_object
 
     def exchange(said: Any, own: Any, **options: Any) -> None:
         nonlocal sent
         sent = len(pickle.dumps(own))
         original(said, own, **options)
 
-    kinds = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError, "Raised": Raised}
-
     def bring() -> Offer[None]:
         reason = reasons[rank]
         if reason is not None:
-            raise kinds[reason[0]](reason[1])
+            raise reason[0](reason[1])
         return Offer(None, {"long": "y" * 100_000})
 
-    dist.all_gather_object = exchange
-    try:
+    with mock.patch.object(dist, "all_gather_object", exchange), pytest.raises(fullrank.RankError) as caught:
         agree_on("a call", dist.group.WORLD, bring)
-    except Exception as error:
-        return type(error).__name__, str(error), isinstance(error, fullrank.RankError), repr(error.__cause__), sent
-    finally:
-        dist.all_gather_object = original
-    return "none", "", False, "", 0
+    return type(caught.value).__name__, str(caught.value), type(caught.value.__cause__).__name__, sent
 
 
-def test_several_reasons_on_several_ranks() -> None:
-    for reasons in (
-        [("ValueError", "a"), None, ("OSError", "b")],
-        [None, ("Raised", "a"), ("Raised", "a")],
-        [("TypeError", "a"), ("ValueError", "b"), ("ValueError", "c"), ("ValueError", "b")],
-        [None, None, ("TypeError", "x" * 100_000), ("TypeError", "x" * 100_000)],
-    ):
-        outcomes = get_pool(len(reasons))(fail_with, reasons)
-        assert len({outcome[:3] for outcome in outcomes}) == 1
-        kind, text, is_joint, *_ = outcomes[0]
-        first = next(name for name, _ in filter(None, reasons))
-        assert kind == {"ValueError": "RankValueError", "TypeError": "RankTypeError"}.get(first, "RankRuntimeError")
-        assert is_joint
-        for rank, (reason, (*_, cause, sent)) in enumerate(zip(reasons, outcomes)):
-            # The cause is the rank's own error, which the check of no package has raised.
-            assert cause == "None" if reason is None else cause.startswith(reason[0])
-            speaks = reason is not None and reasons.index(reason) == rank
-            assert sent < (3_000 if speaks else 10)
-        if len(reasons[-1][1]) == 1:
-            assert all(reason is None or reason[1] in text for reason in reasons)
-        assert len(text) < 2_200
+A, LONG = (Raised, "a"), (TypeError, "x" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "kind"),
+    [
+        ([(ValueError, "a"), None, (OSError, "b")], "RankValueError"),
+        ([None, A, A], "RankRuntimeError"),
+        ([(TypeError, "a"), (ValueError, "b"), (ValueError, "c"), (ValueError, "b")], "RankTypeError"),
+        ([None, None, LONG, LONG], "RankTypeError"),
+    ],
+    ids=["two", "one twice", "three", "long"],
+)
+def test_several_reasons_on_several_ranks(reasons: list[Any], kind: str) -> None:
+    """The class is that of the first; the cause is the rank's own error, which the check of no package has raised."""
+    outcomes = get_pool(len(reasons))(fail_with, reasons)
+    assert {outcome[:2] for outcome in outcomes} == {(kind, outcomes[0][1])}
+    text = outcomes[0][1]
+    assert len(text) < 2_200
+    for rank, (reason, (*_, cause, sent)) in enumerate(zip(reasons, outcomes)):
+        assert cause == ("NoneType" if reason is None else reason[0].__name__)
+        assert sent < (3_000 if reason is not None and reasons.index(reason) == rank else 10)
+        assert reason in (None, LONG) or reason[1] in text
 
 
 class Odd:
@@ -217,32 +212,24 @@ ODD = {
 }
 
 
-def odd_texts(rank: int) -> list[tuple[str, str, str]]:
-    """Return what each odd text of rank 1 leads to, in the first step and in the second, and what the step after it."""
-    found = []
-    for make, _ in ODD.values():
-        for _ in range(2):
+@pytest.mark.parametrize("name", ODD)
+@on_ranks(2)
+def test_texts_that_no_encoding_has_are_raised_on_every_rank(rank: int, name: str) -> None:
+    """In the first step and in the second; the step after it is right."""
+    make, part_of_text = ODD[name]
+    for _ in range(2):
+
+        def bring() -> Offer[None]:
             given: Any = make() if rank == 1 else None
+            if isinstance(given, Exception):
+                raise given
+            return Offer(None, {"fact": given})
 
-            def bring(given: Any = given) -> Offer[None]:
-                if isinstance(given, Exception):
-                    raise given
-                return Offer(None, {"fact": given})
-
-            outcome = error_of(lambda bring=bring: agree_on("a call", dist.group.WORLD, bring))
-            after = error_of(lambda: agree_on("a call", dist.group.WORLD, lambda: Offer(None, {"fact": 1})))
-            found.append((*outcome, after[0]))
-    return found
-
-
-def test_texts_that_no_encoding_has_are_raised_on_every_rank(pool_of_two: WorkerPool) -> None:
-    first, second = pool_of_two(odd_texts)
-    assert first == second
-    for (_, text), outcomes in zip(ODD.values(), zip(first[::2], first[1::2])):
-        for kind, found, after in outcomes:
-            assert (kind != "none", after) == (True, "none")
-            assert text in found
-            found.encode()  # which a terminal does
+        kind, text = error_of(lambda bring=bring: agree_on("a call", dist.group.WORLD, bring))
+        assert kind != "none"
+        assert part_of_text in text
+        text.encode()  # which a terminal does
+        agree_on("a call", dist.group.WORLD, lambda: Offer(None, {"fact": 1}))
 
 
 @pytest.mark.parametrize("length", [10, 100_000])

@@ -259,9 +259,7 @@ def test_what_does_not_fit_raises_on_every_rank(rank: int, case: str) -> None:
 
 @on_ranks(2)
 def test_the_first_parameter_that_differs_is_named(rank: int) -> None:
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (2, 3, 4 + rank, 5 + rank)]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    parameters = [_with_grad(torch.zeros(n), nn.Parameter(torch.zeros(n)))[0] for n in (2, 3, 4 + rank, 5 + rank)]
     _, text = error_of(lambda: all_reduce_grads_(parameters, dist.group.WORLD))
     assert "parameter 2: float32 (4,) on cpu on rank 0, float32 (5,) on cpu on rank 1." in text
 
@@ -289,10 +287,9 @@ def test_shards_are_not_added_to_each_other(rank: int, placement: Any, text: str
 
 
 def test_one_process() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([1.0, 2.0])
+    (weight,) = _good()
     all_reduce_grads_(torch.nn.ParameterList([weight]), None)
-    assert weight.grad.tolist() == [1.0, 2.0]
+    assert torch.equal(weight.grad, torch.ones(4, 3))
     with pytest.raises(TypeError, match="parameters: expected a module"):
         all_reduce_grads_(1, None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Batch, all_batches, make_batch, make_window, one_process, sum_loss
+from batches import all_batches, make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from on_ranks import on_ranks
@@ -17,7 +17,7 @@ from subjects import LIMITS, Model, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of, get_pool
 
 import fullrank
 from fullrank.gradients.wrappers import find_sync
@@ -60,52 +60,6 @@ def summed(rank: int, kinds: list[str]) -> None:
 
 def text_of(call: Callable[[], Any]) -> str:
     return ": ".join(error_of(call))
-
-
-def stale_parameters(rank: int, discard: bool) -> float:
-    """Return the error of an FSDP2 step after a forward without backward and a change of the parameters."""
-    reference, model = Model(torch.float64), wrap(Model(torch.float64), "fsdp2")
-    held, batch = list(model.parameters()), make_batch(rank, 0)
-    sum_loss(model, batch)
-    if discard:
-        fullrank.discard_gradients_(model)
-    with torch.no_grad():
-        for parameter in [*held, *reference.parameters()]:
-            parameter.mul_(1.5)
-    (sum_loss(model, batch) * find_sync(model).multiplier).backward()
-    expected = one_process(reference, [make_batch(other, 0) for other in range(dist.get_world_size())], total=1.0)
-    found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in held])
-    return error(found, expected.gradient)
-
-
-def mixed_precision(rank: int, discard: bool) -> tuple[float, bool]:
-    """Return the error of a window after an aborted one, with gradients held in the dtype of the reduction."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = Model(torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
-    batches = make_window("full", rank)
-
-    def loss(batch: Batch) -> Tensor:
-        return sum_loss(lambda tokens: model(tokens).float(), batch)
-
-    def window() -> Tensor:
-        for step, batch in fullrank.accumulate(model, batches, fullrank.count_valid_tokens):
-            step.backward(loss(batch))
-        return gradient(model)
-
-    clean = window()
-    model.zero_grad()
-    for step, batch in fullrank.accumulate(model, batches, fullrank.count_valid_tokens):
-        step.backward(loss(batch))
-        break
-    held = [part for group in find_sync(model).fsdp for part in group.state.fsdp_params]
-    is_apart = all(part.unsharded_accumulated_grad is not None for part in held)
-    model.zero_grad()
-    if discard:
-        fullrank.discard_gradients_(model)
-    return error(window(), clean), is_apart
 
 
 @pytest.mark.parametrize(
@@ -262,18 +216,51 @@ def test_a_reduction_that_broke_off_stays_loud(rank: int) -> None:
         model(tokens)
 
 
-def test_discard_forgets_gathered_parameters(pool_of_two: WorkerPool) -> None:
-    """Else FSDP2 would compute with those of before the optimizer step, as the control does."""
-    assert max(pool_of_two(stale_parameters, True)) <= 1e-12
-    assert min(pool_of_two(stale_parameters, False)) > 0.05
+@pytest.mark.parametrize("discard", [True, False])
+@on_ranks(2)
+def test_discard_forgets_gathered_parameters(rank: int, discard: bool) -> None:
+    """After a forward without backward; else FSDP2 would compute with those of before the optimizer step."""
+    reference, model = Model(), wrap(Model(), "fsdp2")
+    held, batch = list(model.parameters()), make_batch(rank, 0)
+    sum_loss(model, batch)
+    if discard:
+        fullrank.discard_gradients_(model)
+    with torch.no_grad():
+        for parameter in [*held, *reference.parameters()]:
+            parameter.mul_(1.5)
+    (sum_loss(model, batch) * find_sync(model).multiplier).backward()
+    expected = one_process(reference, [make_batch(other, 0) for other in range(2)], total=1.0)
+    found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in held])
+    wrong = error(found, expected.gradient)
+    assert wrong <= 1e-12 if discard else wrong > 0.05
 
 
-def test_discard_under_mixed_precision(pool: WorkerPool) -> None:
-    for wrong, is_apart in pool(mixed_precision, True):
-        assert is_apart
-        assert wrong == 0.0
-    for wrong, _ in pool(mixed_precision, False):
-        assert wrong > 0.1
+@pytest.mark.parametrize("discard", [True, False])
+@on_ranks()
+def test_discard_under_mixed_precision(rank: int, discard: bool) -> None:
+    """Gradients are held in the dtype of the reduction; without the discard those of an aborted window remain."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, batches = Model(torch.float32), make_window("full", rank)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+
+    def window(is_aborted: bool = False) -> Tensor:
+        model.zero_grad()
+        for step, batch in fullrank.accumulate(model, batches, fullrank.count_valid_tokens):
+            step.backward(sum_loss(lambda tokens: model(tokens).float(), batch))
+            if is_aborted:
+                break
+        return torch.empty(0) if is_aborted else gradient(model)
+
+    clean = window()
+    window(is_aborted=True)
+    held = [part for group in find_sync(model).fsdp for part in group.state.fsdp_params]
+    assert all(part.unsharded_accumulated_grad is not None for part in held)
+    if discard:
+        fullrank.discard_gradients_(model)
+    wrong = error(window(), clean)
+    assert wrong == 0 if discard else wrong > 0.1
 
 
 def test_discard_drops_all_gradients_of_a_plain_module() -> None:

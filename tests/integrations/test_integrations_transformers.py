@@ -195,15 +195,8 @@ def counting_one_rank(rank: int, folder: str, use_cpu: bool) -> str:
         reset_accelerate()
 
 
-def fitted(
-    rank: int, script: str, folder: str, form: str
-) -> tuple[float, list[float], list[float], str, list[bool], str, list[list[float]]]:
-    """Train, validate and resume with the script of the page.
-
-    Returns the error of the parameters, the metric before training and after each epoch, the same of one process by
-    scikit-learn, the name of the best checkpoint, whether a resumed training ends with the same bits (with the state of
-    the loss, without it), the error without the file of the state, and the positives of the pools, logged and expected.
-    """
+def fitted(rank: int, script: str, folder: str, form: str) -> None:
+    """Train, validate and resume with the script of the page, as one process does."""
     rows = pooled_rows()
     options = f"num_classes=1, queue_size=64, temperature=0.5, pool={form!r}"
     names = run_block(DEFINITIONS.replace("num_classes=1", options), {})
@@ -250,26 +243,25 @@ def fitted(
     trainer = job("through", last)
     history, positives = log_of(trainer, "eval_ap"), log_of(trainer, "losses.ap/positives")
     assert type(trainer.callback_handler.callbacks[0]) is LossMonitor  # those that write logs come after it
-    errors = change(trainer.model, flat(make_model("bert")), flat(reference))
+    assert change(trainer.model, flat(make_model("bert")), flat(reference)) <= LIMIT
+    assert positives == pools
+    assert history == pytest.approx(expected, rel=1e-6)
+    assert history[0] < history[1]  # the first epoch improves the metric
     best = Path(job("best", script).state.best_model_checkpoint).name
+    assert best == f"checkpoint-{3 * (1 + (history[2] > history[1]))}"
     job("killed", last.replace("num_train_epochs=2", "num_train_epochs=1"))
     again = last.replace("train()", f"train(resume_from_checkpoint={f'{folder}/killed/checkpoint-3'!r})")
-    resumed = [torch.equal(flat(trainer.model), flat(job("killed", again, forgets).model)) for forgets in (False, True)]
+    for forgets in (False, True):  # the control: without the state it is another training
+        assert torch.equal(flat(trainer.model), flat(job("killed", again, forgets).model)) != forgets
     dist.barrier()
     if rank == 0:
         Path(folder, "killed", "checkpoint-3", "fullrank_loss.pt").unlink()
-    with pytest.raises(FileNotFoundError) as missing:
+    with pytest.raises(FileNotFoundError, match="expected the state of the loss in"):
         job("killed", again)
-    text = str(missing.value)
-    return errors, history, expected, best, resumed, text, [positives, pools]
 
 
-def places(rank: int, folder: str) -> tuple[list[str], list[float], str]:
-    """Train for one step in several folders, and resume.
-
-    Returns the folders with a state, the temperatures that were loaded, and the error of a callback alone that does not
-    know the folder.
-    """
+def places(rank: int, folder: str) -> None:
+    """Train for one step in several folders, and resume with the state of the checkpoint that the Trainer takes."""
     from transformers import Trainer
 
     class SearchTrainer(PooledLossMixin, Trainer):  # type: ignore[misc]
@@ -278,45 +270,26 @@ def places(rank: int, folder: str) -> tuple[list[str], list[float], str]:
         def _get_output_dir(self, trial: Any) -> str:  # what the Trainer does in a hyperparameter search
             return str(Path(self.args.output_dir) / self.inside)
 
-    def job(run: str, temperature: float, by_function: bool = False, **options: Any) -> Any:
-        inside, given = options.pop("inside", ""), options.pop("given", None)
+    def train_once(run: str, temperature: float, inside: str = "", resume: Any = None, **options: Any) -> float:
         once = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 9}
         arguments = make_arguments(f"{folder}/{run}", **{**once, **options})
         loss_fn = fullrank.SmoothAPLoss(1, queue_size=8, temperature=temperature)
         common = {"model": make_model("bert"), "args": arguments, "train_dataset": pooled_rows()[:8]}
-        if not by_function:
-            trainer = SearchTrainer(pooled_loss=loss_fn, **common)
-            trainer.inside = inside
-            return trainer, loss_fn
+        trainer = SearchTrainer(pooled_loss=loss_fn, **common)
+        trainer.inside = inside
+        trainer.train(resume_from_checkpoint=resume)
+        return loss_fn.temperature
 
-        def func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-            return loss_fn(outputs.logits, labels)
-
-        callback = LossState(loss_fn, resume_from=given)
-        return Trainer(compute_loss_func=func, callbacks=[callback], **common), loss_fn
-
-    job("a", 0.7)[0].train()
-    job("b", 0.2)[0].train()
-    job("search", 0.3, inside="run-0")[0].train()
+    train_once("a", 0.7)
+    train_once("b", 0.2)
+    train_once("search", 0.3, "run-0")
     dist.barrier()
     found = sorted(str(path.parent.relative_to(folder)) for path in Path(folder).glob("**/fullrank_loss.pt"))
+    assert found == ["a/checkpoint-1", "b/checkpoint-1", "search/run-0/checkpoint-1"]
     first, more = f"{folder}/a/checkpoint-1", {"max_steps": 2, "save_strategy": "no"}
-    temperatures = []
-    for run, by_function, resume, options in (
-        ("b", False, True, {"resume_from_checkpoint": first}),  # an argument that the Trainer does not use
-        ("b", False, first, {}),
-        ("b", True, True, {}),
-        ("b", True, first, {"given": first}),
-    ):
-        trainer, loss_fn = job(run, 0.1, by_function, **more, **options)
-        trainer.train(resume_from_checkpoint=resume)
-        temperatures.append(loss_fn.temperature)
-    text = ""
-    try:
-        job("b", 0.1, True, **more)[0].train(resume_from_checkpoint=first)
-    except ValueError as error:
-        text = str(error)
-    return found, temperatures, text
+    # The argument of TrainingArguments is one that the Trainer does not use.
+    assert train_once("b", 0.1, resume=True, resume_from_checkpoint=first, **more) == 0.2
+    assert train_once("b", 0.1, resume=first, **more) == 0.7
 
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
@@ -407,14 +380,7 @@ def test_windows_train_as_one_process(workers: WorkerPool, tmp_path: Path, name:
 
 @pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
-    for parameters, history, expected, best, resumed, missing, pools in workers(fitted, SCRIPT, str(tmp_path), form):
-        assert pools[0] == pools[1]
-        assert parameters <= LIMIT
-        assert history == pytest.approx(expected, rel=1e-6)
-        assert history[0] < history[1]  # the first epoch improves the metric
-        assert best == f"checkpoint-{3 * (1 + (history[2] > history[1]))}"
-        assert resumed == [True, False]  # the second is the control: without the state it is another training
-        assert "expected the state of the loss in" in missing
+    workers(fitted, SCRIPT, str(tmp_path), form)
 
 
 def test_pooled_pairs_train_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
@@ -437,10 +403,7 @@ def test_a_trainer_that_counts_one_rank_is_refused(workers: WorkerPool, tmp_path
 
 @pytest.mark.full
 def test_the_state_is_that_of_the_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
-    for found, temperatures, text in workers(places, str(tmp_path)):
-        assert found == ["a/checkpoint-1", "b/checkpoint-1", "search/run-0/checkpoint-1"]
-        assert temperatures == [0.2, 0.7, 0.2, 0.7]
-        assert "got that of another run in" in text
+    workers(places, str(tmp_path))
 
 
 def make_state(step: int) -> Any:
@@ -471,6 +434,11 @@ def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
     state.global_step = 5
     (tmp_path / "checkpoint-5").mkdir()
     callback.on_save(args, state, None)
+    key = {**state.stateful_callbacks}
+    callback.on_train_begin(args, state, None)  # from here on it is another run
+    with pytest.raises(ValueError, match="got that of another run in"):
+        callback.on_train_begin(args, state, None)
+    state.stateful_callbacks = key
     callback.on_train_begin(args, state, None)
     callback.resume_from, state.global_step = tmp_path / "checkpoint-5", 0
     with pytest.raises(ValueError, match="expected the state of the loss at step 0, got that of step 5"):

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,14 @@ from integration_cases import (
     of_rows,
     own_pool,
     train,
+    worst,
 )
 from meshes import init_device_mesh
+from on_ranks import on_ranks
 from pages import blocks, run_block
+from subjects import gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from workers import WorkerPool
 
 import fullrank
 
@@ -52,28 +53,9 @@ def loss_alone() -> nn.Module:
     return fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
 
 
-def sharded(rank: int, recipe: str) -> tuple[float, float, float]:
-    """Return the errors of loss, gradient norm and clipped gradient under FSDP2 and tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    features, targets = make_rows(40)
-    own = slice(0, 25) if mesh["data"].get_local_rank() == 0 else slice(25, 40)
-    model, reference = make_model(), make_model()
-    names = {"model": model, "mesh": mesh, "features": features[own].double(), "targets": targets[own]}
-    found = run_block(recipe, names)
-    value = loss_alone()(reference(features.double()), targets)
-    value.backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    gradients = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
-    expected = torch.cat([p.grad.reshape(-1) for p in reference.parameters()])
-    return error(found["loss"].detach(), value.detach()), error(found["norm"], norm), error(gradients, expected)
-
-
-def fitted(rank: int, wrap: str, fit: str, folder: str) -> tuple[float, list[float], float, list[bool]]:
-    """Return the error of the parameters after two epochs, the metrics, the last one by scikit-learn, and three flags.
-
-    The flags: whether a job that resumes ends with the same bits, with the state of the loss and without; and whether a
-    resumed job that is worse keeps the best.
-    """
+@on_ranks(4)
+def test_it_validates_saves_and_resumes_as_one_process(rank: int, tmp_path: Path) -> None:
+    """Not without the state of the loss; a resumed job that is worse keeps the best checkpoint."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     side = mesh["data"].get_local_rank()
     features, targets = make_rows(48)
@@ -89,16 +71,16 @@ def fitted(rank: int, wrap: str, fit: str, folder: str) -> tuple[float, list[flo
     ) -> tuple[nn.Module, list[float]]:
         model = make_model()
         given = {"features": features[:20], "targets": targets[:20]}
-        setup = wrap.partition("loss = loss_fn(")[0]
+        setup = WRAP.replace(*QUEUE).partition("loss = loss_fn(")[0]
         names = run_block(setup, {"model": model, "mesh": mesh, **given})
-        run_block(fit, names)
+        run_block(FIT, names)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         if metrics is not None:
             names["evaluate"] = lambda *_: metrics.pop(0)
         if forgets:
             names["loss_fn"].load_state_dict = lambda state, *args: None
         val = [(features[side::2], targets[side::2])]
-        given = optimizer, names["loss_fn"], batches_of, val, mesh, f"{folder}/{place}", epochs, first
+        given = optimizer, names["loss_fn"], batches_of, val, mesh, f"{tmp_path}/{place}", epochs, first
         return model, names["fit"](model, *given)
 
     model, history = job("through", 2)
@@ -106,44 +88,27 @@ def fitted(rank: int, wrap: str, fit: str, folder: str) -> tuple[float, list[flo
     before, steps = flat(reference), [steps_of(epoch) for epoch in range(2)]
     after, *_ = train(reference, of_rows(loss_alone(), reference, features, targets), steps, max_norm=1.0)
     expected = average_precision(reference, features, targets)
-    found = error(full(model) - before, after - before)
-    same = []
+    assert error(full(model) - before, after - before) <= 1e-6
+    assert history[0] < history[1]  # the first epoch improves the metric
+    assert history[-1] == pytest.approx(expected, rel=1e-6)
     for forgets in (False, True):
         job("killed", 1)
         dist.barrier()
         again, _ = job("killed", 2, first=1, forgets=forgets)
-        same.append(torch.equal(full(model), full(again)))
+        assert torch.equal(full(model), full(again)) != forgets
     written = []  # when the best was written: not by the resumed job, which is worse
     for first, metrics in ((0, [0.1, 0.9, 0.3]), (2, [0.3, 0.5])):
         job("worse", first + len(metrics) - 1, first=first, metrics=metrics)
         dist.barrier()
-        written.append((Path(folder) / "worse" / "best" / ".metadata").stat().st_mtime_ns)
-    same.append(written[0] == written[1])
-    return found, history, expected, same
+        written.append((tmp_path / "worse" / "best" / ".metadata").stat().st_mtime_ns)
+    assert written[0] == written[1]
+    assert {path.name for path in (tmp_path / "through").iterdir()} <= {"best", "last"}
 
 
 def steps_of(epoch: int) -> list[list[int]]:
     """Return the rows of the steps of an epoch, of all ranks."""
     order = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
     return [order[:24], order[24:]]
-
-
-def older(rank: int, recipe: str) -> tuple[float, float, float]:
-    """Return the errors of loss, gradient norm and step under FSDP1, after one step."""
-    features, targets = make_rows(40)
-    own = slice(0, 25) if rank == 0 else slice(25, 40)
-    network, reference = make_encoder(), make_encoder()
-    before = flat(reference)
-    names: dict[str, Any] = {"network": network, "features": features[own], "targets": targets[own]}
-    found = run_block(recipe, names)
-    value = loss_alone()(reference(features), targets)
-    value.backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    for model in (found["model"], reference):
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-    with FullyShardedDataParallel.summon_full_params(found["model"]):
-        step = change(found["model"], before, flat(reference))
-    return error(found["loss"].detach(), value.detach()), error(torch.as_tensor(found["norm"]), norm), step
 
 
 def engine(rank: int, recipe: str, folder: str) -> tuple[float, bool]:
@@ -165,22 +130,27 @@ def engine(rank: int, recipe: str, folder: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_fsdp2_with_tensor_parallelism(pool_of_four: WorkerPool, is_control: bool) -> None:
+@on_ranks(4)
+def test_fsdp2_with_tensor_parallelism(rank: int, is_control: bool) -> None:
     """The control gathers over all ranks: every row is there twice and weighs half, but it has a rival more."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    features, targets = make_rows(40)
+    own = slice(0, 25) if mesh["data"].get_local_rank() == 0 else slice(25, 40)
+    model, reference = make_model(), make_model()
+    names = {"model": model, "mesh": mesh, "features": features[own].double(), "targets": targets[own]}
     recipe = WRAP.replace(*QUEUE)
     everyone = recipe.replace(', group=mesh["data"]', "")
     assert everyone != recipe
-    for errors in pool_of_four(sharded, everyone if is_control else recipe):
-        assert errors[1] > 1e-3 if is_control else max(errors) <= LIMIT
-
-
-def test_it_validates_saves_and_resumes_as_one_process(pool_of_four: WorkerPool, tmp_path: Path) -> None:
-    for parameters, history, expected, same in pool_of_four(fitted, WRAP.replace(*QUEUE), FIT, str(tmp_path)):
-        assert parameters <= 1e-6
-        assert history[0] < history[1]  # the first epoch improves the metric
-        assert history[-1] == pytest.approx(expected, rel=1e-6)
-        assert same == [True, False, True]  # the second is the control
-    assert {path.name for path in (tmp_path / "through").iterdir()} <= {"best", "last"}
+    found = run_block(everyone if is_control else recipe, names)
+    value = loss_alone()(reference(features.double()), targets)
+    value.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    if is_control:
+        assert error(found["norm"], norm) > 1e-3
+    else:
+        assert error(found["loss"].detach(), value.detach()) <= LIMIT
+        assert error(found["norm"], norm) <= LIMIT
+        assert error(gradient(model), gradient(reference)) <= LIMIT
 
 
 @pytest.mark.skipif(
@@ -199,13 +169,26 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
     pool.close()
 
 
-def test_fsdp1(pool_of_two: WorkerPool) -> None:
-    for errors in pool_of_two(older, FSDP1.replace(*QUEUE)):
-        assert max(errors) <= 2e-6  # float32, the only dtype that its clip_grad_norm_ takes
-
-
-@pytest.mark.full
-def test_control_the_norm_of_pieces(pool_of_two: WorkerPool) -> None:
-    pieces = FSDP1.replace("model.clip_grad_norm_(1.0)", "fullrank.clip_grad_norm_(model, 1.0)")
-    assert pieces != FSDP1
-    assert max(norm for _, norm, _ in pool_of_two(older, "import fullrank\n" + pieces.replace(*QUEUE))) > 0.05
+@pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
+@on_ranks(2)
+def test_fsdp1(rank: int, is_control: bool) -> None:
+    """The control takes the norm of the pieces that FSDP1 leaves in .grad."""
+    recipe = FSDP1.replace(*QUEUE)
+    pieces = recipe.replace("model.clip_grad_norm_(1.0)", "fullrank.clip_grad_norm_(model, 1.0)")
+    assert pieces != recipe
+    features, targets = make_rows(40)
+    own = slice(0, 25) if rank == 0 else slice(25, 40)
+    network, reference = make_encoder(), make_encoder()
+    names = {"network": network, "features": features[own], "targets": targets[own], "fullrank": fullrank}
+    before, found = flat(reference), run_block(pieces if is_control else recipe, names)
+    expected, losses, norms = train(
+        reference, of_rows(loss_alone(), reference, features, targets), [[[*range(40)]]], max_norm=1.0
+    )
+    torch.optim.SGD(found["model"].parameters(), lr=0.5).step()
+    with FullyShardedDataParallel.summon_full_params(found["model"]):
+        step = change(found["model"], before, expected)
+    norm = worst([found["norm"]], norms)
+    if is_control:
+        assert fullrank.all_gather_no_grad(torch.tensor([norm])).max() > 0.05
+    else:  # float32, the only dtype that its clip_grad_norm_ takes
+        assert max(worst([found["loss"]], losses), norm, step) <= 2e-6

@@ -15,7 +15,7 @@ from pages import blocks, output_of, run_block
 from subjects import gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import WorkerPool, error_of
+from workers import error_of
 
 import fullrank
 
@@ -29,44 +29,6 @@ def own(rank: int, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return this rank's part; the parts differ in size."""
     part = slice(0, 40) if rank == 0 else slice(40, 64)
     return rows[0][part], rows[1][part]
-
-
-def scaled(rank: int, recipe: str) -> tuple[float, float, list[float], bool]:
-    """Return the error of a step in float32, in float16, the AP before and after some steps, and if a bad step skips.
-
-    The error in float16 is against one process in float16.
-    """
-    in_half = run_block(recipe, {})
-    in_full = run_block(
-        recipe.replace('torch.autocast("cpu", torch.float16)', 'torch.autocast("cpu", enabled=False)'), {}
-    )
-    features, targets = make_rows(64)
-    mine = own(rank, (features, targets))
-    errors = []
-    for names in (in_full, in_half):
-        network, reference = make_encoder(), make_encoder()
-        before = flat(network)
-        for model, loss_fn, rows in (
-            (DistributedDataParallel(network), fullrank.SmoothAPLoss(1), mine),
-            (reference, fullrank.SmoothAPLoss(1, gather_distributed=False), (features, targets)),
-        ):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            names["train_step"](model, optimizer, loss_fn, *rows)
-        errors.append(change(network, before, flat(reference)))
-    network = make_encoder()
-    model, loss_fn = DistributedDataParallel(network), fullrank.SmoothAPLoss(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    values = [average_precision(network, features, targets)]
-    for _ in range(STEPS):
-        in_half["train_step"](model, optimizer, loss_fn, *mine)
-    values.append(average_precision(network, features, targets))
-    before = flat(network)
-    scale = in_half["scaler"].get_scale()
-    bad = mine[0].clone()
-    bad[0, 0] = torch.inf if rank == 1 else bad[0, 0]
-    in_half["train_step"](model, optimizer, loss_fn, bad, mine[1])
-    skipped = torch.equal(before, flat(network)) and in_half["scaler"].get_scale() < scale
-    return errors[0], errors[1], values, skipped
 
 
 @on_ranks(2)
@@ -92,44 +54,63 @@ def test_a_step_is_skipped_on_all_ranks(rank: int) -> None:
     assert found <= 1e-6
 
 
-def headed(rank: int, recipe: str, reverse: bool) -> tuple[float, str]:
-    """Return the error of the gradient of two heads, or the error of ranks that call them in different orders."""
-    names = run_block(recipe, {})
-    torch.manual_seed(0)
-    network = names["TwoHeads"](nn.Sequential(nn.Linear(5, 8), nn.Tanh()), 8)
-    reference = deepcopy(network)
-    weights = {"click": 1.0, "sale": 0.5}
-    features, targets = make_rows(64)
-    labels = {"click": targets, "sale": (features[:, 2:3] > 1).long()}
-    part = slice(0, 40) if rank == 0 else slice(40, 64)
-    mine = {name: label[part] for name, label in labels.items()}
-    order = dict(reversed(weights.items())) if reverse and rank == 1 else weights
-    loss_fn, of_one = names["LossOfHeads"](order), alone(names["LossOfHeads"](weights))
-    model = DistributedDataParallel(network)
-    if reverse:
-        return 0.0, error_of(lambda: loss_fn(model(features[part]), mine))[1]
-    loss_fn(model(features[part]), mine).backward()
-    of_one(reference(features), labels).backward()
-    return error(gradient(network), gradient(reference)), ""
-
-
 CLIPPED = SCALER.replace("    scaler.unscale_(optimizer)\n", "")
 
 
 @pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_mixed_precision(pool_of_two: WorkerPool, is_control: bool) -> None:
-    """The control clips a gradient with its scale, of which one process makes the same: its steps are too small."""
-    for in_full, in_half, values, skipped in pool_of_two(scaled, CLIPPED if is_control else SCALER):
-        assert is_control or in_full <= 1e-6
-        assert is_control or in_half <= 1e-2  # the sum of two halves is rounded elsewhere than the whole
-        assert abs(values[1] - values[0]) < 0.02 if is_control else values[0] < values[1]
-        assert is_control or skipped  # on both ranks, though only one has the infinite row
+@on_ranks(2)
+def test_mixed_precision(rank: int, is_control: bool) -> None:
+    """In float32 and in float16, each against one process; the AP rises, and a bad step of one rank skips on both.
+
+    The control clips a gradient with its scale, of which one process makes the same: its steps are too small.
+    """
+    in_half = run_block(CLIPPED if is_control else SCALER, {})
+    in_full = run_block(
+        SCALER.replace('torch.autocast("cpu", torch.float16)', 'torch.autocast("cpu", enabled=False)'), {}
+    )
+    features, targets = make_rows(64)
+    mine = own(rank, (features, targets))
+    # The sum of two halves is rounded elsewhere than the whole.
+    for names, limit in ((in_full, 1e-6), (in_half, torch.inf if is_control else 1e-2)):
+        network, reference = make_encoder(), make_encoder()
+        before = flat(network)
+        for model, loss_fn, rows in (
+            (DistributedDataParallel(network), fullrank.SmoothAPLoss(1), mine),
+            (reference, fullrank.SmoothAPLoss(1, gather_distributed=False), (features, targets)),
+        ):
+            names["train_step"](model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn, *rows)
+        assert change(network, before, flat(reference)) <= limit
+    network = make_encoder()
+    model, loss_fn = DistributedDataParallel(network), fullrank.SmoothAPLoss(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    first = average_precision(network, features, targets)
+    for _ in range(STEPS):
+        in_half["train_step"](model, optimizer, loss_fn, *mine)
+    last = average_precision(network, features, targets)
+    assert abs(last - first) < 0.02 if is_control else first < last
+    before, scale, bad = flat(network), in_half["scaler"].get_scale(), mine[0].clone()
+    bad[0, 0] = torch.inf if rank == 1 else bad[0, 0]
+    in_half["train_step"](model, optimizer, loss_fn, bad, mine[1])
+    assert torch.equal(before, flat(network))
+    assert in_half["scaler"].get_scale() < scale
 
 
-def test_two_heads_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
+@on_ranks(2)
+def test_two_heads_are_those_of_one_process(rank: int) -> None:
     """Ranks that call them in another order raise."""
-    assert max(error for error, _ in pool_of_two(headed, HEADS, False)) <= 1e-6
-    assert all("name" in text for _, text in pool_of_two(headed, HEADS, True))
+    names, weights = run_block(HEADS, {}), {"click": 1.0, "sale": 0.5}
+    torch.manual_seed(0)
+    network = names["TwoHeads"](nn.Sequential(nn.Linear(5, 8), nn.Tanh()), 8)
+    reference, model = deepcopy(network), DistributedDataParallel(network)
+    features, targets = make_rows(64)
+    labels = {"click": targets, "sale": (features[:, 2:3] > 1).long()}
+    part = slice(0, 40) if rank == 0 else slice(40, 64)
+    mine = {name: label[part] for name, label in labels.items()}
+    names["LossOfHeads"](weights)(model(features[part]), mine).backward()
+    alone(names["LossOfHeads"](weights))(reference(features), labels).backward()
+    assert error(gradient(network), gradient(reference)) <= 1e-6
+    other = names["LossOfHeads"](dict(reversed(weights.items())) if rank else weights)
+    assert "name" in error_of(lambda: other(model(features[part]), mine))[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra `tensorboard`")

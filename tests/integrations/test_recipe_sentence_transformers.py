@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from integration_cases import change, error, flat, gathered, own_pool, reset_accelerate, train, worst
+from on_ranks import on_ranks
 from pages import blocks, run_block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -141,32 +142,6 @@ def pooled(rank: int, script: str, folder: str, columns: list[str]) -> float:
     return change(model, before, expected)
 
 
-class Encoder(nn.Module):
-    """Stands for a model: it returns what sentence-transformers' models return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 3).double()
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": self.layer(features["x"])}
-
-
-def paired(rank: int, labels: list[Tensor]) -> float:
-    """Return the error of the gradient of columns without labels, 5 rows on rank 0 and 7 on rank 1."""
-    generator = torch.Generator().manual_seed(1)
-    columns = torch.randn(len(labels), 12, 4, generator=generator, dtype=torch.float64)
-    own = slice(0, 5) if rank == 0 else slice(5, 12)
-    encoder, reference = Encoder(), Encoder()
-    model = DistributedDataParallel(encoder)
-    RetrievalAPLoss(model, 0.1)([{"x": column[own]} for column in columns]).backward()
-    embeddings = reference({"x": columns.flatten(0, 1)})["sentence_embedding"]
-    RetrievalSmoothAPLoss(0.1, gather_distributed=False)(embeddings, torch.cat(labels)).backward()
-    return error(encoder.layer.weight.grad, reference.layer.weight.grad)
-
-
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
     missing = [name for name in ("sentence_transformers", "datasets") if importlib.util.find_spec(name) is None]
@@ -201,12 +176,44 @@ def test_pooled_micro_batches_train_as_one_process(workers: WorkerPool, tmp_path
         assert wrong > 0.01
 
 
-def test_rows_without_labels_are_those_of_one_process(pool_of_two: WorkerPool) -> None:
-    pairs = [torch.arange(12)] * 2
-    assert max(pool_of_two(paired, pairs)) <= 1e-12
-    negatives = [torch.arange(12) + 12, torch.arange(12) + 24]  # of each text alone
-    assert max(pool_of_two(paired, pairs + negatives)) <= 1e-12
-    assert min(pool_of_two(paired, [torch.arange(12)] * 3)) > 0.01  # the control: they are no positives
+class Encoder(nn.Module):
+    """Stands for a model: it returns what sentence-transformers' models return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.layer(features["x"])}
+
+
+NUMBERS = torch.arange(12)
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_right"),
+    [
+        ([NUMBERS] * 2, True),
+        ([NUMBERS] * 2 + [NUMBERS + 12, NUMBERS + 24], True),  # negatives of each text alone
+        ([NUMBERS] * 3, False),  # the control: they are no positives
+    ],
+    ids=["pairs", "negatives", "control"],
+)
+@on_ranks(2)
+def test_rows_without_labels_are_those_of_one_process(rank: int, labels: list[Tensor], is_right: bool) -> None:
+    """5 rows on rank 0 and 7 on rank 1."""
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.randn(len(labels), 12, 4, generator=generator, dtype=torch.float64)
+    own = slice(0, 5) if rank == 0 else slice(5, 12)
+    encoder, reference = Encoder(), Encoder()
+    loss = RetrievalAPLoss(DistributedDataParallel(encoder), 0.1)
+    loss([{"x": column[own]} for column in columns]).backward()
+    embeddings = reference({"x": columns.flatten(0, 1)})["sentence_embedding"]
+    RetrievalSmoothAPLoss(0.1, gather_distributed=False)(embeddings, torch.cat(labels)).backward()
+    wrong = error(encoder.layer.weight.grad, reference.layer.weight.grad)
+    assert wrong <= 1e-12 if is_right else wrong > 0.01
 
 
 ROWS = {"x": torch.zeros(2, 4, dtype=torch.float64)}

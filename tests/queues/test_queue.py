@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from loss_cases import POOLED
+from on_ranks import on_ranks
 from torch import Tensor
-from workers import WorkerPool
 
 import fullrank
 from fullrank import MemoryQueue
-
-
-def make_loss(gather: bool | None = None) -> fullrank.SmoothAPLoss:
-    """Return a loss whose pool is drawn, so that queue, temperature and draws all matter."""
-    return fullrank.SmoothAPLoss(
-        num_classes=1, queue_size=40, temperature=0.4, max_pool_size=30, gather_distributed=gather
-    )
 
 
 def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) -> float:
@@ -35,29 +26,13 @@ def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) ->
     return loss(logits[rows], targets[rows]).item()
 
 
-def validate_together(rank: int, pool: str) -> list[float]:
-    """Train with a queue, validate on all ranks; return the values without and with the queue, and that of all rows."""
-    values: list[float] = []
-    for queue_in_eval in (False, True):
-        given: dict[str, Any] = {"queue_size": 40, "temperature": 0.4, "queue_in_eval": queue_in_eval, "pool": pool}
-        loss = fullrank.SmoothAPLoss(num_classes=1, **given)
-        world_size = dist.get_world_size()
-        for index in range(3):
-            step(loss, index, rank, world_size)
-        before = loss.queue.position
-        values.append(step(loss.eval(), 9, rank, world_size))  # at temperature 0.04
-        assert loss.queue.position == before
-    alone = fullrank.SmoothAPLoss(num_classes=1, temperature=0.4, gather_distributed=False)
-    return [*values, step(alone, 9, 0, 1)]
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
-
-
 def rows(first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return ``count`` rows whose logits are their running numbers."""
     numbers = torch.arange(first, first + count)
     return numbers.float()[:, None], numbers % 2
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
 
 def contents(queue: MemoryQueue) -> list[float]:
@@ -90,42 +65,33 @@ def test_two_parts_leave_what_one_batch_would(capacity: int) -> None:
         assert torch.equal(whole.checksum, parts.checksum)
 
 
-def test_the_checksum_tells_contents_and_order() -> None:
-    logits, targets = rows(1, 3)
-    checksums = set()
-    variants = [
-        (logits, targets),
-        (logits.flip(0), targets.flip(0)),
-        (logits, 1 - targets),
-        (logits * 1.0000001, targets),
-    ]
-    for variant in variants:
-        queue = MemoryQueue(8, 1)
-        queue.enqueue(*variant)
-        checksums.add(int(queue.checksum))
-    for keyword in ({"iid_mask": torch.tensor([True, False, True])}, {"sample_weight": torch.tensor([1.0, 2.0, 1.0])}):
-        queue = MemoryQueue(8, 1)
-        queue.enqueue(logits, targets, **keyword)
-        checksums.add(int(queue.checksum))
-    assert len(checksums) == 6
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ([[1], [0], [0], [1]], [[0], [1], [1], [0]]),
-        ([[1, 1, 1, 0, 0]], [[0, 0, 0, 0, 1]]),
+ZEROS = torch.zeros(4, 1)
+DIFFERENT: dict[str, list[tuple[Any, ...]]] = {
+    "contents, order, flags and weights": [
+        (*rows(1, 3),),
+        tuple(part.flip(0) for part in rows(1, 3)),
+        (rows(1, 3)[0], 1 - rows(1, 3)[1]),
+        (rows(1, 3)[0] * 1.0000001, rows(1, 3)[1]),
+        (*rows(1, 3), torch.tensor([True, False, True])),
+        (*rows(1, 3), None, torch.tensor([1.0, 2.0, 1.0])),
     ],
-    ids=["order of equal rows", "columns of a row"],
-)
-def test_the_checksum_is_not_linear(first: list[list[int]], second: list[list[int]]) -> None:
-    """Sums of positions that happen to agree must not make different queues look alike."""
-    checksums = []
-    for targets in (torch.tensor(first), torch.tensor(second)):
-        queue = MemoryQueue(8, targets.shape[1], multi_hot=True)
-        queue.enqueue(torch.zeros(targets.shape), targets)
-        checksums.append(int(queue.checksum))
-    assert checksums[0] != checksums[1]
+    # Of which sums over positions would be equal.
+    "order of equal rows": [(ZEROS, torch.tensor([1, 0, 0, 1])), (ZEROS, torch.tensor([0, 1, 1, 0]))],
+    "columns of a row": [
+        (torch.zeros(1, 5), torch.tensor([[1, 1, 1, 0, 0]])),
+        (torch.zeros(1, 5), torch.tensor([[0, 0, 0, 0, 1]])),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_checksum_tells(name: str) -> None:
+    checksums = set()
+    for given in DIFFERENT[name]:
+        queue = MemoryQueue(8, given[0].shape[1], multi_hot=given[1].ndim == 2)
+        queue.enqueue(*given)
+        checksums.add(int(queue.checksum))
+    assert len(checksums) == len(DIFFERENT[name])
 
 
 def mixed(value: int) -> int:
@@ -281,11 +247,19 @@ def test_in_eval_mode_validation_rows_are_ranked_among_themselves(name: str) -> 
 
 
 @pytest.mark.parametrize("pool", ["gathered", "sharded"])
-def test_over_ranks_validation_rows_are_ranked_among_themselves(pool_of_two: WorkerPool, pool: str) -> None:
-    (without, with_queue, whole), other = pool_of_two(validate_together, pool)
-    assert other == [without, with_queue, whole]
-    assert without == pytest.approx(whole, rel=0 if pool == "gathered" else 1e-12, abs=0)
-    assert abs(with_queue - whole) > 1e-3
+@on_ranks(2)
+def test_over_ranks_validation_rows_are_ranked_among_themselves(rank: int, pool: Any) -> None:
+    values = []
+    for queue_in_eval in (False, True):
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, temperature=0.4, queue_in_eval=queue_in_eval, pool=pool)
+        for index in range(3):
+            step(loss, index, rank, 2)
+        before = loss.queue.position
+        values.append(step(loss.eval(), 9, rank, 2))
+        assert loss.queue.position == before
+    whole = step(fullrank.SmoothAPLoss(1, temperature=0.4, gather_distributed=False), 9, 0, 1)
+    assert values[0] == pytest.approx(whole, rel=0 if pool == "gathered" else 1e-12, abs=0)
+    assert abs(values[1] - whole) > 1e-3
 
 
 def test_validation_draws_no_rows_for_the_queue_and_reads_it_through_a_warm_up_on_request() -> None:
@@ -302,23 +276,6 @@ def test_validation_draws_no_rows_for_the_queue_and_reads_it_through_a_warm_up_o
     assert "queue_in_eval=True" in repr(main)
 
 
-def test_saved_state_is_a_copy_that_continues_bit_identically(tmp_path: Path) -> None:
-    loss = make_loss(gather=False)
-    for index in range(4):
-        step(loss, index, 0, 1)
-    state = loss.state_dict()
-    torch.save(state, tmp_path / "loss.pt")
-    twin = copy.deepcopy(loss)
-    expected = [step(loss, index, 0, 1) for index in range(4, 9)]
-    loaded = make_loss(gather=False)
-    loaded.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
-    fresh = make_loss(gather=False)
-    assert [step(loaded, index, 0, 1) for index in range(4, 9)] == expected
-    assert [step(twin, index, 0, 1) for index in range(4, 9)] == expected
-    # The control: a new loss continues with other values.
-    assert [step(fresh, index, 0, 1) for index in range(4, 9)] != expected
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -333,26 +290,23 @@ def test_impossible_arguments(arguments: dict, error: type[Exception]) -> None:
         MemoryQueue(**arguments)
 
 
-def test_rows_of_the_wrong_shape() -> None:
+@pytest.mark.parametrize(
+    ("logits", "targets", "weight", "text"),
+    [
+        (torch.ones(2), torch.ones(2).long(), None, "expected shape"),
+        (torch.ones(2, 2), torch.ones(2).long(), None, "expected shape"),
+        (torch.ones(2, 1), torch.ones(3).long(), None, "expected shape"),
+        (torch.ones(2, 1), torch.ones(2).long(), torch.ones(3), "sample_weight: expected shape"),
+        (torch.ones(2, 1), torch.ones(2), None, "targets: expected integers or bools"),
+        (torch.ones(2, 1).long(), torch.ones(2).long(), None, "logits: expected a floating-point tensor"),
+    ],
+)
+def test_rows_that_do_not_fit(logits: Tensor, targets: Tensor, weight: Tensor | None, text: str) -> None:
     queue = MemoryQueue(2, 1)
-    for logits, targets in (
-        (torch.ones(2), torch.ones(2).long()),
-        (torch.ones(2, 2), torch.ones(2).long()),
-        (torch.ones(2, 1), torch.ones(3).long()),
-    ):
-        with pytest.raises(ValueError, match="expected shape"):
-            queue.enqueue(logits, targets)
-    with pytest.raises(ValueError, match="sample_weight: expected shape"):
-        queue.enqueue(torch.ones(2, 1), torch.ones(2).long(), sample_weight=torch.ones(3))
-    with pytest.raises(TypeError, match="targets: expected integers or bools"):
-        queue.enqueue(torch.ones(2, 1), torch.ones(2))
-    with pytest.raises(TypeError, match="logits: expected a floating-point tensor"):
-        queue.enqueue(torch.ones(2, 1).long(), torch.ones(2).long())
+    with pytest.raises((TypeError, ValueError), match=text):
+        queue.enqueue(logits, targets, sample_weight=weight)
     assert len(queue) == 0
-
-
-def test_assert_synchronized_alone_has_nothing_to_compare() -> None:
-    MemoryQueue(2, 1).assert_synchronized()
+    queue.assert_synchronized()  # alone there is nothing to compare
 
 
 def test_a_state_in_another_order_of_memory_is_loaded() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import Tensor
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of, get_pool
 
 import fullrank
 from fullrank.queues.memory_queue import MemoryQueue
@@ -177,10 +177,11 @@ def test_a_gathered_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> N
         values = get_pool(world_size)(train, folder, pool, load, f"state{index}", 3 * index)
         assert all(value == values[0] for value in values)
         run += values[0]
-    whole = get_pool(2)(train, folder, "gathered", "", "whole", 0)[0]
-    for first in (3, 6, 9):
-        load = "whole"
-        whole += get_pool(2)(train, folder, "gathered", load, "whole", first)[0]
+    whole = [
+        value
+        for first in (0, 3, 6, 9)
+        for value in get_pool(2)(train, folder, "gathered", "whole" if first else "", "whole", first)[0]
+    ]
     assert run == pytest.approx(whole, rel=1e-12)
 
 
@@ -199,8 +200,11 @@ def test_ranks_that_load_different_checkpoints_raise(rank: int, tmp_path: Path, 
             assert error_of(lambda loss=loss: loss(*rows_of(9, rank, 2)))[0] == expected  # type: ignore[misc]
 
 
-def resume_on_as_many(rank: int, name: str, keeps_owners: bool) -> tuple[bool, bool]:
-    """Return whether a loss that loads a gathered queue has this rank's rows, and goes on with the same bits."""
+@pytest.mark.parametrize("keeps_owners", [True, False])
+@pytest.mark.parametrize("name", ["SmoothAPLoss", "RecallAtQuantileLoss"])
+@on_ranks()
+def test_as_many_ranks_go_on_bit_identically(rank: int, name: str, keeps_owners: bool) -> None:
+    """With the rows that they had; not so after a checkpoint of an earlier version, which did not name the owners."""
 
     def rows(step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -212,28 +216,19 @@ def resume_on_as_many(rank: int, name: str, keeps_owners: bool) -> tuple[bool, b
         losses[0](*rows(step))
     losses[0].gather_queue()
     state = losses[0].state_dict()
-    if not keeps_owners:  # as in a checkpoint of an earlier version
+    if not keeps_owners:
         del state["queue._extra_state"]["steps"], state["queue._extra_state"]["world_size"]
     losses[1].load_state_dict(state)
-    found = []
     for step in range(5, 9):
         results = []
         for loss in losses:
             logits, targets = rows(step)
             value = loss(logits, targets)
-            if step == 5:
-                found.append(loss.queue.rows().logits.clone())
+            held = loss.queue.rows().logits.flatten()
             value.backward()
-            results.append(torch.cat([value.detach().reshape(1), logits.grad[:, 0]]))  # type: ignore[index]
-        found.append(torch.equal(*results))
-    return torch.equal(*found[:2]), all(found[2:])
-
-
-@pytest.mark.parametrize("name", ["SmoothAPLoss", "RecallAtQuantileLoss"])
-def test_as_many_ranks_go_on_bit_identically(name: str, pool: WorkerPool) -> None:
-    assert pool(resume_on_as_many, name, True) == [(True, True)] * pool.world_size
-    for same_rows, _ in pool(resume_on_as_many, name, False):  # the control
-        assert not same_rows
+            results.append(torch.cat([value.detach().reshape(1), logits.grad[:, 0], held]))  # type: ignore[index]
+        assert torch.equal(*results) or not keeps_owners
+        assert step > 5 or torch.equal(*results) == keeps_owners
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "wrapped"])
@@ -271,36 +266,38 @@ def test_without_a_stored_row_the_state_is_that_of_a_gathered_queue(rank: int, c
         assert [state["is_double"], state["has_weights"]] == [count > 0] * 2
 
 
-def elsewhere(rank: int, folder: str) -> list[tuple[str, str]]:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_own_rows_load_where_they_were(tmp_path: Path, world_size: int) -> None:
+    get_pool(2)(train, str(tmp_path), "sharded", "", "own", 0, False)
+    get_pool(world_size)(elsewhere, str(tmp_path))
+
+
+def elsewhere(rank: int, folder: str) -> None:
     """Load own rows on another rank, on another number of ranks, and into a gathered pool; validate alone."""
     own, other = (torch.load(Path(folder, f"own{r}"), weights_only=True) for r in (rank % 2, 1 - rank % 2))
-    found = []
-    for pool, state in (("sharded", other), ("gathered", own)):
-        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)  # type: ignore[arg-type]
-        found.append(error_of(lambda loss=loss, state=state: loss.load_state_dict(state)))  # type: ignore[misc]
-    loss = fullrank.SmoothAPLoss(1, queue_size=40, pool="sharded")
-    if dist.get_world_size() == 2:
-        loss.load_state_dict(own)
-        loss(*rows_of(3, rank, 2))
-        loss.gather_distributed = False
-        found.append(error_of(lambda: loss(*rows_of(4, 0, 1))))
-        assert error_of(lambda: loss.eval()(*rows_of(4, 0, 1)))[0] == "none"  # there the queue takes no part
-        assert torch.equal(loss(*rows_of(4, 0, 1)), fullrank.losses.smooth_ap(*rows_of(4, 0, 1)))
-    else:
-        found.append(error_of(lambda: loss.load_state_dict(own)))
-    return found
 
+    def load(pool: Any, state: Any) -> Any:
+        loss = fullrank.SmoothAPLoss(1, queue_size=40, pool=pool)
+        loss.load_state_dict(state)
+        return loss
 
-def test_own_rows_load_where_they_were(tmp_path: Path) -> None:
-    get_pool(2)(train, str(tmp_path), "sharded", "", "own", 0, False)
-    for world_size in (2, 4):
-        for rank, (other, gathered, third) in enumerate(get_pool(world_size)(elsewhere, str(tmp_path))):
-            assert other[0] == gathered[0] == "ValueError"
-            assert f"the rows of rank {rank} of {world_size}, got those of rank {1 - rank % 2} of 2." in other[1]
-            assert "expected the rows of all ranks" in gathered[1]
-            assert third[0] == ("RuntimeError" if world_size == 2 else "ValueError")
-            assert all("gather_queue()" in text for _, text in (other, gathered)), third
-            assert "pool='gathered'" in third[1] if world_size == 2 else "gather_queue()" in third[1]
+    expected = f"the rows of rank {rank} of {dist.get_world_size()}, got those of rank {1 - rank % 2} of 2. "
+    for pool, state, text in (("sharded", other, expected), ("gathered", own, "expected the rows of all ranks")):
+        kind, found = error_of(lambda pool=pool, state=state: load(pool, state))  # type: ignore[misc]
+        assert kind == "ValueError"
+        assert text in found
+        assert "gather_queue()" in found
+    if dist.get_world_size() == 4:
+        assert "gather_queue()" in error_of(lambda: load("sharded", own))[1]
+        return
+    loss = load("sharded", own)
+    loss(*rows_of(3, rank, 2))
+    loss.gather_distributed = False
+    kind, text = error_of(lambda: loss(*rows_of(4, 0, 1)))
+    assert kind == "RuntimeError"
+    assert "pool='gathered'" in text
+    assert error_of(lambda: loss.eval()(*rows_of(4, 0, 1)))[0] == "none"  # there the queue takes no part
+    assert torch.equal(loss(*rows_of(4, 0, 1)), fullrank.losses.smooth_ap(*rows_of(4, 0, 1)))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
