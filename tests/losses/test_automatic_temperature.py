@@ -52,7 +52,7 @@ def expected_spread(columns: Tensor) -> float:
 
 
 @pytest.mark.parametrize("classes", [1, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 30, 1000])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 30, 9000])
 def test_spread_equals_the_reference(count: int, classes: int) -> None:
     scores = rows(count, classes)[0].detach().t()
     assert spread_of(scores, None) == pytest.approx(expected_spread(scores), rel=1e-13)
@@ -78,15 +78,6 @@ def test_the_sample_equals_the_reference(count: int, among: int) -> None:
     assert all(k * among // count <= row <= (k + 1) * among // count for k, row in enumerate(chosen))
     assert chosen == sorted(chosen)
     assert chosen[-1] < among
-
-
-@pytest.mark.parametrize(("classes", "count"), [(1, 5000), (2, 5000), (64, 100), (100, 65), (1000, 300)])
-def test_the_size_of_the_sample(classes: int, count: int) -> None:
-    sample = spreads.sample_of(torch.arange(float(classes * count)).view(classes, count), None)
-    assert sample.numel() <= 4096
-    assert sample.shape[0] == min(classes, 64)
-    assert sample.shape[1] == min(count, max(64, 4096 // classes))
-    assert len(sample.unique()) > 0.7 * sample.numel()  # neighbouring parts may share the row at their boundary
 
 
 @pytest.mark.parametrize("classes", [1, 3])
@@ -206,18 +197,6 @@ def test_a_tight_majority_is_a_matter_of_a_hundredth() -> None:
         assert spread_of(1e3 + scores, None) == pytest.approx(expected_spread(scores), rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scores_that_differ_by_the_rounding_of_half_precision_have_no_spread(dtype: torch.dtype) -> None:
-    noise = torch.rand(1, N, generator=torch.Generator().manual_seed(0))
-    eps = torch.finfo(dtype).eps
-    rounded = (3 + 1.6 * eps * noise).to(dtype).float()
-    assert len(rounded.unique()) == 2
-    assert spread_of(rounded, None) == 1.0
-    assert spread_of(rounded.double(), None) == 1.0
-    assert spread_of(rounded + 1e-3 * eps * noise, None) < 2 * eps  # a control: these differ in float32
-    assert spread_of((3 + 40 * eps * noise).to(dtype).float(), None) == pytest.approx(40 * eps * 0.37, rel=0.2)
-
-
 def test_the_whole_range_of_float64() -> None:
     assert spread_of(RAMP[None] * 1.7e308, None) == pytest.approx(1.7e308 / 1.349, rel=0.01)
     assert spread_of(torch.tensor([[-1.7e308, 1.7e308]], dtype=torch.float64), None) == torch.finfo(torch.float64).max
@@ -258,18 +237,10 @@ def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.
         assert usual / 4 < loss.current_temperature < usual
 
 
-def test_constant_scores_have_a_gradient_and_a_queue_of_them_has_no_say() -> None:
+def test_constant_scores_have_a_gradient() -> None:
     """A network whose last layer starts at zero can learn."""
     for function in FUNCTIONS.values():
         assert step(function, torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1][::4].max() < 0
-    loss = SmoothAPLoss(1, queue_size=1000)
-    loss.queue.enqueue(torch.full((1000, 1), 0.5), torch.zeros(1000, dtype=torch.int64))
-    logits, targets = rows(100, dtype=torch.float32)
-    for _ in range(12):
-        value, gradient = step(loss, logits, targets)
-        assert value.isfinite()
-        assert gradient.abs().max() > 1e-4
-    assert loss.current_temperature == pytest.approx(0.1 * spread_of(logits.t(), None), rel=0.1)
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -328,27 +299,6 @@ def test_state_holds_the_setting(make: Callable[..., Any]) -> None:
         loaded = make(1, temperature=other)
         loaded.load_state_dict(torch.load(buffer, weights_only=True))
         assert loaded.temperature == saved
-
-
-# --- compiled, transformed, meta -------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_compiled_equals_eager_at_the_edges() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(smooth_ap, fullgraph=True, backend="eager")
-    sets = {edge: scores[:, None] for edge, (scores, *_) in DEGENERATE.items() if scores.isfinite().all()}
-    sampled_out = torch.zeros(20_000, dtype=torch.float64)  # has a spread, but its sample has none
-    sampled_out[:8000] = torch.randn(8000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sampled_out[evenly_spaced(spreads.MOST_SCORES, 20_000, sampled_out.device)] = 0.0
-    assert spreads.sample_of(sampled_out[None], None).abs().max() == 0
-    assert spread_of(sampled_out[None], None) != 1
-    sets |= {"a sample without a spread": sampled_out[:, None], "many classes": 1000.0 + rows(120, 100)[0].detach()}
-    for edge, scores in sets.items():
-        targets = (torch.arange(len(scores)) % 8 == 0).long()
-        for ours, plain in zip(step(compiled, scores, targets), step(smooth_ap, scores, targets)):
-            largest = plain.abs().max().item()
-            torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8 * largest, msg=lambda m, e=edge: f"{e}: {m}")
 
 
 # --- retrieval -------------------------------------------------------------------------------------------------------

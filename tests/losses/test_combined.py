@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from collective_counter import CollectiveCounter
 from torch import Tensor, nn
 from torch.testing import assert_close
 from workers import WorkerPool, error_of
@@ -224,28 +223,3 @@ def test_a_fault_of_one_rank_raises_on_all(pool: WorkerPool, fault: str, step: i
     assert outcomes[0][0] == error
     assert text in outcomes[0][1]
     assert all(after == expected for *_, after, expected in outcomes)  # no queue has seen the spoiled step
-
-
-def costs(rank: int, kind: str) -> tuple[int, int, list[float]]:
-    """Return the collectives of a call and of its parts alone, and the values of the call and of its parts."""
-    loss, (logits, targets) = combined(kind), rows(rank)
-    combined(kind)(logits, targets)  # from now on rows travel with their header
-    with CollectiveCounter() as together:
-        value = loss(logits, targets)
-    found = [value.item(), *(part.item() for part in loss.parts.values())]
-    with CollectiveCounter() as alone:
-        loss.losses["ap"](logits, targets)
-        if kind == "package":
-            loss.losses["ce"](logits, targets)
-    return together.total, alone.total, found
-
-
-@pytest.mark.parametrize("kind", ["package", "torch"])
-def test_it_costs_the_collectives_of_its_parts_which_are_the_same_on_every_rank(
-    pool_of_two: WorkerPool, kind: str
-) -> None:
-    outcomes = pool_of_two(costs, kind)
-    for together, alone, (value, *parts) in outcomes:
-        assert together == alone + (kind == "torch")
-        assert value == pytest.approx(sum(parts), rel=1e-14)
-    assert (outcomes[0] == outcomes[1]) == (kind == "package")  # a loss of torch has the rows of its process

@@ -153,14 +153,6 @@ def test_forward_and_backward_are_traced(name: str) -> None:
 
 
 @pytest.mark.full
-def test_a_function_whose_sizes_are_dynamic_from_the_first_call_on() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS["recall"], fullgraph=True, backend="eager", dynamic=True)
-    for count, temperature in CALLS:
-        assert_same(compiled, FUNCTIONS["recall"], *rows(count), temperature)
-
-
-@pytest.mark.full
 def test_inductor_compiles_smooth_ap() -> None:
     torch._dynamo.reset()
     try:
@@ -195,14 +187,6 @@ def test_fullgraph_of_what_runs_eagerly_says_so(name: str) -> None:
     function = MODULES[name]() if name in MODULES else OUTSIDE[name]
     with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
         torch.compile(function, backend="eager", fullgraph=True)(*rows(12))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_graph_calls_what_runs_eagerly(name: str) -> None:
-    torch._dynamo.reset()
-    plain: Callable[..., Tensor] = lambda x, t: OUTSIDE[name](2 * x, t)  # noqa: E731
-    assert_same(torch.compile(plain, backend="eager"), plain, *rows(12))
 
 
 @pytest.mark.parametrize("name", ["SmoothAPLoss", "SoftmaxFocalLoss"])

@@ -442,14 +442,6 @@ def test_messages_say_what_to_do_and_are_short(text: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_the_number_of_classes_is_1_by_default() -> None:
-    public = [getattr(room, name) for room in (losses, fullrank.metrics) for name in dir(room)]
-    parameters = {one.__name__: inspect.signature(one).parameters for one in public if isinstance(one, type)}
-    defaults = {name: given["num_classes"].default for name, given in parameters.items() if "num_classes" in given}
-    assert defaults.keys() >= {"SmoothAPLoss", "HardNegativeCrossEntropyLoss", "RecallAtQuantile"}
-    assert set(defaults.values()) == {1}
-
-
 def test_values_are_not_looked_at_without_validation() -> None:
     assert bool(sigmoid_focal(ONES, -ONES, gamma=0, validate_args=False).isfinite())
     labels = NEXT.clone()
@@ -681,13 +673,3 @@ def test_repr_shows_the_settings(text: str) -> None:
         CombinedLoss({"ap": SmoothAPLoss(1)}, {"ap": 0.25}),
     ]
     assert text in repr(shown)
-
-
-def test_repr_shows_the_temperature_that_was_used_last() -> None:
-    loss = SmoothAPLoss()
-    loss(LOGITS[:, :1], BINARY)
-    assert loss.current_temperature is not None
-    assert f"temperature=None (automatic, {loss.current_temperature:.4g} in the last call)\n" in repr(loss)
-    loss.temperature = 0.07
-    assert "temperature=0.07\n" in repr(loss)
-    assert "temperature" not in repr(losses.HardNegativeCrossEntropyLoss())

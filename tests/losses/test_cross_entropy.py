@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import pickle
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from workers import error_of
 
-import fullrank
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss
 
 IGNORED = -100
@@ -104,64 +102,6 @@ def test_controls_other_means_are_seen() -> None:
         assert_as_torch(CrossEntropyLoss(weight), nn.CrossEntropyLoss(weight.sqrt()), logits, targets)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
-def test_half_precision_is_closer_than_torch(loss: str, dtype: torch.dtype, device: torch.device) -> None:
-    """The error against float64 is not larger than that of torch, plus one rounding of the gradient to the dtype."""
-    logits = (4 * numbers(64, 5)).to(dtype)
-    targets = classes((64, 5)) if loss == "cross_entropy" else (numbers(64, 5, seed=3) > 0).to(dtype)
-    ours, theirs = (CrossEntropyLoss(), nn.CrossEntropyLoss())
-    if loss == "binary":
-        ours, theirs = BCEWithLogitsLoss(), nn.BCEWithLogitsLoss()
-    value, gradient = (one.cpu() for one in both(ours, ours, logits.to(device), targets.to(device))[0])
-    wide = targets.double() if loss == "binary" else targets
-    exact = both(theirs, theirs, logits.double(), wide)[0]
-    naive = both(theirs, theirs, logits, targets)[0]
-    assert value.dtype == torch.float32
-    assert gradient.dtype == dtype
-    assert abs(value.double() - exact[0]) <= abs(naive[0].double() - exact[0]) + 1e-6
-    error, naive_error = ((one.double() - exact[1]).abs().max() for one in (gradient, naive[1]))
-    assert error <= naive_error + torch.finfo(dtype).eps * exact[1].abs().max()
-
-
-EMPTY = {
-    "all ignored": (CrossEntropyLoss(), torch.full((4,), IGNORED)),
-    "all ignored, smoothing": (CrossEntropyLoss(label_smoothing=0.1), torch.full((4,), IGNORED)),
-    "weights of zero": (CrossEntropyLoss(torch.tensor([0.0, 1.0, 1.0])), torch.zeros(4, dtype=torch.int64)),
-    "no rows": (CrossEntropyLoss(), torch.zeros(0, dtype=torch.int64)),
-    "no rows of probabilities": (CrossEntropyLoss(), torch.zeros(0, 3)),
-    "no elements": (BCEWithLogitsLoss(), torch.zeros(0, 3)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("name", EMPTY)
-def test_nothing_to_average_gives_zero_and_zero_gradients(name: str) -> None:
-    """torch gives NaN there, and 0 for the sum of nothing; nothing divides 0 by 0 on the way."""
-    loss, targets = EMPTY[name]
-    logits = numbers(len(targets), 3).float().requires_grad_()
-    with torch.autograd.detect_anomaly(check_nan=True):
-        value = loss(logits, targets)
-        (gradient,) = torch.autograd.grad(value, logits)
-    assert value.item() == 0.0
-    assert gradient.shape == logits.shape
-    assert not gradient.any()
-    theirs = nn.BCEWithLogitsLoss() if name == "no elements" else nn.CrossEntropyLoss(loss.weight)
-    assert theirs(logits, targets).isnan()
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-def test_ignored_elements_may_hold_anything(poison: float) -> None:
-    logits, targets = numbers(37, 5), classes((37, 5))
-    kept = targets != IGNORED
-    poisoned = logits.masked_fill(~kept[:, None], poison).requires_grad_()
-    value = CrossEntropyLoss()(poisoned, targets)
-    (gradient,) = torch.autograd.grad(value, poisoned)
-    assert_close(value, nn.CrossEntropyLoss()(logits[kept], targets[kept]), rtol=1e-14, atol=0.0)
-    assert not gradient[~kept].any()
-    assert bool(gradient[kept].any(dim=1).all())
-
-
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])
 def test_sample_weights_become_the_counts(kind: str) -> None:
     logits, given, weight = numbers(37, 5), numbers(37, seed=6).abs(), numbers(5, seed=4).abs()
@@ -224,16 +164,6 @@ TOGETHER: list[tuple[Any, type[Exception], str]] = [
 def test_weights_and_tensors_that_do_not_fit(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
-
-
-def test_the_device_is_read_once_for_a_comparison_of_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, reads = CrossEntropyLoss(torch.ones(3)), []
-    tolist = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
-    for _ in range(3):
-        loss.extra_repr()
-    assert len(reads) == 1
-    assert fullrank.CrossEntropyLoss is CrossEntropyLoss
 
 
 # Over ranks; tests/distributed has the promise and the faults of all losses.

@@ -240,38 +240,3 @@ def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make
     assert len(texts) == (
         fix in ("1/quantile = 250", "1/beta = 250", "quantile=0.05", "num_classes=1")
     )  # these read no value
-
-
-def test_numbers_reach_the_host(device):
-    values = torch.arange(3.0, device=device)
-    copy_ = hints.start_copy(values)
-    assert copy_ is not None
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    assert copy_.has_arrived()
-    assert copy_.host.device.type == "cpu"
-    assert copy_.host.tolist() == [0.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize("name", ["small pool", "probabilities"])
-def test_scores_without_a_class_dimension_give_the_same_hints(name):
-    make, steps, _ = MISUSES[name]
-    make_scores = steps.get("make_scores", draw)
-    columns, flat = (
-        texts_of(make(), 40, **{**steps, "make_scores": scores})
-        for scores in (make_scores, lambda step: make_scores(step)[:, 0])
-    )
-    assert flat == columns
-
-
-def test_a_warning_does_not_change_the_loss():
-    values = []
-    for validate_args in (True, False):
-        loss = RecallAtQuantileLoss(1, quantile=0.004, queue_size=0, temperature=1e-6, validate_args=validate_args)
-        scores = draw(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = loss(scores, every(5))
-            value.backward()
-        values.append((value.detach(), scores.grad))
-    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)

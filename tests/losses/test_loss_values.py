@@ -81,6 +81,44 @@ def test_functional(name, setting, inputs, reduction, device):
     assert_close(ours, theirs, **EXACT)
 
 
+# What the definitions would be with one change of their arguments or of their rows.
+CONTROLS = {
+    "smooth_ap": [{"temperature": 0.31}],
+    "recall_at_quantile": [{"quantile": 0.34}, {"quantile": 0.2}],
+    "pauc_at_budget": [
+        {"alpha": 0.0},
+        {"beta": 0.6},
+        {"surrogate": "trapezoid"},
+        {"tau_scale": "band"},
+        {"pos_numerator": "live"},
+        {"budget_basis": "population"},
+        {"quantile_interpolation": "lower"},
+    ],
+    "hard_negative_cross_entropy": [{"share": 0.3}],
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_controls_of_the_definitions(name):
+    """Another argument, ignored rows as positives, no mask and no queue give other values."""
+    loss, case = POOLED[name], INPUTS["binary"]
+    rows, past = case.rows(0), case.rows(1)
+    rows = rows._replace(iid_mask=torch.arange(case.num_rows) % 2 == 0 if name == "pauc_at_budget" else None)
+    settings = loss.default | ({"alpha": 0.1} if name == "pauc_at_budget" else {})
+    module = case.module(loss, queue_size=100, **settings)
+    module.queue.enqueue(past.logits, past.targets)
+    ours, past = cases.call(module, rows).item(), reference.enqueue(None, past, 100)
+    assert_close(ours, loss.reference(rows, past, **settings).loss.item(), **EXACT)
+    wrong = [loss.reference(rows, past, **(settings | change)) for change in CONTROLS[name]]
+    wrong += [
+        loss.reference(rows, **settings),
+        loss.reference(rows._replace(targets=rows.targets.abs().clamp_max(1)), past, **settings),
+    ]
+    if rows.iid_mask is not None:
+        wrong.append(loss.reference(rows._replace(iid_mask=None), past, **settings))
+    assert min(abs(ours - other.loss.item()) for other in wrong) > 1e-5
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ORDER)
 def test_a_class_without_positives_is_left_out(name, reduction):
@@ -117,51 +155,6 @@ def test_focal(name, setting, weighted, device):
             assert_close(ours, cases.gradient(expected, twin), **EXACT)
 
 
-def test_focal_controls():
-    logits, targets, weight = cases.focal_classes()
-    values = {
-        reduction: reference.softmax_focal(logits, targets, reduction=reduction, label_smoothing=0.2)
-        for reduction in ("mean", "mean_positive", "sum", "none")
-    }
-    ours = cases.losses.softmax_focal(logits, targets, label_smoothing=0.2)
-    assert_close(ours, values["mean"], **EXACT)
-    wrong = {
-        "ignored elements counted": values["none"].mean(),
-        "background not counted": values["mean_positive"],
-        "mean of the means of the rows": values["none"].mean(dim=1).mean(),
-        "no smoothing": reference.softmax_focal(logits, targets),
-    }
-    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
-    weighted = cases.losses.softmax_focal(logits, targets, sample_weight=weight)
-    by_count = (reference.softmax_focal(logits, targets, reduction="none") * weight).sum() / (targets >= 0).sum()
-    assert abs((weighted - by_count).item()) > 1e-3
-
-
-def test_mean_weighted_is_the_weighted_cross_entropy_of_torch():
-    logits, targets, weight = cases.focal_classes()
-    alpha = [0.1, 2.0, 0.0, 0.7]
-    theirs = torch.nn.CrossEntropyLoss(weight=torch.tensor(alpha, dtype=torch.float64))(logits, targets)
-    arguments = {"alpha": alpha, "gamma": 0.0}
-    ours = cases.losses.softmax_focal(logits, targets, reduction="mean_weighted", **arguments)
-    assert_close(ours, theirs, **EXACT)
-    by_count = cases.losses.softmax_focal(logits, targets, **arguments)
-    assert abs((by_count - theirs).item()) > 1e-3
-    assert_close(
-        cases.losses.softmax_focal(logits, targets, reduction="mean_weighted", sample_weight=weight),
-        cases.losses.softmax_focal(logits, targets, sample_weight=weight),
-        **EXACT,
-    )
-    logits, targets, weight = cases.focal_binary()
-    of_classes = 0.9 * targets + 0.1 * (1 - targets)
-    for given in (None, weight):
-        mass = of_classes * (1.0 if given is None else given)
-        theirs = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets, mass, reduction="sum")
-        options = {"alpha": 0.9, "gamma": 0.0, "sample_weight": given}
-        ours = cases.losses.sigmoid_focal(logits, targets, reduction="mean_weighted", **options)
-        assert_close(ours, theirs / mass.sum(), **EXACT)
-        assert abs((cases.losses.sigmoid_focal(logits, targets, **options) - ours).item()) > 1e-3
-
-
 @pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3)], ids=["rows", "column", "full"])
 def test_sigmoid_focal_weights_broadcast_over_trailing_dimensions(shape):
     generator = torch.Generator().manual_seed(0)
@@ -171,69 +164,6 @@ def test_sigmoid_focal_weights_broadcast_over_trailing_dimensions(shape):
     full = (weight[:, None] if weight.ndim == 1 else weight).expand(7, 3)
     expected = reference.sigmoid_focal(logits, targets, sample_weight=full)
     assert_close(cases.losses.sigmoid_focal(logits, targets, sample_weight=weight), expected, **EXACT)
-
-
-def _smooth_ap_of(scores, positive, temperature, *, self_term=0.0, ratio_of_means=False):
-    sigmoids = torch.sigmoid((scores[None] - scores[:, None]) / temperature)[positive]
-    above = sigmoids.sum(dim=1) - 0.5 + self_term  # s(0) = 1/2 is the row itself
-    rank_pos, rank_all = 1 + sigmoids[:, positive].sum(dim=1) - 0.5 + self_term, 1 + above
-    return 1 - (rank_pos.sum() / rank_all.sum() if ratio_of_means else (rank_pos / rank_all).mean())
-
-
-def test_smooth_ap_controls():
-    rows = INPUTS["binary"].rows(0)
-    kept = rows.targets >= 0
-    scores, positive = rows.logits[kept, 0], rows.targets[kept] == 1
-    ours = cases.losses.smooth_ap(rows.logits, rows.targets, temperature=0.3)
-    assert_close(ours, _smooth_ap_of(scores, positive, 0.3), **EXACT)
-    wrong = {
-        "self term": _smooth_ap_of(scores, positive, 0.3, self_term=0.5),
-        "ratio of means": _smooth_ap_of(scores, positive, 0.3, ratio_of_means=True),
-        "ignored rows as negatives": _smooth_ap_of(rows.logits[:, 0], rows.targets == 1, 0.3),
-    }
-    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
-
-
-@pytest.mark.parametrize("off", [-1, 1])
-def test_recall_control_threshold_off_by_one_row(off):
-    rows = INPUTS["binary"].rows(0)
-    kept = rows.targets >= 0
-    scores, positive = rows.logits[kept, 0], rows.targets[kept] == 1
-    ordered = scores.sort().values
-
-    def recall_loss(place):
-        return 1 - torch.sigmoid((scores[positive] - ordered[place]) / 0.3).mean()
-
-    ours = cases.losses.recall_at_quantile(rows.logits, rows.targets, quantile=0.3, temperature=0.3)
-    # (1 - 0.3)(n - 1) rounded up, in whole numbers.
-    place = -(-7 * (len(scores) - 1) // 10)
-    assert_close(ours, recall_loss(place), **EXACT)
-    assert abs((ours - recall_loss(place + off)).item()) > 1e-3
-
-
-def test_pauc_controls():
-    case = INPUTS["binary"]
-    rows, past = case.rows(0), case.rows(1)
-    rows = rows._replace(iid_mask=torch.arange(case.num_rows) % 2 == 0)
-    settings = {"alpha": 0.1, "beta": 0.5, "surrogate": "pairwise"}
-    module = case.module(POOLED["pauc_at_budget"], queue_size=100, **settings)
-    module.queue.enqueue(past.logits, past.targets)
-    ours = cases.call(module, rows).item()
-    past = reference.enqueue(None, past, 100)
-    assert_close(ours, reference.pauc_at_budget(rows, past, **settings).loss.item(), **EXACT)
-    changes = [
-        {"alpha": 0.0},
-        {"beta": 0.6},
-        {"surrogate": "trapezoid"},
-        {"tau_scale": "band"},
-        {"pos_numerator": "live"},
-        {"budget_basis": "population"},
-        {"quantile_interpolation": "lower"},
-    ]
-    wrong = {str(change): reference.pauc_at_budget(rows, past, **(settings | change)).loss.item() for change in changes}
-    wrong["no iid mask"] = reference.pauc_at_budget(rows._replace(iid_mask=None), past, **settings).loss.item()
-    wrong["no queue"] = reference.pauc_at_budget(rows, **settings).loss.item()
-    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-5] == []
 
 
 @pytest.mark.parametrize("setting", POOLED["pauc_at_budget"].settings)

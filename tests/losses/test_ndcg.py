@@ -80,12 +80,8 @@ def test_small_temperatures_give_scikit_learn_and_torchmetrics(
     assert_close(1 - whole.mean().item(), value.item(), rtol=0, atol=1e-6)  # the metric is float32
 
 
-def test_degenerate_and_infinite_rows() -> None:
+def test_infinite_rows_and_nan() -> None:
     scores, relevance, indexes = rows_of(20)
-    for given in ((scores[:0], relevance[:0]), (scores, relevance * 0), (scores, relevance * 0, indexes)):
-        value = NDCGLoss()(*given)
-        assert value.item() == 0.0
-        assert not torch.autograd.grad(value, scores, allow_unused=True)[0].any()
     infinite = scores.detach().clone()
     infinite[1], infinite[2] = math.inf, -math.inf
     finite = infinite.clamp(-1e3, 1e3)
@@ -107,13 +103,8 @@ def test_scikit_learn_to_1e_6_where_scores_are_15_temperatures_apart(count: int)
     assert errors[1] > 1e-5  # the control: closer scores are smoothed
 
 
-def test_half_precision_and_what_is_refused() -> None:
+def test_what_is_refused() -> None:
     scores, relevance, _ = rows_of(30)
-    half = scores.detach().half().requires_grad_()
-    loss = NDCGLoss(2.0)(half, relevance)
-    assert loss.dtype == torch.float32
-    assert_close(loss.double(), NDCGLoss(2.0)(scores, relevance), rtol=1e-6, atol=0)
-    assert torch.autograd.grad(loss, half)[0].dtype == torch.float16
     with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
         NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
     with pytest.raises(RuntimeError, match=r"logits: expected a tensor with values, got .*on the meta device"):

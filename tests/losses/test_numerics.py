@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loss_cases import POOLED, VARIANTS, normal
+from loss_cases import POOLED, VARIANTS, normal, step
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
@@ -82,24 +82,46 @@ def ours(scores: Tensor, positive: Tensor, dtype: torch.dtype, **options: object
     return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
-@pytest.mark.slow
+def with_ends(scores: Tensor, positive: Tensor) -> Tensor:
+    """Return scores 1e-9 apart, of which a negative and two positives are at the ends of float32."""
+    scores = scores * 1e-9
+    negatives, positives = (~positive).nonzero()[:, 0], positive.nonzero()[:, 0]
+    scores[negatives[0]], scores[positives[0]], scores[positives[1]] = -3e30, 3e30, -3e30
+    return scores
+
+
+def with_outlier(outlier: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a change that moves one negative."""
+    return lambda scores, positive: scores.index_fill(0, (~positive).nonzero()[3], outlier)
+
+
+# How the scores are changed, the rate to which the band reaches, and the rule of its quantiles.
+CHANGES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str]] = {
+    **{f"outlier {far:g}": (with_outlier(far), 1.0, "higher") for far in (-1e6, -1e7, -1e9, -1e30)},
+    "ranges beyond float32 in temperatures": (with_ends, 1.0, "higher"),
+    "interpolated edges": (lambda scores, positive: scores, 0.3, "linear"),
+    "interpolated edges far from zero": (lambda scores, positive: scores + 1e6, 0.3, "linear"),
+}
+
+
 @DTYPES
-@pytest.mark.parametrize("outlier", [-1e6, -1e7, -1e9, -1e30])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
-@pytest.mark.parametrize("count", [300, 5000])
-def test_pauc_with_an_outlier_in_its_band(
-    count: int, surrogate: str, outlier: float, dtype: torch.dtype, limit: float
-) -> None:
-    scores, positive = normal(count), normal(count, seed=1) > 1
-    scores[(~positive).nonzero()[3]] = outlier
-    scores = scores.float().double()
-    loss, exact = pauc_of_all_pairs(scores, positive, surrogate)
-    value, gradient = ours(scores, positive, dtype, beta=1.0, surrogate=surrogate)
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_pauc_of_scores_far_apart(count: int, surrogate: str, change: str, dtype: torch.dtype, limit: float) -> None:
+    changed, beta, interpolation = CHANGES[change]
+    positive = normal(count, seed=1) > 1
+    scores = changed(normal(count), positive).float().double()
+    options = {"beta": beta, "surrogate": surrogate, "quantile_interpolation": interpolation}
+    loss, exact = pauc_of_all_pairs(scores, positive, surrogate, beta, interpolation)
+    value, gradient = ours(scores, positive, dtype, **options)
+    # In float64 the reference itself rounds its quantiles, to 1e-10 of the spread at 1e6.
+    limit = max(limit, 1e-9 if "zero" in change else 0)
     assert error(gradient, exact) <= limit
     assert abs(float(value) - float(loss)) <= limit
-    if dtype == torch.float32 and outlier == -1e7:  # control: the scores divided around the outlier
-        shifted = (scores.float() - outlier).double()
-        assert error(ours(shifted, positive, torch.float64, beta=1.0, surrogate=surrogate)[1], exact) > 1e-3
+    if dtype == torch.float32 and change == "outlier -1e+07":  # control: the scores divided around the outlier
+        shifted = (scores.float() + 1e7).double()
+        assert error(ours(shifted, positive, torch.float64, **options)[1], exact) > 1e-3
 
 
 @pytest.mark.slow
@@ -152,34 +174,6 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
 
 
 @DTYPES
-@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
-def test_ranges_beyond_the_largest_float32_in_temperatures(surrogate: str, dtype: torch.dtype, limit: float) -> None:
-    scores, positive = (normal(300) * 1e-9).float().double(), normal(300, seed=1) > 1
-    negatives, positives = (~positive).nonzero()[:, 0], positive.nonzero()[:, 0]
-    scores[negatives[0]], scores[positives[0]], scores[positives[1]] = -3e30, 3e30, -3e30
-    scores = scores.float().double()
-    loss, exact = pauc_of_all_pairs(scores, positive, surrogate)
-    value, gradient = ours(scores, positive, dtype, beta=1.0, surrogate=surrogate)
-    assert error(gradient, exact) <= limit
-    assert abs(float(value) - float(loss)) <= limit
-
-
-# Thresholds between two scores
-
-
-@DTYPES
-@pytest.mark.parametrize("offset", [0.0, 1e6])
-@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
-def test_interpolated_band_edges_far_from_zero(surrogate: str, offset: float, dtype: torch.dtype, limit: float) -> None:
-    scores, positive = (normal(300) + offset).float().double(), normal(300, seed=1) > 1
-    loss, exact = pauc_of_all_pairs(scores, positive, surrogate, 0.3, "linear")
-    value, gradient = ours(scores, positive, dtype, beta=0.3, surrogate=surrogate, quantile_interpolation="linear")
-    # In float64 the reference itself rounds its quantiles, to 1e-10 of the spread at 1e6.
-    assert error(gradient, exact) <= max(limit, 1e-9 if offset else 0)
-    assert abs(float(value) - float(loss)) <= max(limit, 1e-9 if offset else 0)
-
-
-@DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize("interpolation", ["linear", "midpoint"])
 @pytest.mark.parametrize("num_classes", [1, 3])
@@ -187,26 +181,24 @@ def test_interpolated_recall_far_from_zero(
     num_classes: int, interpolation: str, offset: float, dtype: torch.dtype, limit: float
 ) -> None:
     scores, positive = (normal(301, num_classes) + offset).float().double(), normal(301, num_classes, seed=1) > 1
-    exact = torch.zeros_like(scores)
-    for c in range(num_classes):
-        threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation)
-        rows = positive[:, c]
-        exact[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
-        exact[:, c] -= exact[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
-    leaf = scores.to(dtype).requires_grad_()
+
+    def by_thresholds(of_dtype: torch.dtype) -> Tensor:
+        """Return the gradient, the thresholds being rounded to ``of_dtype``."""
+        found = torch.zeros_like(scores)
+        for c in range(num_classes):
+            threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation).to(of_dtype).double()
+            rows = positive[:, c]
+            found[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
+            found[:, c] -= found[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
+        return found
+
+    exact = by_thresholds(torch.float64)
     options = {"quantile_interpolation": interpolation, "reduction": "sum", "multi_hot": num_classes > 1}
     targets = positive.long() if num_classes > 1 else positive[:, 0].long()
-    recall_at_quantile(leaf, targets, 0.123, 0.3, **options).backward()
-    assert leaf.grad is not None
-    assert error(leaf.grad, exact) <= max(limit, 1e-9 if offset else 0)
-    if offset and dtype == torch.float32 and num_classes == 1:  # control: the threshold in float32
-        rounded = torch.zeros_like(scores)
-        for c in range(num_classes):
-            threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation).float().double()
-            rows = positive[:, c]
-            rounded[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
-            rounded[:, c] -= rounded[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
-        assert error(rounded, exact) > 1e-3
+    call = functools.partial(recall_at_quantile, quantile=0.123, temperature=0.3, **options)
+    assert error(step(call, scores.to(dtype), targets)[1], exact) <= max(limit, 1e-9 if offset else 0)
+    if offset and num_classes == 1:
+        assert error(by_thresholds(torch.float32), exact) > 1e-3  # the control
 
 
 def test_a_threshold_between_two_large_scores_counts_only_those_above() -> None:

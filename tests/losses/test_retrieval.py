@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,7 +18,6 @@ from batches import split
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from reference import Rows
-from scripts import run_script
 from sklearn.metrics import average_precision_score
 from subjects import NUM_FEATURES, Model
 from subjects import gradient as flat
@@ -134,18 +132,6 @@ def test_the_dtype_of_indexes_does_not_matter(dtype: torch.dtype) -> None:
     small = indexes.unique(return_inverse=True)[1].to(dtype)
     expected = smooth_ap(logits, targets, 0.3, "none", indexes=indexes)
     assert_close(smooth_ap(logits, targets, 0.3, "none", indexes=small), expected, equal_nan=True, rtol=0, atol=0)
-
-
-def test_ignored_rows_are_removed_rows_and_their_nan_is_not_seen() -> None:
-    (logits, targets, *_), indexes = make_queries()
-    kept = targets != IGNORED
-    expected = smooth_ap(logits[kept], targets[kept], 0.3, indexes=indexes[kept])
-    poisoned = logits.masked_fill(~kept[:, None], math.nan).requires_grad_()
-    loss = smooth_ap(poisoned, targets, 0.3, indexes=indexes)
-    assert_close(loss, expected, **EXACT)
-    gradient = torch.autograd.grad(loss, poisoned)[0]
-    assert gradient.isfinite().all()
-    assert not gradient[~kept].any()
 
 
 def test_nan_poisons_its_own_query() -> None:
@@ -362,22 +348,6 @@ def test_an_embedding_of_zeros_is_orthogonal_to_all() -> None:
     assert gradients[0][3].any()
 
 
-def test_nan_in_an_embedding() -> None:
-    embeddings, labels = make_embeddings("ignored rows")
-    clean = retrieval_smooth_ap(embeddings, labels)
-    ignored = embeddings.masked_fill((labels == IGNORED)[:, None], math.nan).requires_grad_()
-    loss = retrieval_smooth_ap(ignored, labels)
-    assert torch.equal(loss, clean)
-    gradient = torch.autograd.grad(loss, ignored)[0]
-    assert gradient.isfinite().all()
-    assert not gradient[labels == IGNORED].any()
-    poisoned = embeddings.clone()
-    poisoned[int((labels == 2).nonzero()[0]), 0] = math.nan
-    assert retrieval_smooth_ap(poisoned, labels).isnan()
-    # Two rows of one label: no query is valid, and NaN is seen still.
-    assert retrieval_smooth_ap(poisoned[labels == 2], labels[labels == 2]).isnan()
-
-
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_queue_is_ranked_and_is_no_query(reduction: str) -> None:
     """The reference over live and queued rows, of which the live ones are queries. The control: without the queue."""
@@ -413,20 +383,6 @@ def test_bools_are_labels_and_another_value_is_ignored() -> None:
     assert not torch.equal(retrieval_smooth_ap(embeddings, moved), expected)
     even = retrieval_smooth_ap(embeddings, labels % 2 == 0)
     assert torch.equal(even, retrieval_smooth_ap(embeddings, 5 - 3 * (labels % 2)))
-
-
-@pytest.mark.full
-def test_memory_of_four_thousand_embeddings(tmp_path: Path) -> None:
-    """The peak of a process, Python and torch included, with 4,096 x 64 and 64 rows of a label."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("needs Linux's /proc")
-    script = tmp_path / "peak.py"
-    folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    script.write_text(f"import sys; sys.path.insert(0, {str(folder)!r})\nimport retrieval\nprint(retrieval.peak(64))\n")
-    done = run_script(script, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    # A quarter of what is allowed. One array of all pairs and their rows would take 256 GiB, as the peer's would.
-    assert 2**27 < int(done.stdout) < 2**30
 
 
 # --- over ranks ------------------------------------------------------------------------------------------------------

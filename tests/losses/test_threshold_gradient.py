@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import loss_cases as cases
 import pytest
 import reference
 import torch
-from loss_cases import INPUTS, POOLED, normal, step
+from loss_cases import POOLED, normal, step
 from reference import Rows
 from torch import Tensor
 from torch.testing import assert_close
@@ -142,19 +141,6 @@ def test_a_threshold_near_the_ends_of_float32() -> None:
     assert bool(found[0].any())
 
 
-def test_a_nan_reaches_no_other_class() -> None:
-    scores, targets = normal(40, 2), (normal(40, 2, seed=1) > 0.5).long()
-    expected = recall_at_quantile(scores, targets, 0.2, 0.3, "none", multi_hot=True)
-    scores[3, 0] = math.nan
-    leaf = scores.clone().requires_grad_()
-    value = recall_at_quantile(leaf, targets, 0.2, 0.3, "none", multi_hot=True)
-    assert value[0].isnan()
-    assert torch.equal(value[1], expected[1])
-    (gradient,) = torch.autograd.grad(value[1], leaf)
-    assert bool(gradient[:, 1].isfinite().all())
-    assert float(imbalance(gradient)[1]) <= 1e-12
-
-
 @pytest.mark.parametrize(("interpolation", "is_control"), [("higher", False), ("linear", False), ("higher", True)])
 def test_a_class_that_is_not_valid_has_no_gradient(
     monkeypatch: pytest.MonkeyPatch, interpolation: str, is_control: bool
@@ -243,30 +229,3 @@ def test_shares_exist_where_every_slope_underflows(
     assert float((gradient.double() - exact).abs().max() / exact.max()) <= limit
     naive = torch.sigmoid(-distance[0].to(torch.float32)) * rows[0]  # control: the slopes themselves are all 0
     assert not bool(naive.any())
-
-
-# Pools
-
-
-@pytest.mark.parametrize("name", ["recall_at_quantile", "pauc_at_budget"])
-@pytest.mark.parametrize("pool", [{"queue_keep": "negatives"}, {"max_pool_size": 30}], ids=str)
-def test_queues_of_negatives_alone_and_draws_are_in_balance(name: str, pool: dict[str, Any]) -> None:
-    options = {"surrogate": "trapezoid"} if name == "pauc_at_budget" else {}
-    case = INPUTS["classes"]
-    loss = case.module(POOLED[name], queue_size=200, **(POOLED[name].default | options | pool))
-    with pytest.warns(UserWarning, match="drawn down to") if "max_pool_size" in pool else nullcontext():
-        for seed in range(3):
-            rows = case.rows(seed, weighted=True)
-            gradient = step(loss, rows.logits, rows.targets, sample_weight=rows.sample_weight)[1]
-            assert bool((imbalance(gradient) <= 1e-12).all())
-
-
-def test_it_shows_in_repr_and_acts_on_the_trapezoid() -> None:
-    assert "threshold_gradient=True" in repr(RecallAtQuantileLoss(1))
-    options = {"beta": 0.4, "surrogate": "trapezoid", "queue_size": 0}
-    losses = [PAUCAtBudgetLoss(1, **options, threshold_gradient=carried) for carried in (True, False)]
-    assert "threshold_gradient=False" in repr(losses[1])
-    scores, targets = normal(60, 1), (normal(60, seed=1) > 0.5).long()
-    (value, gradient), (other, others) = (step(loss, scores, targets) for loss in losses)
-    assert torch.equal(value, other)
-    assert not torch.equal(gradient, others)

@@ -172,13 +172,6 @@ def test_resuming_continues_as_if_never_stopped(saved_at: int, temperatures: dic
     assert list(course(second, range(saved_at, 12))) == straight[saved_at:]
 
 
-def test_a_saved_temperature_is_for_a_loss_that_has_one() -> None:
-    saved = wrapper_of(**copy.deepcopy(FIXED), warmup_steps=1).get_extra_state()
-    without = wrapper_of(main_loss=Plain(), warmup_steps=1)
-    without.set_extra_state(saved)
-    assert not hasattr(without.main_loss, "temperature")
-
-
 # --- what reaches the two losses -------------------------------------------------------------------------------------
 
 
