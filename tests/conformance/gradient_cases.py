@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
+from fullrank.losses import retrieval
 
 NUM_STEPS = 4
 COMBINED = ("smooth_ap", "cross_entropy")
 CONTRASTIVE = ("info_nce", "info_nce_one_way", "sup_con")
+RETRIEVAL = ("retrieval", "retrieval_split")  # the queries of all on each process, or of each its own
 ELEMENTS = ("sigmoid_focal", "binary_cross_entropy")  # of which each has a target
 
 
@@ -68,12 +70,14 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         clip = {"symmetric": name == "info_nce", "learn_temperature": name == "info_nce", **options}
         loss = Pairs(fullrank.InfoNCELoss(case.temperature, queue_size=case.queue_size, **clip))
         return loss.to(getattr(torch, case.dtype))
+    if name in RETRIEVAL:
+        return fullrank.RetrievalSmoothAPLoss(case.temperature, queue_size=case.queue_size, **of_elements)
     if name == "combined":
         parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
         return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
     same = ("queue_size", "max_pool_size", "reduction", "queue_keep", "multi_hot")
     pooled = options | {name: getattr(case, name) for name in same} | ({} if local else {"pool": case.pool})
-    if name == "smooth_ap":
+    if name in ("smooth_ap", "queries"):
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if name == "hard_negative":
         return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
@@ -110,7 +114,7 @@ def make_step(case: Case, step: int) -> Rows:
 
 def num_outputs(case: Case) -> int:
     """Return the number of logits per row."""
-    if case.loss in CONTRASTIVE:
+    if case.loss in (*CONTRASTIVE, *RETRIEVAL):
         return 8
     return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined") else case.num_classes
 
@@ -145,10 +149,14 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
             step = part_of(step, split(step.features.shape[0], world_size, index), rank)
         optimizer.zero_grad()
         options = {} if step.weight is None else {"sample_weight": step.weight}
+        if case.loss == "queries":
+            options["indexes"] = (2 * step.features[:, 0]).round().long()
         if case.loss_inside:
             value = wrapped(step.features, step.targets, **options)
         else:
             value = loss(wrapped(step.features), step.targets, **options)
+        if case.reduction == "none":
+            value = (value.nan_to_num() * torch.linspace(0.5, 2, len(value), dtype=value.dtype)).sum()
         value.backward()
         for parameter in outside if case.gradient_reduction == "sum" and not local else []:
             dist.all_reduce(parameter.grad)
@@ -166,7 +174,8 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """
     whole = train(case, rank, 1)
     costs = TABLE["cpu"]._replace(pair=1e9) if case.by_bins else TABLE["cpu"]
-    with mock.patch.dict(TABLE, cpu=costs):
+    fewest = 0 if case.loss == "retrieval_split" else retrieval.FEWEST_SPLIT
+    with mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
         spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
     pairs = list(zip(spread.gradients, whole.gradients))
     value = max(float(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3)) for a, b in pairs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import part_of, split
-from gradient_cases import Case
+from gradient_cases import RETRIEVAL, Case
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor
@@ -18,8 +18,17 @@ from workers import WorkerPool, get_pool
 import fullrank
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
-UNWEIGHTED = ["info_nce", "sup_con", "ndcg"]
-LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", *UNWEIGHTED]
+UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
+LOSSES = [
+    *POOLED,
+    "softmax_focal",
+    "sigmoid_focal",
+    "cross_entropy",
+    "binary_cross_entropy",
+    "combined",
+    "queries",
+    *UNWEIGHTED,
+]
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
 
@@ -78,6 +87,11 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
         Case("binary_cross_entropy", reduction="sum"),
         Case("smooth_ap", num_classes=3, reduction="sum"),
         *(Case(loss, temperature=0.07, dtype=dtype) for loss in ("info_nce", "sup_con") for dtype in LIMITS),
+        Case("smooth_ap", temperature=None, num_classes=3),
+        Case("recall", temperature=None),
+        *(Case("queries", reduction=way, weighted=way != "sum") for way in ("mean", "sum", "none")),
+        *(Case(loss, reduction=way) for loss in RETRIEVAL for way in ("mean", "sum", "none")),
+        *(Case(loss, dtype="float32") for loss in ("queries", *RETRIEVAL)),
         Case("info_nce_one_way", queue_size=0),
         Case("info_nce_one_way", queue_size=50),
         Case("sup_con", queue_size=0),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,18 +14,12 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-from batches import split
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from reference import Rows
 from sklearn.metrics import average_precision_score
-from subjects import NUM_FEATURES, Model
-from subjects import gradient as flat
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.testing import assert_close
-from workers import WorkerPool
 
 import fullrank
 from fullrank.kernels.costs import TABLE
@@ -385,140 +380,32 @@ def test_bools_are_labels_and_another_value_is_ignored() -> None:
     assert torch.equal(even, retrieval_smooth_ap(embeddings, 5 - 3 * (labels % 2)))
 
 
-# --- over ranks ------------------------------------------------------------------------------------------------------
+# --- over ranks; tests/conformance has the promise ----------------------------------------------------------------
 
 
-class Form(NamedTuple):
-    """One of the losses of retrieval, and how its gradients are combined."""
-
-    loss: str  # "queries", "embeddings", or "split": embeddings of which each rank computes its own queries
-    dtype: str = "float64"
-    reduction: str = "mean"
-    gradient_reduction: str = "mean"
-    control: str = ""  # "apart": every rank ranks its own rows; "own part": it keeps its own part of the gradient
-
-    def module(self, local: bool = False) -> nn.Module:
-        """Return the loss, over the rows of all ranks or of one process."""
-        gather = False if local or self.control == "apart" else None
-        options: dict[str, Any] = {"reduction": self.reduction, "gather_distributed": gather}
-        options |= {"gradient_reduction": self.gradient_reduction, "temperature": 0.2}
-        if self.loss == "queries":
-            return fullrank.SmoothAPLoss(1, queue_size=32, **options)
-        return fullrank.RetrievalSmoothAPLoss(**options)
-
-    def arguments(self, step: int, own: slice = slice(None)) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return features, targets and keywords of a batch of which the rows of a query, and of a label, lie apart."""
-        generator = torch.Generator().manual_seed(step)
-        count = 41 + 4 * step
-        weight = torch.rand(count, generator=generator, dtype=torch.float64)
-        targets = torch.randint(0, 2 if self.loss == "queries" else 9, (count,), generator=generator)
-        features = torch.randn(count, NUM_FEATURES, generator=generator, dtype=torch.float64)
-        indexes = torch.randint(-3, 4, (count,), generator=generator)
-        given = features, targets.masked_fill(torch.arange(count) % 11 == 3, IGNORED), weight, indexes
-        features, targets, weight, indexes = (tensor[own] for tensor in given)
-        dtype = getattr(torch, self.dtype)
-        options = {"sample_weight": weight.to(dtype), "indexes": indexes} if self.loss == "queries" else {}
-        return features.to(dtype), targets, options
-
-
-def outcome(form: Form, rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the gradient of the parameters once the ranks have combined it."""
-    local, own = world_size == 1, slice(None)
-    model = Model(form.dtype, 1 if form.loss == "queries" else 4)
-    wrapped = model if local or form.gradient_reduction == "sum" else DistributedDataParallel(model)
-    if not local:
-        counts = split(41 + 4 * step, world_size, step)
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    features, targets, options = form.arguments(step, own)
-    loss = form.module(local)(wrapped(features), targets, **options)
-    factors = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view_as(loss)
-    torch.autograd.backward((loss.nan_to_num() * factors).sum())
-    gradient = flat(model).double()
-    if not local and form.gradient_reduction == "sum":
-        dist.all_reduce(gradient)
-    return loss.detach().double(), gradient
-
-
-def errors_over_ranks(rank: int, world_size: int, form: Form) -> tuple[float, float, tuple[int, int]]:
-    """Return the largest error of gradient and loss over four batches, and the collectives forward and backward.
-
-    One rank is empty in two of the batches.
-    """
-
-    def own(self: Any, tensor: Tensor, counts: Any, what: str) -> Tensor:
-        return tensor.split(list(counts))[rank]
-
-    worst = [0.0, 0.0]
-    with ExitStack() as patches:
-        if form.loss == "split":
-            patches.enter_context(mock.patch.object(retrieval, "FEWEST_SPLIT", 0))
-        if form.control == "own part":
-            patches.enter_context(mock.patch("fullrank.distributed.exchange.Exchange.sum_own", own))
-        for step in range(4):
-            (loss, gradient), (whole, exact) = (outcome(form, rank, size, step) for size in (world_size, 1))
-            error = (loss - whole).abs()[~whole.isnan()].amax() if loss.shape == whole.shape else math.inf
-            worst = [max(worst[0], float((gradient - exact).norm() / exact.norm())), max(worst[1], float(error))]
-        features, targets, options = form.arguments(0, slice(5 + rank))
-        scores = Model(features.dtype, 1 if form.loss == "queries" else 4)(features)
-        with CollectiveCounter() as forward:
-            value = form.module()(scores, targets, **options)
-        with CollectiveCounter() as backward:
-            value.nan_to_num().sum().backward()
-        with torch.no_grad():  # nothing is kept for a backward
-            plain = form.module()(scores, targets, **options)
-        assert_close(plain, value.detach(), rtol=0, atol=0, equal_nan=True)
-    return worst[0], worst[1], (forward.total, backward.total)
-
-
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
-over_losses = pytest.mark.parametrize("loss", ["queries", "embeddings", "split"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
-@over_losses
-def test_loss_and_gradient_equal_one_process(pool: WorkerPool, loss: str, gradient_reduction: str, dtype: str) -> None:
-    """Queries and labels split over ranks, uneven shards, an empty rank, ignored rows; under DDP, and under a sum.
-
-    With ``"none"`` every rank has the values of all queries. The rows travel forward, behind the header, and then the
-    sums where each rank computes its own queries; nothing travels backward.
-    """
-    for reduction in REDUCTIONS:
-        form = Form(loss, dtype, reduction, gradient_reduction)
-        for gradient, value, travels in pool(errors_over_ranks, pool.world_size, form):
-            assert gradient <= LIMITS[dtype], form
-            assert value <= LIMITS[dtype], form
-            assert travels == (3 if loss == "split" else 1, 0)
-
-
-@over_losses
-def test_controls_over_ranks(pool_of_two: WorkerPool, loss: str) -> None:
-    """Queries of each rank are another loss, and the part of one rank is not the gradient."""
-    for gradient, value, _ in pool_of_two(errors_over_ranks, 2, Form(loss, control="apart")):
-        assert gradient > 0.1
-        assert value > 1e-3
-    if loss == "split":
-        assert min(found[0] for found in pool_of_two(errors_over_ranks, 2, Form(loss, control="own part"))) > 0.1
-
-
-@on_ranks()
-def test_a_queue_is_the_same_on_every_process(rank: int) -> None:
-    """Loss, gradient and queue are those of one process, whichever rank computes the queries."""
-    for fewest in (0, 1000):
-        spread, whole = (
-            fullrank.RetrievalSmoothAPLoss(0.1, queue_size=24, gather_distributed=gather) for gather in (None, False)
-        )
-        for step in range(3):
-            embeddings, labels = make_embeddings("unequal sizes", step)
-            counts = split(len(labels), dist.get_world_size(), step)
-            own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-            mine, leaf = embeddings[own].clone().requires_grad_(), embeddings.clone().requires_grad_()
-            with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
-                loss = spread(mine, labels[own])
-            expected = whole(leaf, labels)
-            assert_close(loss, expected, **COSINES)
-            theirs = torch.autograd.grad(expected, leaf)[0][own]
-            assert_close(torch.autograd.grad(loss, mine)[0] / dist.get_world_size(), theirs, **COSINES)
-        spread.queue.assert_synchronized()
-        assert torch.equal(spread.queue.checksum, whole.queue.checksum)
+@pytest.mark.parametrize(("loss", "fewest"), [("queries", 0), ("embeddings", 1000), ("embeddings", 0)])
+@on_ranks(2)
+def test_rows_travel_forward_alone_and_the_queue_is_that_of_one_process(rank: int, loss: str, fewest: int) -> None:
+    """Behind the header, and then the sums where each rank computes its own queries. The control: own rows alone."""
+    make: Callable[..., Any] = (
+        partial(fullrank.SmoothAPLoss, 1) if loss == "queries" else fullrank.RetrievalSmoothAPLoss
+    )
+    spread, whole = (make(temperature=0.2, queue_size=24, gather_distributed=gather) for gather in (None, False))
+    for step in range(3):
+        embeddings, labels = make_embeddings("unequal sizes", step)
+        own = slice(0, 5 + step) if rank == 0 else slice(5 + step, None)
+        given = [embeddings[:, :1] if loss == "queries" else embeddings, labels % 2 if loss == "queries" else labels]
+        options = {"indexes": labels % 3} if loss == "queries" else {}
+        mine = [rows[own] for rows in given], {key: value[own] for key, value in options.items()}
+        with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
+            with CollectiveCounter() as forward:
+                value = spread(mine[0][0].clone().requires_grad_(), mine[0][1], **mine[1])
+            with CollectiveCounter() as backward:
+                value.backward()
+        assert backward.total == 0
+        assert_close(value.detach(), whole(*given, **options), **COSINES)
+        alone = make(temperature=0.2, gather_distributed=False)(*mine[0], **mine[1])
+        assert abs(alone - value) > 1e-3
+    assert forward.total == (3 if loss == "embeddings" and fewest == 0 else 1)
+    spread.queue.assert_synchronized()
+    assert torch.equal(spread.queue.checksum, whole.queue.checksum)
