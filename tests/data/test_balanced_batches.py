@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -80,13 +78,6 @@ def test_positives_are_mixed_with_the_others() -> None:
     targets = make_targets()
     places = {rows.index(row) for rows in BalancedBatchSampler(targets, 10, 1) for row in rows if targets[row] == 1}
     assert len(places) > 3
-
-
-def test_it_feeds_a_loader() -> None:
-    targets = make_targets()
-    loader = DataLoader(TensorDataset(targets), batch_sampler=BalancedBatchSampler(targets.bool(), 10, 3))
-    assert [int(batch.sum()) for (batch,) in loader] == [3] * 10
-    assert len(loader) == 10
 
 
 def test_it_resumes_within_an_epoch() -> None:
@@ -213,12 +204,6 @@ def test_an_epoch_that_starts_again_gives_a_warning_once() -> None:
     list(quiet)
 
 
-def test_whole_numbers_as_floats() -> None:
-    found, expected = (BalancedBatchSampler(targets, 10, 2) for targets in (make_targets().double(), make_targets()))
-    assert list(found) == list(expected)
-    assert found.state_dict() == expected.state_dict()
-
-
 def test_another_number_of_ranks_within_an_epoch_is_refused() -> None:
     sampler = BalancedBatchSampler(make_targets(), 10, 2)
     state = sampler.state_dict() | {"epoch": 2, "world_size": 4}
@@ -286,17 +271,6 @@ def test_more_batches_than_an_epoch_has() -> None:
 def test_arguments_that_do_not_fit(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         BalancedBatchSampler(*arguments)
-
-
-def test_the_table_of_the_page_is_that_of_the_benchmark() -> None:
-    root = Path(__file__).parents[2]
-    text = (root / "docs/recipes/batches.md").read_text("utf-8")
-    records = json.loads((root / "benchmarks/results/balanced_batches.json").read_text("utf-8"))["balanced_batches"]
-    names = ("ap", "probability_over_share", "log_loss", "log_loss_shifted")
-    for record in records:
-        (line,) = (row for row in text.splitlines() if row.startswith(f"| {record['loss']} | {record['sampler']} |"))
-        figures = [float(cell) for cell in line.strip("| ").split("|")[2:]]
-        assert figures == pytest.approx([record[name] for name in names], abs=0.0051)
 
 
 def in_a_worker_of_a_loader(rank: int) -> int:

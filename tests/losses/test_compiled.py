@@ -52,7 +52,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "smooth_ap of (N,) and floats": lambda x, t, tau: smooth_ap(x[:, 0], (t == 0).double()[:, None], tau),
     "smooth_ap automatic": lambda x, t, tau: smooth_ap(x, t),
     "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, **weights(t)),
-    "recall linear, automatic": lambda x, t, tau: recall_at_quantile(x, t, 0.2, quantile_interpolation="linear"),
     "pauc": lambda x, t, tau: pauc_at_budget(
         x, t, beta=0.3, surrogate="trapezoid", n_knots=3, temperature=tau, quantile_interpolation="linear", **weights(t)
     ),
@@ -60,7 +59,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
         x, t, beta=0.3, temperature=tau, surrogate="pairwise", iid_mask=t != 1
     ),
     "pauc dro": lambda x, t, tau: pauc_at_budget(x, t, dro_lambda=tau, iid_mask=t != 1, **weights(t)),
-    "pauc dro iqr": lambda x, t, tau: pauc_at_budget(x, t, surrogate="dro", tau_scale="iqr", dro_lambda=tau),
     "hard negative": lambda x, t, tau: hard_negative_cross_entropy(x, t, 0.2) * tau,
     "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
     "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, :1], t == 0, gamma=tau, **weights(t)),
@@ -68,7 +66,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
         x, t.double()[:, None], alpha=[0.5, 1.0, 2.0], gamma=tau, label_smoothing=0.1, **weights(t)
     ),
     "causal_lm": lambda x, t, tau: causal_lm_loss(x[None], t[None], num_items=100 * tau),
-    "causal_lm by its own count": lambda x, t, tau: causal_lm_loss(x[None], t[None]),
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "SmoothAPLoss": lambda: SmoothAPLoss(3),
@@ -87,32 +84,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 # The modules that a graph cannot hold whole: they keep a state, or the number of operators depends on values.
 BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
 
-# Each loss is compiled once in `make test`, its other forms in `make full`.
-OTHER_FORMS = (
-    "smooth_ap",  # test_forward_and_backward_are_traced compiles these two
-    "recall",
-    "smooth_ap automatic",
-    "smooth_ap of (N,) and floats",
-    "recall linear, automatic",
-    "pauc pairwise",
-    "pauc dro iqr",
-    "causal_lm by its own count",
-    "pauc",
-    "sigmoid_sums",
-    "SmoothAPLoss",
-    "SmoothAPLoss, draws",
-    "HardNegativeCrossEntropyLoss",
-    "SigmoidFocalLoss",
-    "SoftmaxFocalLoss",
-    "LossWarmupWrapper",
-    "PAUCAtBudgetLoss",
-    "RecallAtQuantileLoss",
-)
+# Each loss is compiled once in `make test`, two of them in test_forward_and_backward_are_traced; `make full` has all.
+ONCE = {"pauc dro", "hard negative", "sigmoid_focal", "softmax_focal", "causal_lm", "SmoothAPLoss, queue"}
+ONCE |= {"RetrievalSmoothAPLoss", "CrossEntropyLoss", "BCEWithLogitsLoss", "retrieval_smooth_ap", "indexes"}
 
 
 def each(names: Iterable[str]) -> list[Any]:
     """Return the names as cases."""
-    return [pytest.param(name, marks=[pytest.mark.full] * (name in OTHER_FORMS)) for name in names]
+    return [pytest.param(name, marks=[] if name in ONCE else [pytest.mark.full]) for name in names]
 
 
 def rows(count: int, name: str = "") -> tuple[Tensor, Tensor]:

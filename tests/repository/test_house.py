@@ -79,14 +79,6 @@ def clone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.full
-def test_suite_runs_in_a_folder_that_is_no_identifier(clone, tmp_path):
-    # `import fullrank` must find the clone, not the checkout that is installed.
-    (tmp_path / "fullrank").symlink_to(clone, target_is_directory=True)
-    output = _run([sys.executable, "-m", "pytest", "tests/data"], clone, PYTHONPATH=str(tmp_path))
-    assert " passed" in output.strip().splitlines()[-1], output
-
-
 @pytest.mark.slow
 def test_wheel_has_the_package_and_nothing_else(clone, tmp_path):
     source = shutil.copytree(clone, tmp_path / "source")
