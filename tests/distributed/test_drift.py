@@ -112,6 +112,8 @@ OTHER_VALUES: dict[str, Any] = {
     "background_class": 1,
     "name": "other",
     "pool": "sharded",
+    "weight": torch.tensor([1.0, 2.0]),
+    "pos_weight": torch.tensor(2.0),
 }
 # What OTHER_VALUES has is no value for this loss, or is its default.
 OWN_VALUES: dict[tuple[str, str], Any] = {("SoftmaxFocalLoss", "alpha"): [1.0, 2.0]}
@@ -122,6 +124,8 @@ CONSTRUCTED = (
     fullrank.HardNegativeCrossEntropyLoss,
     fullrank.SigmoidFocalLoss,
     fullrank.SoftmaxFocalLoss,
+    fullrank.CrossEntropyLoss,
+    fullrank.BCEWithLogitsLoss,
 )
 
 
@@ -155,7 +159,9 @@ def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, 
     kind = getattr(fullrank, loss_name)
     outcomes = []
     for odd_rank in range(dist.get_world_size()):
-        arguments: dict[str, Any] = {} if "Focal" in loss_name else {"num_classes": 2}
+        arguments: dict[str, Any] = {"num_classes": 2} if issubclass(kind, RankingLoss) else {}
+        if argument in ("weight", "pos_weight"):
+            arguments[argument] = torch.ones_like(OTHER_VALUES[argument])
         if loss_name == "PAUCAtBudgetLoss":
             arguments |= {"beta": 0.5, "surrogate": "dro" if argument == "dro_lambda" else "trapezoid"}
         if rank == odd_rank:
@@ -163,7 +169,7 @@ def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, 
         loss = kind(**arguments)
         logits = torch.zeros(4, arguments.get("num_classes", 2))
         targets = torch.tensor([0, 1, 0, 1])
-        if loss_name == "SigmoidFocalLoss" or arguments.get("multi_hot"):
+        if loss_name in ("SigmoidFocalLoss", "BCEWithLogitsLoss") or arguments.get("multi_hot"):
             targets = torch.nn.functional.one_hot(targets, 2)
         outcomes.append(error_of(lambda loss=loss, rows=(logits, targets): loss(*rows)))
     return outcomes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import runpy
 import sys
 
@@ -24,92 +23,12 @@ LIMITS = {torch.float32: 1e-6, torch.float64: 1e-13}
 ALL = sys.maxsize
 
 
-def by_definition(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, gradient and validity in float64, from all pairs."""
-    leaf = scores.double().requires_grad_()
-    weights = torch.ones(()) if weight is None else weight
-    member = torch.ones_like(positive) if member is None else member
-    losses, valid = [], []
-    for c, row in enumerate(leaf):
-        shares = weights.double().expand_as(scores)[c] * positive[c]
-        is_valid = bool(shares.sum() > 0 and (member[c] & ~positive[c]).any())
-        above = torch.sigmoid((row - row[positive[c], None]) / temperature)
-        among = above[:, positive[c]].sum(1) + 0.5  # a row adds 1/2 to itself
-        terms = shares[positive[c]] / shares.sum() * (1 - among / (above[:, member[c]].sum(1) + 0.5))
-        losses.append(terms.sum() if is_valid else row.sum() * 0)
-        valid.append(is_valid)
-    loss = torch.stack(losses)
-    (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-    return loss.detach(), gradient, torch.tensor(valid)
-
-
 def rows(num_classes: int, num_rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores, positives and members, which hold the positives."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(num_classes, num_rows, generator=generator, dtype=torch.float64).to(dtype)
     positive = torch.rand(num_classes, num_rows, generator=generator) < 0.3
     return scores, positive, positive | (torch.rand(num_classes, num_rows, generator=generator) < 0.7)
-
-
-@needs_extension
-@pytest.mark.parametrize("dtype", LIMITS)
-def test_it_equals_the_definition(dtype: torch.dtype) -> None:
-    """Sizes around the length of a block of sums, members, weights of rows and of elements, wide and narrow."""
-    for seed, (num_classes, num_rows) in enumerate([(1, 1), (1, 2), (3, 7), (2, 511), (1, 513), (2, 1100)]):
-        scores, positive, members = rows(num_classes, num_rows, dtype, seed)
-        weights = [None, torch.rand(num_rows, dtype=dtype), torch.rand(num_classes, num_rows, dtype=dtype)]
-        weights[1][:2] = 0
-        for member in (None, members):
-            for weight in weights:
-                for temperature in (0.003, 0.1, 30.0):
-                    given = scores, positive, member, weight, temperature
-                    loss, gradient, valid = native.smooth_ap(*given, True, ALL)
-                    expected = by_definition(*given)
-                    torch.testing.assert_close(loss, expected[0], rtol=0, atol=LIMITS[dtype])
-                    error = (gradient - expected[1]).norm() / expected[1].norm().clamp_min(1e-3)
-                    assert error <= LIMITS[dtype]
-                    assert torch.equal(valid, expected[2])
-                    alone = native.smooth_ap(*given, False, ALL)
-                    assert torch.equal(alone[0], loss)
-                    assert alone[1].numel() == 0
-
-
-@needs_extension
-def test_control_another_temperature_is_seen() -> None:
-    scores, positive, _ = rows(1, 200, torch.float64)
-    loss, gradient, _ = native.smooth_ap(scores, positive, None, None, 0.1, True, ALL)
-    expected = by_definition(scores, positive, None, None, 0.1 * (1 + 1e-9))
-    assert (loss - expected[0]).abs() > 1e-13
-    assert (gradient - expected[1]).norm() > 1e-12 * gradient.norm()
-
-
-@needs_extension
-@pytest.mark.parametrize("dtype", LIMITS)
-def test_scores_that_are_not_ordinary(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN, infinities, equal ones, subnormal and largest numbers, no positive, no negative: as torch computes them."""
-    scores, positive, member = rows(12, 40, dtype)
-    tiny, largest = torch.finfo(dtype).smallest_normal / 8, torch.finfo(dtype).max
-    scores[0, 3] = math.nan
-    scores[1, 4], scores[2, 5], scores[3, 6] = math.inf, -math.inf, largest
-    scores[4] = scores[4] * tiny
-    scores[5] = 0
-    positive[6], positive[7] = False, True
-    positive[8, :], positive[8, 9], scores[8, 9] = False, True, math.inf
-    scores[9, 1:3], positive[9, 1:3] = math.inf, torch.tensor([True, False])  # no difference: NaN by the definition
-    scores[10] *= 1e30
-    scores[11, 0], positive[11] = math.nan, False
-    for masked in (None, member | positive):
-        given = scores, positive, masked, None, 0.1, True
-        found = native.smooth_ap(*given, ALL)
-        with monkeypatch.context() as patch:
-            patch.setattr(native, "FUNCTIONS", {})
-            expected = smooth_ap_and_gradient(*given, method="direct")
-        for ours, others in zip(found, expected):
-            if masked is not None and ours.ndim == 2:  # rows that take no part in a class that is NaN: either
-                ours, others = ours.where(masked, 0), others.where(masked, 0)
-            torch.testing.assert_close(ours, others, rtol=0, atol=10 * LIMITS[dtype], equal_nan=True)
 
 
 @needs_extension

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 
@@ -25,54 +24,6 @@ MOST_KERNELS = 8
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the plain form wherever an accelerator would."""
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(plain_pairs=TABLE["accelerator"].plain_pairs))
-
-
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal": lambda x: x,
-    "ties": lambda x: (x * 3).round() / 3,
-    "infinite": lambda x: x.index_fill(1, torch.tensor([0]), math.inf),
-    "two infinities": lambda x: x.index_fill(1, torch.tensor([0, 1]), math.inf),
-    "minus infinity": lambda x: x.index_fill(1, torch.tensor([2]), -math.inf),
-    "NaN": lambda x: x.index_fill(1, torch.tensor([3]), math.nan),
-    "1e30": lambda x: x.index_fill(1, torch.tensor([4]), 1e30),
-}
-
-
-FAST = ["", "weights and members"]
-SLOW = ["weights", "members", "weights of each class"]
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("extra", [*FAST, *(pytest.param(extra, marks=pytest.mark.slow) for extra in SLOW)])
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("classes", [1, 3])
-def test_plain_equals_direct(classes: int, kind: str, extra: str) -> None:
-    numbers = torch.Generator().manual_seed(7)
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        for rows in (5, 60):
-            scores = SCORES[kind](torch.randn(classes, rows, generator=numbers, dtype=torch.float64)).to(dtype)
-            positive = torch.rand(classes, rows, generator=numbers) < 0.2
-            positive[0, 0] = True
-            member = torch.rand(classes, rows, generator=numbers) < 0.7 if "members" in extra else None
-            if member is not None:
-                positive, scores = positive & member, torch.where(member, scores, 0.0)
-            shape = (classes, rows) if "each class" in extra else (rows,)
-            weight = torch.rand(shape, generator=numbers, dtype=dtype) if "weights" in extra else None
-            found = []
-            for method in ("direct", "plain"):
-                own = scores.clone().requires_grad_()
-                loss, valid = smooth_ap_sums(own, positive, member, weight, TAU, method)
-                (gradient,) = torch.autograd.grad(loss.sum(), own)
-                found.append((loss.detach(), valid, gradient))
-            (loss, valid, gradient), (plain_loss, plain_valid, plain_gradient) = found
-            assert torch.equal(valid, plain_valid)
-            torch.testing.assert_close(plain_loss, loss, rtol=tolerance, atol=tolerance, equal_nan=True)
-            undefined = loss.isnan()[:, None]
-            members = torch.ones_like(positive) if member is None else member
-            assert plain_gradient[undefined & members].isnan().all()
-            gradient, plain_gradient = (each.masked_fill(undefined, 0.0) for each in (gradient, plain_gradient))
-            largest = max(float(gradient.abs().max()), 1e-3)
-            torch.testing.assert_close(plain_gradient, gradient, rtol=0, atol=tolerance * largest)
 
 
 def test_the_pair_of_a_row_with_itself_does_not_count() -> None:

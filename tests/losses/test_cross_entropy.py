@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
-from workers import error_of
 
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss
 
@@ -164,30 +162,3 @@ TOGETHER: list[tuple[Any, type[Exception], str]] = [
 def test_weights_and_tensors_that_do_not_fit(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
-
-
-# Over ranks; tests/distributed has the promise and the faults of all losses.
-
-
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("loss", ["classes", "binary"])
-@on_ranks()
-def test_weights_that_differ_raise_on_every_rank(rank: int, loss: str, step: int) -> None:
-    """The next step is as if nothing had been."""
-    make = (
-        (lambda: CrossEntropyLoss(torch.ones(3))) if loss == "classes" else (lambda: BCEWithLogitsLoss(torch.ones(3)))
-    )
-    found, twin = make(), make()
-    for index in range(step + 2):
-        logits = numbers(4 + rank, 3, seed=10 * index + rank)
-        targets = torch.arange(4 + rank) % 3 if loss == "classes" else logits.sigmoid()
-        if index == step:
-            found.weight[0] += rank  # such as weights that each rank has counted in its own rows
-            kind, text = error_of(lambda given=(logits, targets): found(*given))
-            found.weight[0] -= rank
-        else:
-            assert torch.equal(found(logits, targets), twin(logits, targets))
-    assert kind == "RuntimeError"
-    assert "weight=[1.0, 1.0, 1.0]" in text
-    assert "weight=[2.0, 1.0, 1.0]" in text
-    assert "Construct it with the same arguments on every rank." in text

@@ -17,8 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from device import DEVICE, Backend, count
 from scripts import run_script
 from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from fullrank.preflight import checks
 
 pytestmark = pytest.mark.full
 
@@ -258,3 +262,49 @@ def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[
         columns = np.concatenate([np.nan_to_num(table.numbers, nan=-1e9), table.indicators], axis=1)
         areas = [roc_auc_score(table.targets, column) for column in columns.T]
         assert max(max(area, 1 - area) for area in areas) < 0.98, name
+
+
+# What benchmarks/steps.py counts is what the strict simulated device counts.
+
+
+class Waiting(checks.SmoothAPLoss):
+    """Reads a value of the device without need."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        loss = super().forward(logits, targets)
+        return loss + 0 * logits.detach().sum().item()
+
+
+def test_waits_are_those_that_the_device_counts(scripts: Callable[[str], Any]) -> None:
+    """With a planted one there is one more; the CPU cannot say."""
+    steps, found = scripts("steps"), []
+    for made in (checks.SmoothAPLoss, Waiting):
+        loss = made(checks.CLASSES, 30, 0.5).to(DEVICE)
+        inputs, targets = steps._inputs(loss, 60, 0, DEVICE)
+        steps._step(loss, lambda *given: given, inputs, targets)
+        with count() as counts:
+            steps._step(loss, lambda *given: given, inputs, targets)
+        waited = steps.count_waits(DEVICE, lambda: steps._step(loss, lambda *given: given, inputs, targets))  # noqa: B023
+        found.append(sum(waited.values()))
+        assert found[-1] == counts.waits
+        assert any(line.startswith("losses/") for line in waited)
+    assert found[1] == found[0] + 1
+    assert Backend().get_sync_debug_mode() == 0
+    assert steps.count_waits(torch.device("cpu"), lambda: torch.ones(1).item()) is None
+
+
+def test_operators_and_bytes_are_those_of_the_device(scripts: Callable[[str], Any]) -> None:
+    """Views and allocations are free, and the backward, which runs in another thread, counts too."""
+    rows = torch.ones(3, 4).to(DEVICE).requires_grad_()
+    with scripts("steps").OperatorCount() as counted, count() as counts:
+        (rows.t()[1:] * 2).exp().sum().backward()
+    assert counted.num_bytes == counts.bytes
+    assert 0 < counted.operators <= counts.launches
+
+
+def test_steps_are_measured_over_ranks(tmp_path: Path) -> None:
+    script = FOLDER / "steps.py"
+    done = run_script(script, "--quick", "--device", "cpu", "--out", tmp_path, cwd=tmp_path, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Steps, forward and backward") == 1
+    assert {step["waits"] for step in json.loads((tmp_path / "steps.json").read_text())["steps"]} == {None}
