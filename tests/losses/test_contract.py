@@ -400,7 +400,6 @@ ADVICE: dict[str, Callable[[], object]] = {
     "max_pool_size: expected None in a call with indexes, got 100": lambda: SmoothAPLoss(1, max_pool_size=100)(
         **QUERIES
     ),
-    r"got 0\.5\. Targets are one class each, as whole": lambda: softmax_focal(LOGITS, TARGETS + 0.5),
     r"0, 1 or ignore_index=-100, got 0\.3.* SigmoidFocalLoss for soft": lambda: smooth_ap(ONES, ONES * 0.3),
     r"got -1\.0\. Use \(targets > 0\)\.long\(\) for targets of -1 and \+1": lambda: smooth_ap(ONES, -ONES),
     r"got nan\. Rows without a label .*nan_to_num\(-100\)": lambda: smooth_ap(ONES, ONES * NAN),
@@ -408,29 +407,23 @@ ADVICE: dict[str, Callable[[], object]] = {
     "holds the indices of 257 classes, got a bfloat16 tensor.*Keep class indices as integers": lambda: smooth_ap(
         torch.zeros(3, 257), torch.zeros(3, dtype=torch.bfloat16)
     ),
-    r"Use sample_weight\.squeeze\(1\)\. ?$": lambda: softmax_focal(LOGITS, TARGETS, sample_weight=ONES[:, None]),
     "at least two classes in dim 1.*For one logit use SigmoidFocalLoss": lambda: softmax_focal(
         LOGITS[:, :1], TARGETS * 0
     ),
     r"numbers in \[0, 1\], got -1\.0\. Use \(targets > 0\)\.float\(\)": lambda: sigmoid_focal(ONES, -ONES),
-    r"numbers in \[0, 1\], got nan": lambda: SigmoidFocalLoss()(ONES, ONES * NAN),
-    "temperature: expected a number, got None.*no automatic form": lambda: losses.PAUCAtBudgetLoss(1, temperature=None),
     r"at least two classes .*one logit is always 0. Use BCEWithLogitsLoss\(": lambda: in_warmup(SmoothAPLoss(1))(
         LOGITS[:, :1], BINARY
     ),
-    r"at least two classes .*one logit is always 0": lambda: in_warmup(SmoothAPLoss(1))(LOGITS[:, 0], BINARY),
     r"targets: expected class indices in \[0, 2\).*got 0\.5": lambda: in_warmup(SmoothAPLoss(2))(
         LOGITS[:, :2], BINARY * 0.5
     ),
     r"logits: expected a tensor, got a tuple of length 1\. Index it: logits\[0\]\.": lambda: smooth_ap((ONES,), ONES),
-    r"inputs: expected a tensor, got a tuple .* Index it: inputs\[0\]\.": lambda: sigmoid_focal((ONES,), ONES),
     'num_items: expected None with reduction="sum".*, got 3': lambda: causal_lm_loss(
         TOKENS, NEXT, reduction="sum", num_items=3
     ),
     "got the keyword num_item. Use num_items": lambda: causal_lm_loss(TOKENS, NEXT, num_item=3),
     "Use ignore_index": lambda: causal_lm_loss(TOKENS, NEXT, ignore_idx=3),
     "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),
-    "^CrossEntropyLoss: got an unexpected keyword argument 'nope'$": lambda: CrossEntropyLoss(nope=3),
     "^RetrievalSmoothAPLoss: too many positional arguments$": lambda: RetrievalSmoothAPLoss(0.1, "sum", -1, None, 5),
 }
 
@@ -657,19 +650,16 @@ def test_what_a_subclass_passes_on_is_all_that_the_base_takes() -> None:
     assert PoolOptions.__annotations__.keys() == {p.name for p in pooled if p.kind is p.KEYWORD_ONLY}
 
 
-SHOWN = ["alpha=0.1", "quantile=0.3", "gamma=1.5", "warmup_steps=3", "reduction='sum'", "weight=[0.5, 2.0]"]
-SHOWN += ["weights={'ap': 0.25}", "temperature=0.2", "temperature=None\n"]
-
-
-@pytest.mark.parametrize("text", SHOWN)
-def test_repr_shows_the_settings(text: str) -> None:
-    shown = [
-        losses.PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"),
-        losses.RecallAtQuantileLoss(2, quantile=0.3),
-        SigmoidFocalLoss(gamma=1.5),
-        LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_steps=3),
-        RetrievalSmoothAPLoss(0.2, "sum", ignore_index=-1),
-        CrossEntropyLoss(torch.tensor([0.5, 2.0])),
-        CombinedLoss({"ap": SmoothAPLoss(1)}, {"ap": 0.25}),
-    ]
-    assert text in repr(shown)
+def test_repr_shows_the_settings() -> None:
+    """Which processes compare."""
+    shown = {
+        "alpha=0.1": losses.PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"),
+        "quantile=0.3": losses.RecallAtQuantileLoss(2, quantile=0.3),
+        "gamma=1.5": SigmoidFocalLoss(gamma=1.5),
+        "warmup_steps=3": LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_steps=3),
+        "temperature=0.2": RetrievalSmoothAPLoss(0.2),
+        "temperature=None\n": SmoothAPLoss(1),
+        "weight=[0.5, 2.0]": CrossEntropyLoss(torch.tensor([0.5, 2.0])),
+        "weights={'ap': 0.25}": CombinedLoss({"ap": SmoothAPLoss(1)}, {"ap": 0.25}),
+    }
+    assert [text for text, loss in shown.items() if text not in repr([loss])] == []

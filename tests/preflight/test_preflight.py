@@ -16,7 +16,7 @@ from torch import Tensor
 from workers import WorkerPool
 
 from fullrank import losses
-from fullrank.losses import DistributedLoss, hard_negative_cross_entropy, smooth_ap
+from fullrank.losses import DistributedLoss, smooth_ap
 from fullrank.preflight import checks, command
 from fullrank.preflight.site import Site
 
@@ -38,13 +38,6 @@ class _LocalSmoothAP(checks.SmoothAPLoss):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         return smooth_ap(logits, targets, self.temperature) + 0 * super().forward(logits, targets)
-
-
-class _LocalHardNegative(checks.HardNegativeCrossEntropyLoss):
-    """Takes the hardest negatives of this rank only."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        return hard_negative_cross_entropy(logits, targets, self.share) + 0 * super().forward(logits, targets)
 
 
 class _Poisoned(checks.SmoothAPLoss):
@@ -90,13 +83,6 @@ FAULTS: dict[str, tuple[str, Any, str, str, str]] = {
     "rows on one rank": ("gather_rows", _spoil_rows, "gather, equal rows", "FAILED", "rank 1: rows differ"),
     "gradient": ("SmoothAPLoss", _LocalSmoothAP, "gradient of SmoothAPLoss", "FAILED", "off by "),
     "automatic": ("SmoothAPLoss", _LocalSmoothAP, "gradient of SmoothAPLoss, automatic", "FAILED", "off by "),
-    "gradient of another loss": (
-        "HardNegativeCrossEntropyLoss",
-        _LocalHardNegative,
-        "gradient of HardNegativeCrossEntropyLoss",
-        "FAILED",
-        "off by ",
-    ),
     "value": ("SmoothAPLoss", _Poisoned, "gradient of SmoothAPLoss", "FAILED", "off by inf"),
     "silence on bad input": ("SmoothAPLoss", _Silent, "agreement", "FAILED", "a rank did not raise"),
     "step after bad input": ("SmoothAPLoss", _Wrong, "agreement", "FAILED", "the next step is off by 1.0e-10"),
