@@ -19,16 +19,8 @@ import fullrank
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
-LOSSES = [
-    *POOLED,
-    "softmax_focal",
-    "sigmoid_focal",
-    "cross_entropy",
-    "binary_cross_entropy",
-    "combined",
-    "queries",
-    *UNWEIGHTED,
-]
+LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", "queries"]
+LOSSES += UNWEIGHTED
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
 
