@@ -257,11 +257,9 @@ class Step:
         window = self._window
         with self._switched as switched:
             if window.wrappers.unwrapped is None:
-                switched.enter_context(window.wrappers.restored())
+                switched.enter_context(window.wrappers.restored(quiet=window.sync != "each"))
             if window.sync == "each":
-                window.wrappers.hold_broadcasts()  # of the first forward alone: the others follow a reduction
-            elif window.wrappers.ddp:
-                switched.enter_context(window.wrappers.no_broadcasts())
+                window.wrappers.expect_broadcasts(False)  # in the first forward alone: the others follow a reduction
             switched.callback(setattr, self, "_index", -1)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1

@@ -67,11 +67,9 @@ class DeferredMean:
         optimizer.zero_grad()
 
     Args:
-        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain. The way it reduces is read and not changed.
-        group: the ranks that hold different rows, over which counts and losses are added. None for those that ``model``
-            reduces its gradients over, else the default group. With tokens of one sequence on several ranks that FSDP
-            does not reduce over, the group of all of them; each rank counts its own tokens. A model that no wrapper
-            reduces needs it on several ranks: it says that you add up the gradients, as with ``sync_groups``.
+        model: see :func:`accumulate`.
+        group: the ranks over which counts and losses are added; see :func:`accumulate`. With tokens of one sequence on
+            several ranks that FSDP does not reduce over, the group of all of them; each rank counts its own tokens.
         multiplier: what a backward has divided gradients by; None to read it from ``model``. Pass the number of ranks
             for a part of a model under DDP, such as one of several adapters: a parameter does not show that DDP reduces
             it.
@@ -162,7 +160,8 @@ class DeferredMean:
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
             check_summed_loss("loss_sum", loss_sum)
             self._sync.check_forwards("loss_sum", loss_sum)
-            if not self._sync.reduces_always:
+            switches = [module.require_backward_grad_sync for module in self._sync.ddp]
+            if not all(switches) or not all(all(group.switches) for group in self._sync.fsdp):
                 fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
@@ -175,7 +174,7 @@ class DeferredMean:
                 "multiplier": self._multiplier,
                 "forwards of DDP": self._sync.same_forwards,
             }
-            kind = _OVER_RANKS if self._ranks is not None and is_over_ranks(loss_sum) else is_mean(loss_sum)
+            kind = _OVER_RANKS if is_over_ranks(loss_sum) else is_mean(loss_sum)
             return Offer(None, facts, totals=(number, loss, num_stale, kind))
 
         try:
@@ -186,9 +185,7 @@ class DeferredMean:
             raise
         loss_sum.backward()
         # Now, and not in the next forward: a rank that makes no forward must not leave the others waiting there.
-        self._sync.rebuild_buckets()
-        self._sync.broadcast_buffers()
-        self._sync.watch_forwards()
+        self._sync.communicate_after_backward()
         num_terms, loss, *_ = map(math.fsum, zip(*totals))
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         self._loss_kind = loss_sum.device, loss_sum.dtype
@@ -259,7 +256,18 @@ class DeferredMean:
             raise
         for summands, group in plans:
             add_(summands, group)
-        self._divide(own, sums.num_terms, unmanaged)
+        alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+        for entry in own:
+            grad = held_gradient(entry)
+            if grad is not None:
+                divided = 1.0 if entry.name in unmanaged else self._multiplier  # by the wrapper
+                alike.setdefault((divided, grad.device, grad.dtype), []).append(grad)
+        for (divided, _, _), grads in alike.items():
+            if sums.num_terms:
+                divide_each_(grads, sums.num_terms / divided)
+            else:
+                for grad in grads:
+                    grad.zero_()
         device, dtype = self._loss_kind
         wide = torch.promote_types(dtype, torch.float32)
         self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=wide, device=device)
@@ -298,24 +306,6 @@ class DeferredMean:
         self._sync.forget_forwards()
         self._sync.watch_forwards()  # a loss whose forward is forgotten would not be reduced
 
-    def _divide(self, own: list[Entry], num_terms: float, unmanaged: set[str]) -> None:
-        """Divide each gradient in place: by N / m where a wrapper has divided by m, else by N; with N = 0 set it to 0.
-
-        ``unmanaged`` has the names of the parameters that no wrapper reduces.
-        """
-        alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
-        for entry in own:
-            grad = held_gradient(entry)
-            if grad is not None:
-                divided = 1.0 if entry.name in unmanaged else self._multiplier
-                alike.setdefault((divided, grad.device, grad.dtype), []).append(grad)
-        for (divided, _, _), grads in alike.items():
-            if num_terms:
-                divide_each_(grads, num_terms / divided)
-            else:
-                for grad in grads:
-                    grad.zero_()
-
 
 def _as_count(number: float) -> int | float:
     """Return an int where ``number`` is whole; a mass of weights stays a float."""
@@ -331,7 +321,6 @@ class _Sums(NamedTuple):
 
 
 def _trainable(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that get gradients."""
     return {id(parameter) for _, parameter in distinct_entries(model) if parameter.requires_grad}
 
 
@@ -401,9 +390,8 @@ def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
 def _plan(entries: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
     """Compare over every group what its ranks hold, and return what to add over which group; or raise the first error.
 
-    An error does not end the loop: the ranks of the other groups wait for this one. The error that is raised is a copy
-    that no agreement has raised. With the original, a rank whose error all ranks have would skip the next header, in
-    which a rank whose first error is that of a smaller group waits.
+    An error does not end the loop: the ranks of the other groups wait for this one. What is raised is a copy that no
+    agreement has raised: with the original, this rank would skip the next header, in which others may wait.
     """
     plans, errors = [], []
     for parameters, group, _ in entries:

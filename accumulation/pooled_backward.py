@@ -48,7 +48,7 @@ from .replay_state import (
     restore_rng,
     save_rng,
 )
-from .streamed_scores import LossTable, RowsOf, StreamedScores, check_scores
+from .streamed_scores import StreamedScores, check_scores
 from .window import Window, open_window
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def pooled_backward(
     second pass reads their gradient from it.
 
     Args:
-        model: with DDP, FSDP2 or HSDP modules anywhere in it, or plain; it holds every module that ``forward`` runs.
+        model: see :func:`accumulate`; it holds every module that ``forward`` runs.
         micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows. With
             ``stream=True`` it may load each one when it is read, as a ``DataLoader`` does. It is read twice, under the
             same state of torch's generators, and must give the same micro-batches, as many as its length says.
@@ -101,11 +101,8 @@ def pooled_backward(
             last backward carries it to the wrapper. It may depend on no other tensor that requires grad, which no
             wrapper would reduce. With ``stream=True`` a :class:`~fullrank.SmoothAPLoss` itself, with a number for its
             temperature.
-        group: the ranks that call this together, and that ``loss`` gathers over; None for those that ``model`` reduces
-            its gradients over. A model that no wrapper reduces needs it on several ranks: it says that you add up the
-            gradients.
-        sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"``, or for HSDP ``"shard"``,
-            over the shards after each and over the replicas after the last.
+        group: the ranks that call this together, and that ``loss`` gathers over; see :func:`accumulate`.
+        sync: see :func:`accumulate`.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.
         check_replay: compare the scores of both passes, and raise on every rank when they differ. With ``stream=True``
             16 scores of each micro-batch and their mean are compared, and a checksum of its targets and weights.
@@ -156,13 +153,13 @@ def pooled_backward(
         Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
 
-    def bring(window: Window) -> Offer[tuple[tuple[torch.device, ...], LossTable | None]]:
+    def bring(window: Window) -> Offer[tuple[tuple[torch.device, ...], Any]]:
         if group is None:
             window.wrappers.check_group(None)
         for name, function in (("forward", forward), ("loss", loss)):
             if not callable(function):
                 raise TypeError(expected(name, "a function", function))
-        table: LossTable | None = None
+        table = None
         if stream:
             open_stream = getattr(loss, "open_stream", None)
             if open_stream is None:
@@ -191,7 +188,7 @@ def pooled_backward(
     window, (devices, table), _ = open_window(
         CALL, model, micro_batches, sync=sync, group=group, listed=not stream, bring=bring
     )
-    with window.wrappers.restored(), window.wrappers.no_broadcasts():
+    with window.wrappers.restored(quiet=True):
         try:
             # 1. Score every micro-batch without a graph.
             # 2. Compute the loss from all scores, or from the sums of the stream.
@@ -200,22 +197,20 @@ def pooled_backward(
                 scored = _score(window, forward, devices)
                 value, scored.learned = _evaluate(window, loss, scored.leaf)
             else:
-                assert targets is not None
-                rows_of = RowsOf(targets, sample_weight)
-                scored, value = _stream(window, forward, devices, table, rows_of)
+                scored, value = _stream(window, forward, devices, table, targets, sample_weight)
             # 3. Repeat each forward, and back-propagate the gradient of its scores.
             with reading_again():
                 _replay(window, forward, devices, scored, value, scaler, check_replay)
         except BaseException:
             window.wrappers.reshard()
-            window.wrappers.expect_broadcasts()
+            window.wrappers.expect_broadcasts(True)
             raise
     window.wrappers.leave_as_reduced()
     return value.detach().reshape(())
 
 
 class _Scored:
-    """The scores of the window as one leaf; and the second pass over the same micro-batches."""
+    """The scores of the window as one leaf, and the second pass over the same micro-batches; see StreamedScores."""
 
     num_changed = 0.0  # targets and weights are not read by micro-batch
     learned: Mapping[str, Tensor] = {}  # parameters of the model that the loss uses
@@ -224,45 +219,35 @@ class _Scored:
     def __init__(self, micro_batches: Collection[Any], scores: list[Tensor], states: list[RngState]) -> None:
         self._micro_batches, self._states = micro_batches, states
         self.leaf = torch.cat(scores).requires_grad_()  # [rows of this rank, ...]
+        self.dtype = self.leaf.dtype
         self._num_rows = [part.shape[0] for part in scores]
         self._firsts = self.leaf.detach().split(self._num_rows)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the scores."""
-        return self.leaf.dtype
-
-    @property
     def top(self) -> Tensor:
-        """The largest finite |score|."""
         return largest_score(self.leaf.detach())
 
     def start(self, value: Tensor) -> None:
-        """Let :meth:`gradient` be that of ``value``, and :attr:`of_learned` those of the parameters in it."""
         slope, *others = torch.autograd.grad(value, [self.leaf, *self.learned.values()])
         self._slopes = slope.split(self._num_rows)
         self.of_learned = dict(zip(self.learned, others))
 
     def second_pass(self) -> Iterator[Any]:
-        """Yield each micro-batch under the random state that it had in the first pass."""
         for batch, state in zip(self._micro_batches, self._states):
             restore_rng(state)
             yield batch
 
     def form(self, index: int) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and the dtype of the scores of a micro-batch in the first pass."""
         return self._firsts[index].shape, self.dtype
 
     def difference(self, index: int, scores: Tensor) -> Tensor:
-        """Return the largest difference between the ``scores`` of a micro-batch and those of the first pass."""
         return largest_difference(self._firsts[index], scores)
 
     def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
-        """Return the gradient of the scores of a micro-batch."""
         return self._slopes[index]
 
     def check(self) -> None:
-        """Do nothing: no mistake waits to be raised."""
+        pass  # no mistake waits to be raised
 
 
 def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
@@ -299,15 +284,18 @@ def _first_pass(window: Window) -> Iterator[None]:
         with buffers_kept(window.model):
             yield
     finally:
-        # Older versions of torch keep the weights that autocast has cast in this pass, without a graph, and the
-        # second pass would use them (pytorch issue 158232).
+        # Older torch keeps the weights that autocast has cast here, without a graph (pytorch issue 158232).
         torch.clear_autocast_cache()
 
 
 def _stream(
-    window: Window, forward: Forward, devices: Sequence[torch.device], table: LossTable, rows_of: RowsOf
+    window: Window, forward: Forward, devices: Sequence[torch.device], table: Any, targets: Any, sample_weight: Any
 ) -> tuple[StreamedScores, Tensor]:
     """Steps 1 and 2 of a stream: return the sums of all scores, and the loss."""
+
+    def rows_of(batch: Any) -> tuple[Tensor, Tensor | None]:
+        return targets(batch), None if sample_weight is None else sample_weight(batch)
+
     scored = StreamedScores(window.micro_batches, rows_of, table, devices)
 
     def add_all() -> StreamedScores:
@@ -396,11 +384,7 @@ def _replay(
     scaler: Any,
     check_replay: bool,
 ) -> None:
-    """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began.
-
-    The header comes before the last backward, in which the wrapper reduces: there all ranks can still raise the
-    same error, because none of them waits in that reduction yet.
-    """
+    """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began."""
     off = torch.zeros(())  # the largest difference between the scores of both passes
     carried: Mapping[str, Tensor] = {}  # gradients of parameters for the last backward
 
@@ -482,18 +466,15 @@ _CAUSES = (
 def tolerance(dtype: torch.dtype) -> float:
     """Return how much a replay may differ, relative to the largest score: half of the digits of ``dtype``.
 
-    The same operations in another order, or another kernel, change the last few digits. Another mask, other rows or a
-    buffer that has advanced change the first ones.
+    Another order of operations changes the last few digits; another mask, row or buffer changes the first ones.
     """
     return math.sqrt(torch.finfo(dtype).eps)
 
 
 def _check_differences(totals: Tensor, ranks: Sequence[int]) -> None:
-    """Raise RuntimeError when a replay was off. All ranks know ``totals``, so all of them raise.
+    """Raise RuntimeError when a replay was off, on all ``ranks``, which all know ``totals``.
 
-    Args:
-        totals: (W, 4): difference, allowed difference, largest score, micro-batches with other targets or weights.
-        ranks: the global ranks.
+    These are (W, 4): difference, allowed difference, largest score, micro-batches with other targets or weights.
     """
     rows = list(zip(ranks, totals.tolist()))
     what, found = "the same scores in both passes over the window", ""
@@ -514,8 +495,8 @@ def _agree_after(
 ) -> Agreement[U]:
     """Run one pass over the micro-batches, exchange a header, and return what the ranks offer.
 
-    A mistake is raised on all ranks by the header, except in a pass that ``communicates``. It is raised there at once:
-    the other ranks wait inside the model, and the header would meet their collective.
+    In a pass that ``communicates`` a mistake is raised at once: the other ranks wait inside the model, and the header
+    would meet their collective.
     """
     if communicates:
         done = run()

@@ -6,7 +6,7 @@ Of each micro-batch a few numbers remain, by which a second pass with other scor
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,47 +17,22 @@ from .replay_state import RngState, checksum_of, largest_difference, largest_sco
 NUM_SAMPLED = 16  # scores of each micro-batch that are kept for the comparison with those of the second pass
 
 
-class LossTable(Protocol):
-    """What a loss adds up in the first pass; see :class:`~fullrank.losses.streamed_smooth_ap.StreamedTable`."""
-
-    def add(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> None:
-        """Add a micro-batch."""
-
-    def finish(self) -> LossOfTable:
-        """Return the loss over all micro-batches of all ranks."""
-
-
-class LossOfTable(Protocol):
-    """What a loss reads from its table in the second pass."""
-
-    value: Tensor
-
-    def start(self, value: Tensor) -> None:
-        """Let :meth:`gradient` be that of ``value``."""
-
-    def gradient(self, logits: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-        """Return the gradient of the scores of a micro-batch."""
-
-
-class RowsOf(NamedTuple):
-    """How the rows of a micro-batch are read."""
-
-    targets: Callable[[Any], Tensor]
-    sample_weight: Callable[[Any], Tensor] | None
-
-    def __call__(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the targets and the weights of ``batch``."""
-        return self.targets(batch), None if self.sample_weight is None else self.sample_weight(batch)
-
-
 class StreamedScores:
-    """The scores of the first pass, as sums; and the second pass over the same micro-batches."""
+    """The scores of the first pass, as sums; and the second pass over the same micro-batches.
+
+    ``rows_of`` reads the targets and the weights of a micro-batch. ``table`` is what the loss adds them up in, such as
+    the ``StreamedTable`` of Smooth-AP.
+    """
 
     def __init__(
-        self, micro_batches: Collection[Any], rows_of: RowsOf, table: LossTable, devices: Sequence[torch.device]
+        self,
+        micro_batches: Collection[Any],
+        rows_of: Callable[[Any], tuple[Tensor, Tensor | None]],
+        table: Any,
+        devices: Sequence[torch.device],
     ) -> None:
         self._micro_batches, self._rows_of, self._table, self._devices = micro_batches, rows_of, table, devices
-        self._loss: LossOfTable | None = None
+        self._loss: Any = None  # what the table holds in the end
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         # One tensor: small ones that live on, each behind the buffers of a forward, would keep their memory in pieces.
         self._digests = torch.empty(0)  # [micro-batches, NUM_SAMPLED + 1]
@@ -71,14 +46,13 @@ class StreamedScores:
 
     def first_pass(self) -> Iterator[Any]:
         """Yield each micro-batch; it goes to :meth:`add` with its scores."""
-        yield from _read(self._micro_batches)
+        return _read(self._micro_batches)
 
     def add(self, scores: Any, batch: Any) -> None:
         """Add the scores of a micro-batch. A mistake is kept: :meth:`check` raises it, where all ranks can."""
-        if self._mistake is not None:
-            return
         try:
-            self._add(scores, batch)
+            if self._mistake is None:
+                self._add(scores, batch)
         except Exception as error:
             self._mistake = error
 
@@ -106,7 +80,8 @@ class StreamedScores:
     def evaluate(self) -> Tensor:
         """Return the loss; a collective."""
         self._loss = self._table.finish()
-        return self._loss.value
+        value: Tensor = self._loss.value
+        return value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +90,6 @@ class StreamedScores:
 
     def start(self, value: Tensor) -> None:
         """Let :meth:`gradient` be that of ``value``."""
-        assert self._loss is not None
         self._loss.start(value)
 
     def second_pass(self) -> Iterator[Any]:
@@ -143,7 +117,6 @@ class StreamedScores:
         gradient = torch.zeros_like(scores)
         if self._mistake is None:
             try:
-                assert self._loss is not None
                 rows = self._rows_of(batch)
                 found = self._loss.gradient(scores, *rows)
                 self.num_changed = self.num_changed + (checksum_of(rows) != self._checksums[index]).double()

@@ -112,14 +112,8 @@ def open_window(
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
-    Args:
-        call: name of the verb.
-        model, micro_batches, sync, group, multiplier: see :func:`accumulate`.
-        listed: read all micro-batches now; False leaves them to be read one after the other.
-        bring: checks what only this verb takes, and returns its part of the header.
-
-    Raises:
-        Whatever a check raises, on every rank; see :func:`~fullrank.distributed.header.agree_on`.
+    ``bring`` checks what only this verb takes, and returns its part of the header. ``listed`` reads all micro-batches
+    now. The other arguments are those of :func:`accumulate`.
     """
     ranks = find_ranks(model, group)
 

@@ -167,7 +167,8 @@ def list_summands(parameters: Any) -> list[Summand]:
             raise TypeError(expected(f"gradient of {entry.name}", "a dense tensor", grad, fix))
         held = held_gradient(entry)
         laid_out = parameter if grad is None else grad
-        local, dtype = (_memory(laid_out), _gradient_dtype(parameter)) if held is None else (held, held.dtype)
+        local = _memory(laid_out) if held is None else held
+        dtype = parameter.grad_dtype or parameter.dtype if held is None else held.dtype
         layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}"
         if is_dtensor(laid_out):  # which part of the whole tensor this rank holds
             mesh, own = laid_out.device_mesh, laid_out.device_mesh.get_coordinate()
@@ -187,16 +188,10 @@ def _memory(tensor: Tensor) -> Tensor:
         return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
-def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype that a gradient will have, which may differ from the parameter's."""
-    return parameter.grad_dtype or parameter.dtype
-
-
 def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -> list[Summand]:
     """Compare the parameters of all ranks, and return the summands of the gradients that at least one rank has.
 
-    Raises:
-        TypeError, ValueError: see :func:`all_reduce_grads_`; on every rank of ``group``, which has two or more.
+    Errors are raised on every rank of ``group``, which has two or more; see :func:`all_reduce_grads_`.
     """
 
     def bring() -> Offer[list[Summand]]:
@@ -247,11 +242,16 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
     tensors: list[Tensor] = []
     for index, (_, parameter, held, _) in enumerate(summands):
         if held is None:
-            created[index] = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
+            dtype = parameter.grad_dtype or parameter.dtype
+            created[index] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             held = _memory(created[index])
         tensors.append(held)
     for bucket in buckets(tensors):
-        first, dtype, staged = bucket[0], _sum_dtype(bucket[0].dtype), is_staged(bucket[0], group)
+        first, dtype, staged = (
+            bucket[0],
+            torch.promote_types(bucket[0].dtype, torch.float32),
+            is_staged(bucket[0], group),
+        )
         if len(bucket) == 1 and first.dtype == dtype and first.is_contiguous() and not staged:
             _all_reduce(first, group)
             continue
@@ -275,17 +275,15 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        kind, size = (tensor.device, tensor.dtype), tensor.numel() * _sum_dtype(tensor.dtype).itemsize
+        kind, size = (
+            (tensor.device, tensor.dtype),
+            tensor.numel() * torch.promote_types(tensor.dtype, torch.float32).itemsize,
+        )
         if kind in filling and sizes[kind] + size > BUCKET_BYTES:
             yield filling.pop(kind)
         sizes[kind] = size + (sizes[kind] if kind in filling else 0)
         filling.setdefault(kind, []).append(tensor)
     yield from filling.values()
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are added: float32 for half precision."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:

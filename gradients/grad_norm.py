@@ -28,7 +28,7 @@ import hashlib
 import math
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -193,14 +193,9 @@ def clip_grad_norm_(
         if foreach is None and measured.plain is not None:
             multiply_each_(grads, factor)
         else:  # apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms
-            clip_grads_with_norm_(cast(Iterable[Tensor], list(map(_Scaled, grads))), largest, exact, foreach)
+            scaled: Any = [types.SimpleNamespace(grad=grad) for grad in grads]  # of a parameter it reads nothing else
+            clip_grads_with_norm_(scaled, largest, exact, foreach)
     return reduced.returned
-
-
-class _Scaled(NamedTuple):
-    """Stands for a parameter in torch's scaling, which reads nothing but its gradient."""
-
-    grad: Tensor
 
 
 # --- measure ---------------------------------------------------------------------------------------------------------
@@ -216,27 +211,16 @@ class _Options(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What one rank holds.
-
-    Attributes:
-        options: the arguments, checked.
-        listed: the parameters, as they can be read again.
-        plan: the groups to reduce over, and the parameters unless their gradients are ``plain``.
-        columns: for each layout the norm of what this rank holds; float64 scalars where the ranks meet.
-        plain: the gradients, if they and their parameters are all plain and dense.
-        device: of the gradients, else of the first parameter; None without parameters.
-        narrow: whether this rank returns the norm in float32.
-        error: the first failed check of this rank. The columns are then 0.
-    """
+    """What one rank holds."""
 
     options: _Options
-    listed: list[Any] | nn.Module
-    plan: Plan
-    columns: dict[Layout, Tensor]
-    plain: list[Tensor] | None
-    device: torch.device | None
-    narrow: bool
-    error: Exception | None
+    listed: list[Any] | nn.Module  # the parameters, as they can be read again
+    plan: Plan  # the groups to reduce over, and the parameters unless their gradients are plain
+    columns: dict[Layout, Tensor]  # the norm of what this rank holds; float64 scalars where the ranks meet
+    plain: list[Tensor] | None  # the gradients, if they and their parameters are all plain and dense
+    device: torch.device | None  # of the gradients, else of the first parameter; None without parameters
+    narrow: bool  # whether this rank returns the norm in float32
+    error: Exception | None  # the first failed check of this rank; the columns are then 0
 
 
 class _Postponed:

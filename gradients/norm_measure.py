@@ -62,7 +62,7 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 
 def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype on the CPU, where reading a value costs nothing."""
-    dtype, sizes = _sum_dtype(tensors[0].dtype), [tensor.numel() for tensor in tensors]
+    dtype, sizes = torch.promote_types(tensors[0].dtype, torch.float32), [tensor.numel() for tensor in tensors]
     total = join_norms(_row_norms(tensors, sizes, norm_type, dtype), norm_type)
     limits = torch.finfo(dtype)
     # A power that underflows is off by at most `tiny`. Above this mean that is less than one rounding of the sum.
@@ -82,8 +82,8 @@ def _norm_without_looking(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype; elements are divided by the largest before powers are taken."""
-    unit = _unit(_largest(tensors))
-    return join_norms(_row_norms(tensors, (), norm_type, _sum_dtype(tensors[0].dtype), unit), norm_type) * unit
+    dtype, unit = torch.promote_types(tensors[0].dtype, torch.float32), _unit(_largest(tensors))
+    return join_norms(_row_norms(tensors, (), norm_type, dtype, unit), norm_type) * unit
 
 
 def _row_norms(
@@ -132,7 +132,3 @@ def _largest(tensors: list[Tensor]) -> Tensor:
 def _unit(largest: Tensor) -> Tensor:
     """Return the divisor: ``largest``, or 1 where it is 0, inf or NaN, so that these values propagate."""
     return torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

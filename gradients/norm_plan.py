@@ -37,19 +37,12 @@ class Plan:
     """The parameters of one rank, and the groups in the order in which every rank reduces over them.
 
     A method that raises leaves a plan that this rank can still follow, so that it meets the other ranks in every group
-    that it knows.
-
-    Attributes:
-        entries: the parameters, in the same order on every rank: groups are ordered by their first parameter.
-        layouts: for each entry, the groups over which it is sharded.
-        groups: the groups over which parameters are sharded, then those over which they are only copied, after
-            :meth:`add_copies`, then the stages. None of them has a single rank, which holds everything.
-        first_stage: the place in ``groups`` of the first group of ``across``.
+    that it knows. None of the groups has a single rank, which holds everything.
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.layouts: list[Layout] = []
+        self.entries: list[Entry] = []  # the parameters, in the same order on every rank, which orders the groups
+        self.layouts: list[Layout] = []  # for each of them, the groups over which it is sharded
         self._shards: dict[tuple[int, ...], ProcessGroup] = {}  # by their ranks: several groups may have the same
         self._stages: dict[tuple[int, ...], ProcessGroup] = {}
         # By id, because listing the ranks of a large group, or the groups of a mesh, takes time.
@@ -58,6 +51,7 @@ class Plan:
 
     @property
     def groups(self) -> list[ProcessGroup]:
+        """Those over which parameters are sharded, then only copied, after :meth:`add_copies`; then the stages."""
         return [*self._shards.values(), *self._stages.values()]
 
     @property
@@ -67,10 +61,8 @@ class Plan:
     def add(self, entry: Entry, shard_groups: Callable[[Any], Groups] | None) -> None:
         """Add a parameter with its layout; see :func:`~fullrank.gradients.grad_norm.total_grad_norm`.
 
-        Raises:
-            TypeError: for what is not a parameter, which is not added.
-            TypeError, ValueError, RuntimeError: for groups of ``shard_groups`` that cannot be used; the parameter is
-                added with the layout of its placements.
+        Raises TypeError for what is not a parameter, which is not added. For groups of ``shard_groups`` that cannot be
+        used it raises with the parameter added in the layout of its placements.
         """
         check_parameter(entry)
         parameter = entry.parameter

@@ -43,11 +43,7 @@ def read_once(parameters: Any) -> list[Any] | nn.Module:
 
 
 def list_entries(parameters: Any) -> list[Entry]:
-    """Return the distinct items of ``parameters`` in their order, named; :func:`check_parameter` checks each of them.
-
-    Raises:
-        TypeError: when ``parameters`` is not a module, a tensor or an iterable.
-    """
+    """Return the distinct items of ``parameters`` in their order, named but not checked to be parameters."""
     listed = read_once(parameters)
     entries: dict[int, Entry] = {}
     for index, item in enumerate(listed.named_parameters() if isinstance(listed, nn.Module) else listed):
@@ -80,16 +76,20 @@ def is_elsewhere(parameter: Tensor) -> bool:
 
 def check_gradient(entry: Entry) -> None:
     """Raise TypeError or ValueError when the gradient, if there is one, does not fit its parameter."""
-    parameter, grad, name = entry.parameter, entry.parameter.grad, f"gradient of {entry.name}"
+    parameter, name = entry.parameter, f"gradient of {entry.name}"
+    grad: Any = parameter.grad
     if grad is None:
         return
-    if is_dtensor(parameter) != is_dtensor(grad):
-        what = "a DTensor, as the parameter is" if is_dtensor(parameter) else "a plain tensor, as the parameter is"
-        fix = "Use DTensor.from_local(gradient)." if is_dtensor(parameter) else "Use gradient.full_tensor()."
-        raise TypeError(expected(name, what, Words(type(grad).__name__), fix))
-    if is_dtensor(parameter) and is_dtensor(grad) and parameter.device_mesh != grad.device_mesh:
-        what = f"one on the mesh of the parameter, {parameter.device_mesh}"
-        raise ValueError(expected(name, what, Words(grad.device_mesh)))
+    if is_dtensor(parameter):
+        if not is_dtensor(grad):
+            found, fix = Words(type(grad).__name__), "Use DTensor.from_local(gradient)."
+            raise TypeError(expected(name, "a DTensor, as the parameter is", found, fix))
+        if parameter.device_mesh != grad.device_mesh:
+            what = f"one on the mesh of the parameter, {parameter.device_mesh}"
+            raise ValueError(expected(name, what, Words(grad.device_mesh)))
+    elif is_dtensor(grad):
+        found, fix = Words(type(grad).__name__), "Use gradient.full_tensor()."
+        raise TypeError(expected(name, "a plain tensor, as the parameter is", found, fix))
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(expected(name, "a dense or a sparse COO tensor", Words(grad.layout), "Use to_dense()."))
 
@@ -120,11 +120,7 @@ def counted_gradient(entry: Entry) -> Tensor | None:
 
     A gradient that is placed differently from its parameter is first redistributed into a copy, by collectives that
     all ranks of its mesh must make. Examples are the Partial gradient of a norm under SequenceParallel, and the sharded
-    gradient of a replicated weight that met sharded activations.
-
-    Raises:
-        TypeError: when one of gradient and parameter is a DTensor and the other is not.
-        ValueError: when their meshes differ.
+    gradient of a replicated weight that met sharded activations. Raises as :func:`check_gradient`.
     """
     parameter, grad = entry.parameter, entry.parameter.grad
     if grad is None or is_elsewhere(parameter):

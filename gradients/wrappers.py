@@ -86,7 +86,7 @@ class GradientSync(NamedTuple):
 
     @property
     def divisor(self) -> float | None:
-        """The number that every gradient is divided by; None when it is unknown: no wrapper, or several numbers."""
+        """The multiplier; None when it is unknown: no wrapper, or several numbers."""
         try:
             return self.multiplier if self.ddp or self.fsdp else None
         except ValueError:
@@ -116,10 +116,7 @@ class GradientSync(NamedTuple):
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError unless a loss can be added over ``group``, None for the ranks that the wrappers reduce over.
-
-        Without ``group`` that must be a single group. A ``group`` that is given must contain all of these ranks.
-        """
+        """Raise ValueError unless ``group`` contains all ranks that the wrappers reduce over. None stands for these."""
         if self.unwrapped is not None:
             return
         given = self.group if group is None else resolve_group(group)
@@ -161,11 +158,9 @@ class GradientSync(NamedTuple):
             raise ValueError(expected("model", what, found, advice))
 
     def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
-        """Raise ValueError when some gradients would be left unreduced, or would be too large once they are added.
+        """Raise ValueError when gradients would be left unreduced, or would be too large once others add them.
 
-        Args:
-            others_reduce: whether the caller has promised, by naming a group, to add what no wrapper reduces.
-            multiplier: the caller's, None for that of the wrappers.
+        ``others_reduce`` says that the caller adds what no wrapper reduces. ``multiplier`` is the caller's, if given.
         """
         if not self.unmanaged:
             return
@@ -185,23 +180,22 @@ class GradientSync(NamedTuple):
         for group in self.fsdp:
             group.switches = (is_last or sync != "last", is_last or sync == "each")
 
-    @property
-    def reduces_always(self) -> bool:
-        """Whether the switches are as the wrappers come: every backward reduces."""
-        return all(module.require_backward_grad_sync for module in self.ddp) and all(
-            all(group.switches) for group in self.fsdp
-        )
-
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Set the switches back at the end to what they were at the beginning."""
-        found = [module.require_backward_grad_sync for module in self.ddp], [group.switches for group in self.fsdp]
+    def restored(self, *, quiet: bool = False) -> Iterator[None]:
+        """Set the switches back at the end to what they were at the beginning.
+
+        If ``quiet``, no forward of DDP inside broadcasts its buffers: a rank may leave out a forward, or fail in it.
+        """
+        ddp = [(module, module.require_backward_grad_sync, module.broadcast_buffers) for module in self.ddp]
+        fsdp = [(group, group.switches) for group in self.fsdp]
+        for module in self.ddp if quiet else ():
+            module.broadcast_buffers = False
         try:
             yield
         finally:
-            for module, reduces in zip(self.ddp, found[0]):
-                module.require_backward_grad_sync = reduces
-            for group, switches in zip(self.fsdp, found[1]):
+            for module, reduces, broadcasts in ddp:
+                module.require_backward_grad_sync, module.broadcast_buffers = reduces, broadcasts
+            for group, switches in fsdp:
                 group.switches = switches
 
     @property
@@ -232,39 +226,20 @@ class GradientSync(NamedTuple):
             rebuild_ddp_buckets(module)
             broadcast_ddp_buffers(module)
 
-    def rebuild_buckets(self) -> None:
-        """Let DDP rebuild its buckets now, which it does once, after its first reduction; collective where it does."""
+    def communicate_after_backward(self) -> None:
+        """Do now what the next forwards of DDP would communicate, which then communicate nothing; collective."""
         for module in self.ddp:
             rebuild_ddp_buckets(module)
-
-    def broadcast_buffers(self) -> None:
-        """Let DDP broadcast its buffers now, and not in its next forward; collective, after a backward of all ranks."""
         for module in self.ddp:
             module.require_forward_param_sync = True
             broadcast_ddp_buffers(module)
-        self.hold_broadcasts()
+        self.expect_broadcasts(False)
+        self.watch_forwards()
 
-    @contextmanager
-    def no_broadcasts(self) -> Iterator[None]:
-        """Let no forward of DDP inside broadcast its buffers, so that a rank may leave out a forward or fail in it."""
-        found = [module.broadcast_buffers for module in self.ddp]
+    def expect_broadcasts(self, are_due: bool) -> None:
+        """Let the next forward of DDP broadcast its buffers, as after a backward that reduced, or leave that out."""
         for module in self.ddp:
-            module.broadcast_buffers = False
-        try:
-            yield
-        finally:
-            for module, broadcasts in zip(self.ddp, found):
-                module.broadcast_buffers = broadcasts
-
-    def expect_broadcasts(self) -> None:
-        """Let the next forward of DDP broadcast its buffers, as after a backward that reduced."""
-        for module in self.ddp:
-            module.require_forward_param_sync = True
-
-    def hold_broadcasts(self) -> None:
-        """Let the next forward of DDP broadcast no buffers."""
-        for module in self.ddp:
-            module.require_forward_param_sync = False
+            module.require_forward_param_sync = are_due
 
     def watch_forwards(self) -> None:
         """Let :attr:`forwards_seen` start again."""
@@ -301,11 +276,8 @@ class GradientSync(NamedTuple):
             name: of ``loss``, for the message.
             loss: what is back-propagated.
             used: of each DDP module, whether it holds gradients of earlier micro-batches that this backward reduces.
-            others_prepare: whether the code that runs the forward may still prepare the reduction before the backward,
-                as ``manual_backward`` of Lightning does in a ``training_step``.
-
-        Returns:
-            False if the reduction of a module must still be prepared.
+            others_prepare: whether the code that runs the forward may still prepare the reduction, as
+                ``manual_backward`` of Lightning does in a ``training_step``. Returns False if it has to.
         """
         if (self.ddp or self.fsdp) and loss.grad_fn is None:
             fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
@@ -330,9 +302,7 @@ class GradientSync(NamedTuple):
         """Undo what forwards without a backward have prepared in the wrappers; call it on every rank."""
         for module in self.ddp:
             forget_forward(module)
-            # Ranks that stood in different micro-batches differ in it. DDP sets it to True after a backward that
-            # reduced.
-            module.require_forward_param_sync = True
+        self.expect_broadcasts(True)  # ranks that stood in different micro-batches differ in it
         self.reshard()
 
     def reshard(self) -> None:
@@ -392,8 +362,7 @@ def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
     """Return the ranks that a loss of ``model`` is added over; None when this process is alone.
 
     They are ``group`` if it is given, else those that the wrappers reduce over, else the default group. An error in the
-    model is not raised here: the header that follows reports it to all ranks, over the default group. Raises like
-    :func:`~fullrank.distributed.group.resolve_group`.
+    model is not raised here: the header that follows reports it to all ranks, over the default group.
     """
     if group is None:
         if not is_initialized():
