@@ -96,11 +96,11 @@ def accumulate(
 
     Raises:
         TypeError: for micro-batches without a length, such as a generator; a bad ``count``.
-        ValueError: for no micro-batch on some rank; different numbers of them under FSDP2, HSDP, SyncBatchNorm or
-            ``sync="each"``; counts that are negative or not finite; gradients that are divided by several numbers
-            (experts: see :func:`sum_gradients_`); trainable parameters that no wrapper reduces, on several ranks,
-            unless ``group`` (or ``multiplier``, if there is no wrapper at all) says that this is known; DDP with
-            ``static_graph`` whose very first backward would not reduce; arguments that differ between ranks.
+        ValueError: for no micro-batch on some rank; different numbers of them where each communicates (FSDP2, HSDP,
+            SyncBatchNorm, ``sync="each"``); counts that are negative or not finite; gradients divided by several
+            numbers (experts: see :func:`sum_gradients_`), or reduced by nobody on several ranks, unless ``group`` (or
+            ``multiplier``, if there is no wrapper at all) says that this is known; DDP with ``static_graph`` whose very
+            first backward would not reduce; arguments that differ between ranks.
 
     Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank, or a
         micro-batch, without terms takes part like any other.
@@ -186,17 +186,16 @@ class Step:
 
         Raises:
             TypeError: when ``loss`` is not a floating-point tensor, or ``num_items`` not a number.
-            ValueError: when ``loss`` is not a scalar or has no graph, or is not from the forward of the DDP module, so
-                that DDP would not reduce; for a mean without ``num_items``, as far as its graph shows that it is one,
-                unless the micro-batch is counted as one term; for negative ``num_items``, or ones that do not add up to
-                the count that ``accumulate`` made.
+            ValueError: for a ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module;
+                for a mean without ``num_items``, as far as its graph shows that it is one, unless the micro-batch is
+                counted as one term; for negative ``num_items``, or ones that do not add up to the count.
             RuntimeError: for a micro-batch with two calls, or with none.
 
         Distributed:
-            The call for the last micro-batch exchanges one header before it back-propagates. There every
-            rank raises any mistake that a rank has made since the window began, and the gradients of the model are
-            discarded. A rank raises at once, alone, only where the others wait for a backward that it cannot run:
-            without a loss that has a graph, under FSDP2 or ``sync="each"``.
+            The call for the last micro-batch exchanges one header before it back-propagates. There every rank raises
+            any mistake that a rank has made since the window began, and the gradients of the model are discarded. A
+            rank raises alone only where the others wait for a backward that it cannot run: without a loss that has a
+            graph, under FSDP2 or ``sync="each"``.
         """
         share = self._scale(loss, num_items, others_prepare=False)
         self._num_backward += 1

@@ -135,10 +135,7 @@ class DeferredMean:
             both already.
 
         Raises:
-            TypeError: when ``loss_sum`` is not a floating-point tensor, or ``n`` not a number.
-            ValueError: when ``loss_sum`` is not a scalar or has no graph, or ``n`` is negative or not finite; when
-                ``loss_sum`` is a mean of other than one term, as far as its graph shows that it is one; when
-                ``loss_sum`` is not from a forward of the DDP module since the last call, so that DDP would not reduce.
+            TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0; when a newer object has taken over the model.
 
@@ -208,9 +205,8 @@ class DeferredMean:
         Raises:
             TypeError, ValueError: for an entry that is none of these; parameters that are not the model's; the same
                 parameter and group twice; parameters that no wrapper reduces, unless pairs, or the ``group`` of the
-                constructor, say that this is known; ranks that are added up but have divided by different counts
-                (tokens of one sequence on several ranks need the ``group`` of the constructor); see also
-                :func:`all_reduce_grads_`.
+                constructor, say that this is known; ranks that have divided by different counts (tokens of one sequence
+                on several ranks need the ``group`` of the constructor); see also :func:`all_reduce_grads_`.
             RuntimeError: without a backward since the last finish: a second sync would add final gradients again; when
                 the way the model reduces has changed since the first backward.
 

@@ -118,26 +118,22 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window; a loss without a graph to the scores or with one to leaves outside of
-            ``model``; scores that are not from the forward of the DDP module, so that DDP would not reduce; a loss
-            whose ``gradient_reduction`` is not how ``model`` combines gradients; a model that no wrapper reduces, in a
-            job of several ranks without ``group``; different numbers of micro-batches on the ranks where forwards or
-            backwards communicate (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``); with ``stream=True`` scores that are
-            infinite or spread over more than some 8,192 temperatures, or a table of more than 256 MiB, on every rank
-            and after the first pass.
-        RuntimeError: when a replay gives other scores, targets or weights; without gradients enabled; inside a
-            backward.
+        ValueError: for an empty window; a loss without a graph to the scores, or with one to leaves outside of
+            ``model``; scores that are not from the forward of the DDP module; a loss whose ``gradient_reduction`` is
+            not how ``model`` combines gradients; a model or a number of micro-batches that :func:`accumulate` refuses;
+            with ``stream=True`` scores that are infinite or spread over more than some 8,192 temperatures, or a table
+            of more than 256 MiB, on every rank and after the first pass.
+        RuntimeError: when a replay gives other scores, targets or weights; without gradients enabled; in a backward.
 
     Numerics:
         A replay may differ by the square root of the scores' machine epsilon, relative to the largest score: rounding
         in another order stays far below it, other masks or other data far above.
 
     Distributed:
-        Four headers besides those of ``loss``, DDP's broadcast of buffers and one reduction of the
-        gradients. Errors are raised on every rank: before the second pass with the gradients untouched, in it with
-        the gradients of the model discarded. Only an error in a forward that itself communicates, or in reading the
-        micro-batches of such a model, is raised where it occurs: the other ranks wait for that forward, and no message
-        reaches them there. So each rank must read as many micro-batches as its length says.
+        Four headers besides those of ``loss``, DDP's broadcast of buffers and one reduction of the gradients. Errors
+        are raised on every rank: before the second pass with the gradients untouched, in it with those of the model
+        discarded. Only an error in a forward that itself communicates, or in reading the micro-batches of such a model,
+        is raised where it occurs: the other ranks wait for that forward, and no message reaches them there.
 
     Example:
         >>> import torch

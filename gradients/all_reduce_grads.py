@@ -57,10 +57,9 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     Raises:
         TypeError: for an item that is not a parameter; for a sparse gradient; for a gradient that is a DTensor although
             its parameter is not.
-        ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards.
-            A DTensor that is sharded over ``group``, or Partial, is such a case. Also when the gradients of a Module
-            are known to have been divided by a count of terms, and the counts of the ranks differ: they hold different
-            tokens, so all of them must count.
+        ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards, as
+            of a DTensor that is sharded over ``group``, or Partial. Also when the gradients of a Module are known to
+            have been divided by different counts of terms: the ranks hold different tokens, so all of them must count.
         RuntimeError: when this rank's process group has been destroyed.
 
     Degenerate:

@@ -407,7 +407,8 @@ def _raise_together(measured: _Measured, *, can_look: bool) -> NoReturn:
         raise error
     sizes = [dist.get_world_size(group) for group in plan.groups]
     texts = {key: repr(value) for key, value in options._asdict().items()} | {"call": options.call}
-    texts["layouts"] = f"{sorted(set(plan.layouts))} of groups of {sizes} ranks"
+    layouts = set(plan.layouts) if measured.plain is None else {()}
+    texts["layouts"] = f"{sorted(layouts)} of groups of {sizes} ranks"
     reason = None if error is None else (public_class(error).__name__, reason_of(error))
     known = _exchange(plan, (reason, texts))
     failed = [(rank, options.call, *reason) for rank, (reason, _) in known if reason is not None]
