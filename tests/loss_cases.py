@@ -247,6 +247,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
+def draw(count: int, columns: int = 1, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Return logits (count, columns) that require a gradient, and targets; binary with one column."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, columns, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return logits, torch.randint(0, max(2, columns), (count,), generator=generator)
+
+
 def step(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
     leaf = logits.detach().clone().requires_grad_()

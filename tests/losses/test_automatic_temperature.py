@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from loss_cases import step
+from loss_cases import draw, step
 from on_ranks import on_ranks
 from reference import Rows
 from torch import Tensor
@@ -34,13 +34,6 @@ MULTIPLES = {"smooth_ap": 0.1, "recall": 0.3}
 over_functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-def rows(count: int, classes: int = 1, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Return logits (count, classes) that require a gradient, and targets."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(count, classes, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    return logits, torch.randint(0, max(2, classes), (count,), generator=generator)
-
-
 def expected_spread(columns: Tensor) -> float:
     """Return the reference of the spread of ``columns`` (C, M), all rows of which are used."""
     codes = torch.zeros(columns.shape[1], len(columns), dtype=torch.int64)
@@ -53,13 +46,13 @@ def expected_spread(columns: Tensor) -> float:
 @pytest.mark.parametrize("classes", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 30, 1000])
 def test_spread_equals_the_reference(count: int, classes: int) -> None:
-    scores = rows(count, classes)[0].detach().t()
+    scores = draw(count, classes)[0].detach().t()
     assert spread_of(scores, None) == pytest.approx(expected_spread(scores), rel=1e-13)
     assert spread_of(scores.float(), None) == pytest.approx(expected_spread(scores.float()), rel=1e-13)
 
 
 def test_the_spread_is_that_of_the_members_and_of_normal_scores_their_deviation() -> None:
-    scores = rows(60, 4)[0].detach().t()
+    scores = draw(60, 4)[0].detach().t()
     member = torch.rand(4, 60, generator=torch.Generator().manual_seed(1)) < 0.6
     alone = [spread_of(scores[c : c + 1, member[c]], None) for c in range(4)]
     assert spread_of(scores, member) == pytest.approx(sum(alone) / 4, rel=1e-13)
@@ -91,7 +84,7 @@ def test_the_size_of_the_sample(classes: int, count: int) -> None:
 @pytest.mark.parametrize("classes", [1, 3])
 @over_functions
 def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
-    logits, targets = rows(80, classes)
+    logits, targets = draw(80, classes)
     tau = MULTIPLES[name] * spread_of(logits.t(), None)
     for ours, number in zip(step(FUNCTIONS[name], logits, targets), step(numbered(name, tau), logits, targets)):
         assert torch.equal(ours, number)
@@ -114,7 +107,7 @@ def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
 
 
 def test_queries_share_the_spread_of_all_rows() -> None:
-    logits, targets = rows(60)
+    logits, targets = draw(60)
     indexes = torch.arange(60) % 7
     ours = smooth_ap(logits, targets, indexes=indexes)
     wanted = reference.smooth_ap_of_queries(Rows(logits, targets), indexes).loss
@@ -131,7 +124,7 @@ def test_queries_share_the_spread_of_all_rows() -> None:
 @pytest.mark.parametrize("classes", [1, 3])
 @over_functions
 def test_shift_and_scale_change_nothing(name: str, classes: int, count: int) -> None:
-    logits, targets = rows(count, classes)
+    logits, targets = draw(count, classes)
     value, gradient = step(FUNCTIONS[name], logits, targets)
     for factor, shift in ((1000.0, 0.0), (1e-3, 0.0), (2.0**60, 0.0), (1.0, 16.0), (1.0, -7.0)):
         moved, slope = step(FUNCTIONS[name], logits * factor + shift, targets)
@@ -237,7 +230,7 @@ def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.
             assert gradient.isfinite().all()
             assert 0 < loss.current_temperature < math.inf
         for index in range(2):
-            value, gradient = step(loss, *rows(N, seed=index, dtype=dtype))
+            value, gradient = step(loss, *draw(N, seed=index, dtype=dtype))
             assert 0 < value < 1
             assert gradient.isfinite().all()
         assert gradient.abs().sum() > 0

@@ -9,27 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from loss_cases import draw
 from torch import Tensor, nn
 from torch.testing import assert_close
 from workers import WorkerPool, error_of
 
-from fullrank import (
-    BCEWithLogitsLoss,
-    CombinedLoss,
-    CrossEntropyLoss,
-    LossWarmupWrapper,
-    RecallAtQuantileLoss,
-    SmoothAPLoss,
-)
+from fullrank import BCEWithLogitsLoss, CombinedLoss, CrossEntropyLoss, LossWarmupWrapper
+from fullrank.losses import RecallAtQuantileLoss, SmoothAPLoss
 
 ROWS = 12
-
-
-def rows(seed: int, count: int = ROWS, columns: int = 1) -> tuple[Tensor, Tensor]:
-    """Return logits (N, C) that require a gradient, and targets."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(count, columns, generator=generator, dtype=torch.float64)
-    return logits.requires_grad_(), torch.randint(0, max(2, columns), (count,), generator=generator)
 
 
 def make(queue_size: int = 8, weights: Any = None) -> CombinedLoss:
@@ -43,7 +31,7 @@ def test_it_is_the_weighted_sum_and_shows_its_parts() -> None:
     loss = make(weights={"ap": 0.5, "ce": 2})
     assert loss.parts == {}
     for step in range(3):
-        logits, targets = rows(step)
+        logits, targets = draw(ROWS, seed=step)
         found, parts = loss(logits, targets), [ap(logits, targets), ce(logits, targets)]
         assert torch.equal(found, 0.5 * parts[0] + 2 * parts[1])
         ours, theirs = (torch.autograd.grad(one, logits)[0] for one in (found, 0.5 * parts[0] + 2 * parts[1]))
@@ -88,7 +76,7 @@ def test_calls_of_a_training_loop_are_passed_on() -> None:
     loss.on_train_epoch_start(3)
     loss.on_train_batch_start(7)
     assert not warm.in_warmup
-    loss(*rows(0))
+    loss(*draw(ROWS))
     assert len(ap.queue) == 8
     loss.reset_queue()
     assert len(ap.queue) == 0
@@ -102,7 +90,7 @@ def test_calls_of_a_training_loop_are_passed_on() -> None:
 
 
 def test_arguments_go_to_the_parts_that_take_them() -> None:
-    logits, targets = rows(0)
+    logits, targets = draw(ROWS)
     weight, mask = torch.rand(ROWS, dtype=torch.float64), torch.arange(ROWS) % 3 > 0
     parts = {"recall": RecallAtQuantileLoss(1, 0.3), "ce": BCEWithLogitsLoss(), "torch": nn.BCEWithLogitsLoss()}
     found = CombinedLoss(parts)(logits, targets, mask, sample_weight=weight)
@@ -118,7 +106,7 @@ def test_arguments_go_to_the_parts_that_take_them() -> None:
 
 
 def test_losses_of_torch_get_the_targets_they_need() -> None:
-    logits, targets = rows(0, columns=3)
+    logits, targets = draw(ROWS, 3)
     loss = CombinedLoss({"torch": nn.CrossEntropyLoss(), "ce": CrossEntropyLoss(), "ap": SmoothAPLoss(3)})
     for form in (targets, targets.int(), targets.double(), targets[:, None]):
         loss(logits, form)
@@ -127,14 +115,14 @@ def test_losses_of_torch_get_the_targets_they_need() -> None:
     with pytest.raises(ValueError, match=r"targets: expected .*got \d\.5"):
         alone(logits, targets + 0.5)
     with pytest.raises(ValueError, match="CrossEntropyLoss of one logit is always 0"):
-        CombinedLoss({"torch": nn.CrossEntropyLoss(), "ap": SmoothAPLoss(1)})(*rows(0))
+        CombinedLoss({"torch": nn.CrossEntropyLoss(), "ap": SmoothAPLoss(1)})(*draw(ROWS))
 
 
 def test_state_copies_and_pickles() -> None:
     """A restart continues bit for bit: queues and weights. The file loads with ``weights_only``."""
     loss = make(weights={"ap": 0.25, "ce": 1.0})
     for step in range(2):
-        loss(*rows(step))
+        loss(*draw(ROWS, seed=step))
     file = io.BytesIO()
     torch.save(loss.state_dict(), file)
     file.seek(0)
@@ -142,8 +130,8 @@ def test_state_copies_and_pickles() -> None:
     resumed.load_state_dict(torch.load(file, weights_only=True))
     twins = [resumed, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
     for step in range(2, 5):
-        expected = loss(*rows(step))
-        assert [torch.equal(twin(*rows(step)), expected) for twin in twins] == [True] * 3
+        expected = loss(*draw(ROWS, seed=step))
+        assert [torch.equal(twin(*draw(ROWS, seed=step)), expected) for twin in twins] == [True] * 3
     assert dict(resumed.weights) == {"ap": 0.25, "ce": 1.0}
     twins[1].weights = {"ap": 1.0, "ce": 1.0}
     assert loss.weights["ap"] == 0.25
@@ -157,7 +145,7 @@ def test_state_copies_and_pickles() -> None:
 def test_it_is_the_main_loss_of_a_warm_up_and_a_part_of_another() -> None:
     inner = make(queue_size=0, weights={"ap": 0.5, "ce": 0.5})
     warm = LossWarmupWrapper(BCEWithLogitsLoss(), inner, warmup_steps=1, blend_steps=1)
-    logits, targets = rows(0)
+    logits, targets = draw(ROWS)
     ap, ce = SmoothAPLoss(1)(logits, targets), BCEWithLogitsLoss()(logits, targets)
     for step, weight in enumerate([0.0, 0.5, 1.0]):
         warm.on_train_batch_start(step)
@@ -175,7 +163,7 @@ def test_a_part_must_return_a_tensor() -> None:
             return logits.sum(), targets
 
     with pytest.raises(TypeError, match=r"losses\['pair'\]: expected a loss that returns a tensor, got tuple"):
-        CombinedLoss({"pair": Pair()})(*rows(0))
+        CombinedLoss({"pair": Pair()})(*draw(ROWS))
 
 
 # Over ranks
@@ -192,7 +180,7 @@ def spoiled(rank: int, kind: str, fault: str, step: int) -> tuple[str, str, floa
     found, twin = combined(kind), combined(kind)
     error = ("none", "")
     for index in range(step + 2):
-        logits, targets = rows(10 * index + rank, ROWS + rank)
+        logits, targets = draw(ROWS + rank, seed=10 * index + rank)
         if index == step:
             odd = rank == 1
             if fault == "weights" and odd:

@@ -396,6 +396,10 @@ def in_warmup(main: nn.Module) -> LossWarmupWrapper:
 
 # what a message advises: the call
 ADVICE: dict[str, Callable[[], object]] = {
+    r"weight: expected shape \(3,\), one weight per class": lambda: CrossEntropyLoss(ONES)(LOGITS, TARGETS),
+    "ignore_index is not supported for floating point": lambda: CrossEntropyLoss(ignore_index=2)(LOGITS, LOGITS * 0),
+    r"broadcast to \(8, 3\).*sample_weight": lambda: BCEWithLogitsLoss(ONES)(LOGITS, LOGITS * 0),
+    r"pos_weight: .* broadcast to \(8, 3\)": lambda: BCEWithLogitsLoss(None, LOGITS[None])(LOGITS, LOGITS * 0),
     r"Pass float\(temperature\)\.": lambda: SmoothAPLoss(3, temperature=torch.tensor(0.1)),
     "max_pool_size: expected None in a call with indexes, got 100": lambda: SmoothAPLoss(1, max_pool_size=100)(
         **QUERIES
@@ -430,7 +434,7 @@ ADVICE: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("text", ADVICE)
 def test_messages_say_what_to_do_and_are_short(text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text) as caught:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=text) as caught:
         ADVICE[text]()
     assert len(str(caught.value)) < 400
 

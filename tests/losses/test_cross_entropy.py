@@ -146,19 +146,3 @@ def test_the_weights_are_those_of_torch_in_every_respect() -> None:
     texts = [loss.extra_repr() for loss in many]
     assert texts[0] == texts[1] != texts[2]
     assert all(len(text) < 120 for text in texts)
-
-
-X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
-# What depends on two arguments at once; tests/losses/test_contract.py has the others.
-TOGETHER: list[tuple[Any, type[Exception], str]] = [
-    (lambda: CrossEntropyLoss(torch.ones(4))(X, Y), ValueError, r"weight: expected shape \(3,\), one weight per class"),
-    (lambda: CrossEntropyLoss(ignore_index=2)(X, X), RuntimeError, "ignore_index is not supported for floating point"),
-    (lambda: BCEWithLogitsLoss(torch.ones(4))(X, X), ValueError, r"broadcast to \(4, 3\).*sample_weight"),
-    (lambda: BCEWithLogitsLoss(None, torch.ones(2, 4, 3))(X, X), ValueError, r"pos_weight: .* broadcast to \(4, 3\)"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "text"), TOGETHER, ids=[text for *_, text in TOGETHER])
-def test_weights_and_tensors_that_do_not_fit(call: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        call()

@@ -245,9 +245,6 @@ def test_gradients_at_soft_targets(gamma: float) -> None:
         assert leaf.grad is not None
         gradients.append(leaf.grad)
     assert error(gradients[0], gradients[1]) <= FLOAT32
-    small = torch.linspace(-3, 3, 41).double().requires_grad_()
-    soft = torch.linspace(0.1, 0.9, 41).double()
-    assert torch.autograd.gradcheck(lambda x: sigmoid_focal(x, soft, gamma=gamma, reduction="sum"), small)
 
 
 # Weights whose sum float32 cannot hold

@@ -409,12 +409,6 @@ def test_infinite_scores_follow_the_definition():
 # --- as a torchmetrics metric ----------------------------------------------------------------------------------------
 
 
-def test_class_attributes():
-    for metric in make_metrics():
-        assert (metric.full_state_update, metric.higher_is_better, metric.is_differentiable) == (False, True, False)
-    assert "quantile=0.1, quantile_interpolation='higher', average=None" in repr(make_metrics()[0])
-
-
 def test_cache_reset_and_compute_before_update():
     scores, targets = _binary("random")
     for kind in (RecallAtQuantile, PAUCAtBudget):

@@ -5,11 +5,12 @@ What the page says of this package alone is shown by the tests of the folders.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import loss_cases
 import pages
 import pytest
 import torch
@@ -24,6 +25,7 @@ import fullrank
 pytestmark = pytest.mark.slow
 
 PAGE = "migrating.md"
+draw = partial(loss_cases.draw, 40, columns=3)
 
 
 def peer(name: str) -> Any:
@@ -31,13 +33,6 @@ def peer(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name)
-
-
-def draw(seed: int = 0, columns: int = 3) -> tuple[Tensor, Tensor]:
-    """Return logits with gradient and targets of 40 rows; binary with one column."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(40, columns, dtype=torch.float64, generator=generator).requires_grad_()
-    return logits, torch.randint(0, max(2, columns), (40,), generator=generator)
 
 
 def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
@@ -153,23 +148,6 @@ def test_what_is_an_error_here_and_not_there(case: str) -> None:
     REFUSED[case](peer("imbalanced_losses"))
     with pytest.raises(ValueError, match="expected"):
         REFUSED[case](fullrank)
-
-
-def test_the_decay_of_the_temperature_after_a_resume() -> None:
-    """Of a wrapper that starts at a later step without its state; with the state it continues in both."""
-    temperatures, theirs = {"temp_start": 0.8, "temp_end": 0.1, "temp_decay_steps": 30}, peer("imbalanced_losses")
-    halfway = pytest.approx(0.8 * 0.125 ** (20 / 30), rel=1e-12)
-    for module, of_steps, at_once in ((fullrank, halfway, 0.8), (theirs, 0.8, halfway)):
-        for lengths, expected, first in (({"warmup_steps": 10}, of_steps, 10), ({}, at_once, 0)):
-            losses = nn.CrossEntropyLoss(), module.SmoothAPLoss(3, queue_size=0, temperature=0.3)
-            late = module.LossWarmupWrapper(*losses, **temperatures, **lengths)
-            trained, loaded = copy.deepcopy(late), copy.deepcopy(late)
-            late.on_train_batch_start(first + 20)
-            assert late.current_temperature == expected
-            trained.on_train_batch_start(first)
-            loaded.load_state_dict(trained.state_dict())
-            loaded.on_train_batch_start(first + 20)
-            assert loaded.current_temperature == halfway
 
 
 # transformers: tests/losses/test_causal_lm.py compares the losses
