@@ -13,29 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullrank import (
-    BCEWithLogitsLoss,
-    CrossEntropyLoss,
-    HardNegativeCrossEntropyLoss,
-    LossWarmupWrapper,
-    PAUCAtBudgetLoss,
-    RecallAtQuantileLoss,
-    RetrievalSmoothAPLoss,
-    SigmoidFocalLoss,
-    SmoothAPLoss,
-    SoftmaxFocalLoss,
-)
-from fullrank.losses import (
-    causal_lm_loss,
-    hard_negative_cross_entropy,
-    pauc_at_budget,
-    recall_at_quantile,
-    retrieval_smooth_ap,
-    sigmoid_focal,
-    sigmoid_sums,
-    smooth_ap,
-    softmax_focal,
-)
+from fullrank import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
 
@@ -48,38 +26,40 @@ def weights(targets: Tensor) -> dict[str, Tensor]:
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "smooth_ap": lambda x, t, tau: smooth_ap(x, t, tau, **weights(t)),
-    "smooth_ap of (N,) and floats": lambda x, t, tau: smooth_ap(x[:, 0], (t == 0).double()[:, None], tau),
-    "smooth_ap automatic": lambda x, t, tau: smooth_ap(x, t),
-    "recall": lambda x, t, tau: recall_at_quantile(x, t, 0.2, tau, **weights(t)),
-    "pauc": lambda x, t, tau: pauc_at_budget(
+    "smooth_ap": lambda x, t, tau: losses.smooth_ap(x, t, tau, **weights(t)),
+    "smooth_ap of (N,) and floats": lambda x, t, tau: losses.smooth_ap(x[:, 0], (t == 0).double()[:, None], tau),
+    "smooth_ap automatic": lambda x, t, tau: losses.smooth_ap(x, t),
+    "recall": lambda x, t, tau: losses.recall_at_quantile(x, t, 0.2, tau, **weights(t)),
+    "pauc": lambda x, t, tau: losses.pauc_at_budget(
         x, t, beta=0.3, surrogate="trapezoid", n_knots=3, temperature=tau, quantile_interpolation="linear", **weights(t)
     ),
-    "pauc pairwise": lambda x, t, tau: pauc_at_budget(
+    "pauc pairwise": lambda x, t, tau: losses.pauc_at_budget(
         x, t, beta=0.3, temperature=tau, surrogate="pairwise", iid_mask=t != 1
     ),
-    "pauc dro": lambda x, t, tau: pauc_at_budget(x, t, dro_lambda=tau, iid_mask=t != 1, **weights(t)),
-    "hard negative": lambda x, t, tau: hard_negative_cross_entropy(x, t, 0.2) * tau,
-    "sigmoid_sums": lambda x, t, tau: sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
-    "sigmoid_focal": lambda x, t, tau: sigmoid_focal(x[:, :1], t == 0, gamma=tau, **weights(t)),
-    "softmax_focal": lambda x, t, tau: softmax_focal(
+    "pauc dro": lambda x, t, tau: losses.pauc_at_budget(x, t, dro_lambda=tau, iid_mask=t != 1, **weights(t)),
+    "hard negative": lambda x, t, tau: losses.hard_negative_cross_entropy(x, t, 0.2) * tau,
+    "sigmoid_sums": lambda x, t, tau: losses.sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
+    "sigmoid_focal": lambda x, t, tau: losses.sigmoid_focal(x[:, :1], t == 0, gamma=tau, **weights(t)),
+    "softmax_focal": lambda x, t, tau: losses.softmax_focal(
         x, t.double()[:, None], alpha=[0.5, 1.0, 2.0], gamma=tau, label_smoothing=0.1, **weights(t)
     ),
-    "causal_lm": lambda x, t, tau: causal_lm_loss(x[None], t[None], num_items=100 * tau),
+    "causal_lm": lambda x, t, tau: losses.causal_lm_loss(x[None], t[None], num_items=100 * tau),
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "SmoothAPLoss": lambda: SmoothAPLoss(3),
-    "RecallAtQuantileLoss": lambda: RecallAtQuantileLoss(3, 0.2),
-    "PAUCAtBudgetLoss": lambda: PAUCAtBudgetLoss(3, beta=0.3),
-    "SmoothAPLoss, queue": lambda: SmoothAPLoss(3, queue_size=64),
-    "SmoothAPLoss, draws": lambda: SmoothAPLoss(3, max_pool_size=64),
-    "HardNegativeCrossEntropyLoss": lambda: HardNegativeCrossEntropyLoss(3),
-    "RetrievalSmoothAPLoss": lambda: RetrievalSmoothAPLoss(),
-    "LossWarmupWrapper": lambda: LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_epochs=1),
-    "SoftmaxFocalLoss": lambda: SoftmaxFocalLoss(),
-    "SigmoidFocalLoss": lambda: SigmoidFocalLoss(),
-    "CrossEntropyLoss": lambda: CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), label_smoothing=0.1),
-    "BCEWithLogitsLoss": lambda: BCEWithLogitsLoss(torch.tensor([0.5, 1.0, 2.0]), torch.tensor(2.0)),
+    "SmoothAPLoss": lambda: losses.SmoothAPLoss(3),
+    "RecallAtQuantileLoss": lambda: losses.RecallAtQuantileLoss(3, 0.2),
+    "PAUCAtBudgetLoss": lambda: losses.PAUCAtBudgetLoss(3, beta=0.3),
+    "SmoothAPLoss, queue": lambda: losses.SmoothAPLoss(3, queue_size=64),
+    "SmoothAPLoss, draws": lambda: losses.SmoothAPLoss(3, max_pool_size=64),
+    "HardNegativeCrossEntropyLoss": lambda: losses.HardNegativeCrossEntropyLoss(3),
+    "RetrievalSmoothAPLoss": lambda: losses.RetrievalSmoothAPLoss(),
+    "LossWarmupWrapper": lambda: losses.LossWarmupWrapper(
+        losses.SoftmaxFocalLoss(), losses.SmoothAPLoss(3), warmup_epochs=1
+    ),
+    "SoftmaxFocalLoss": lambda: losses.SoftmaxFocalLoss(),
+    "SigmoidFocalLoss": lambda: losses.SigmoidFocalLoss(),
+    "CrossEntropyLoss": lambda: losses.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), label_smoothing=0.1),
+    "BCEWithLogitsLoss": lambda: losses.BCEWithLogitsLoss(torch.tensor([0.5, 1.0, 2.0]), torch.tensor(2.0)),
 }
 # The modules that a graph cannot hold whole: they keep a state, or the number of operators depends on values.
 BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
@@ -155,8 +135,8 @@ def test_modules_within_a_compiled_step(name: str) -> None:
 
 
 OUTSIDE: dict[str, Callable[..., Tensor]] = {
-    "retrieval_smooth_ap": lambda x, t: retrieval_smooth_ap(x, t),
-    "indexes": lambda x, t: smooth_ap(x[:, :1], t == 0, indexes=t),
+    "retrieval_smooth_ap": lambda x, t: losses.retrieval_smooth_ap(x, t),
+    "indexes": lambda x, t: losses.smooth_ap(x[:, :1], t == 0, indexes=t),
 }
 
 
@@ -186,7 +166,7 @@ def test_compiled_before_the_process_group_exists(name: str) -> None:
 
 def test_what_fits_in_a_graph() -> None:
     """A call that communicates with nobody: with a process group one of ``gather_distributed=False`` alone."""
-    losses = [SoftmaxFocalLoss(gather_distributed=value) for value in (None, False, True)]
+    losses = [losses.SoftmaxFocalLoss(gather_distributed=value) for value in (None, False, True)]
     assert [loss.fits_in_a_graph() for loss in losses] == [True, True, False]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

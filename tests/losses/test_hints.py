@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullrank import (
-    PAUCAtBudgetLoss,
-    RecallAtQuantileLoss,
-    SmoothAPLoss,
-)
+from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from fullrank.losses import RankingLoss, hints
 from fullrank.losses.hints import Copy, Hints
 

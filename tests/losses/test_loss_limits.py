@@ -14,11 +14,7 @@ from loss_cases import IGNORED
 from sklearn.metrics import average_precision_score, roc_curve
 from torch import Tensor
 
-from fullrank.losses import (
-    pauc_at_budget,
-    recall_at_quantile,
-    smooth_ap,
-)
+from fullrank.losses import pauc_at_budget, recall_at_quantile, smooth_ap
 
 FORMS = {"binary": (1500, 1), "classes": (400, 4), "multi_hot": (300, 5), "multi_hot with ignored elements": (300, 5)}
 SMALL = 0.01  # a hundredth of the step between scores: sigmoids are 0, 1/2 and 1 to within exp(-100)

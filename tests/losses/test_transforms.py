@@ -11,16 +11,7 @@ from loss_cases import CLASSES, FUNCTIONS
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullrank import (
-    LossWarmupWrapper,
-    PAUCAtBudgetLoss,
-    RecallAtQuantileLoss,
-    RetrievalSmoothAPLoss,
-    SigmoidFocalLoss,
-    SmoothAPLoss,
-    SoftmaxFocalLoss,
-)
-from fullrank.losses import smooth_ap
+from fullrank import losses
 
 # The warnings of the losses are tested elsewhere. The first use of forward mode makes torch warn of its own scripting.
 pytestmark = [
@@ -35,17 +26,22 @@ WITH_KERNELS = [name for name in FUNCTIONS if name not in (*SUMMED, *OTHERS)]
 OFF = {"validate_args": False}
 BINARY = (CLASSES == 0).long()
 MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "SmoothAPLoss": (lambda: SmoothAPLoss(1, temperature=0.5, **OFF), BINARY),
-    "SmoothAPLoss, automatic": (lambda: SmoothAPLoss(1, **OFF), BINARY),
-    "RecallAtQuantileLoss": (lambda: RecallAtQuantileLoss(1, 0.3, **OFF), BINARY),
-    "PAUCAtBudgetLoss": (lambda: PAUCAtBudgetLoss(1, **OFF), BINARY),
-    "trapezoid": (lambda: PAUCAtBudgetLoss(1, beta=0.4, surrogate="trapezoid", temperature=0.5, **OFF), BINARY),
-    "max_pool_size": (lambda: PAUCAtBudgetLoss(3, beta=0.4, surrogate="pairwise", max_pool_size=30, **OFF), CLASSES),
-    "RetrievalSmoothAPLoss": (lambda: RetrievalSmoothAPLoss(0.1), CLASSES),
-    "SigmoidFocalLoss": (lambda: SigmoidFocalLoss(**OFF), BINARY[:, None]),
-    "SoftmaxFocalLoss": (lambda: SoftmaxFocalLoss(**OFF), CLASSES),
+    "SmoothAPLoss": (lambda: losses.SmoothAPLoss(1, temperature=0.5, **OFF), BINARY),
+    "SmoothAPLoss, automatic": (lambda: losses.SmoothAPLoss(1, **OFF), BINARY),
+    "RecallAtQuantileLoss": (lambda: losses.RecallAtQuantileLoss(1, 0.3, **OFF), BINARY),
+    "PAUCAtBudgetLoss": (lambda: losses.PAUCAtBudgetLoss(1, **OFF), BINARY),
+    "trapezoid": (lambda: losses.PAUCAtBudgetLoss(1, beta=0.4, surrogate="trapezoid", temperature=0.5, **OFF), BINARY),
+    "max_pool_size": (
+        lambda: losses.PAUCAtBudgetLoss(3, beta=0.4, surrogate="pairwise", max_pool_size=30, **OFF),
+        CLASSES,
+    ),
+    "RetrievalSmoothAPLoss": (lambda: losses.RetrievalSmoothAPLoss(0.1), CLASSES),
+    "SigmoidFocalLoss": (lambda: losses.SigmoidFocalLoss(**OFF), BINARY[:, None]),
+    "SoftmaxFocalLoss": (lambda: losses.SoftmaxFocalLoss(**OFF), CLASSES),
     "LossWarmupWrapper": (
-        lambda: LossWarmupWrapper(SoftmaxFocalLoss(**OFF), SmoothAPLoss(3, **OFF), warmup_epochs=1),
+        lambda: losses.LossWarmupWrapper(
+            losses.SoftmaxFocalLoss(**OFF), losses.SmoothAPLoss(3, **OFF), warmup_epochs=1
+        ),
         CLASSES,
     ),
 }
@@ -134,4 +130,4 @@ def test_forward_mode_and_vmap_of_the_summed_losses(name: str) -> None:
 def test_queries_of_unknown_number_are_refused() -> None:
     x, targets, indexes = torch.zeros(8, 1, device="meta"), *torch.zeros(2, 8, dtype=torch.long, device="meta")
     with pytest.raises(RuntimeError, match="indexes: expected a tensor with values"):
-        smooth_ap(x, targets, indexes=indexes)
+        losses.smooth_ap(x, targets, indexes=indexes)

@@ -12,15 +12,8 @@ from loss_cases import INPUTS
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fullrank.losses import (
-    CrossEntropyLoss,
-    LossWarmupWrapper,
-    PAUCAtBudgetLoss,
-    SmoothAPLoss,
-    SoftmaxFocalLoss,
-    smooth_ap,
-    softmax_focal,
-)
+from fullrank import CrossEntropyLoss, LossWarmupWrapper, PAUCAtBudgetLoss, SmoothAPLoss, SoftmaxFocalLoss
+from fullrank.losses import smooth_ap, softmax_focal
 
 LOGITS = (torch.arange(24.0) * 7 % 24).reshape(8, 3)
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
