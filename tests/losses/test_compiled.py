@@ -166,10 +166,10 @@ def test_compiled_before_the_process_group_exists(name: str) -> None:
 
 def test_what_fits_in_a_graph() -> None:
     """A call that communicates with nobody: with a process group one of ``gather_distributed=False`` alone."""
-    losses = [losses.SoftmaxFocalLoss(gather_distributed=value) for value in (None, False, True)]
-    assert [loss.fits_in_a_graph() for loss in losses] == [True, True, False]
+    made = [losses.SoftmaxFocalLoss(gather_distributed=value) for value in (None, False, True)]
+    assert [loss.fits_in_a_graph() for loss in made] == [True, True, False]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert [loss.fits_in_a_graph() for loss in losses] == [False, True, False]
+        assert [loss.fits_in_a_graph() for loss in made] == [False, True, False]
     finally:
         dist.destroy_process_group()
