@@ -66,6 +66,11 @@ NO_CLASS, FIRST, ZEROS = torch.full((6,), IGNORED), torch.zeros(6, dtype=torch.i
 NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     **{f"{name}, ignored": lambda x, f=f: f(x, NO_CLASS, FIRST) for name, f in SUBJECTS.items()},
     **{f"{name}, no rows": lambda x, f=f: f(x[:0], NO_CLASS[:0], FIRST[:0]) for name, f in SUBJECTS.items()},
+    "queries, no positives": lambda x: smooth_ap(x[:, 0], FIRST, indexes=torch.arange(6) % 4),
+    "queries, no negatives": lambda x: smooth_ap(x[:, 0], FIRST + 1, indexes=torch.arange(6) % 4),
+    "retrieval, one row": lambda x: retrieval_smooth_ap(x[:1], FIRST[:1]),
+    "retrieval, one label": lambda x: retrieval_smooth_ap(x, FIRST),
+    "retrieval, each its own label": lambda x: retrieval_smooth_ap(x, torch.arange(6)),
     "softmax_focal, no class of weight": lambda x: softmax_focal(x, FIRST, [0.0, 1, 1, 1], reduction="mean_weighted"),
     "softmax_focal, no weight": lambda x: softmax_focal(x, FIRST, reduction="mean_weighted", sample_weight=ZEROS),
     "sigmoid_focal, no class of weight": lambda x: sigmoid_focal(x, torch.ones(6, 4), 0.0, reduction="mean_weighted"),

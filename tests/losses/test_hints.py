@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -40,34 +41,17 @@ def texts_of(loss, steps, make_scores=draw, targets=None):
 
 
 NONE = torch.zeros(ROWS, dtype=torch.long)
+AP, RECALL = partial(SmoothAPLoss, 1, temperature=0.1), partial(RecallAtQuantileLoss, temperature=1.0, queue_size=0)
+BAND = partial(PAUCAtBudgetLoss, 1, surrogate="pairwise", queue_size=0)
+# How a loss is made and called, and a part of the fix.
 MISUSES = {
-    "no positive": (
-        lambda **o: SmoothAPLoss(1, temperature=0.1, queue_size=0, **o),
-        {"targets": NONE},
-        "BalancedBatchSampler",
-    ),
-    "small pool": (
-        lambda **o: RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0, **o),
-        {},
-        "1/quantile = 250",
-    ),
-    "small band": (
-        lambda **o: PAUCAtBudgetLoss(1, beta=0.004, surrogate="pairwise", queue_size=0, **o),
-        {},
-        "1/beta = 250",
-    ),
-    "quantile of numpy": (lambda **o: RecallAtQuantileLoss(quantile=0.95, **o), {}, "quantile=0.05"),
-    "lost positives": (lambda **o: SmoothAPLoss(1, temperature=1e-6, **o), {}, "temperature=1e-06"),
-    "probabilities": (
-        lambda **o: SmoothAPLoss(1, temperature=0.1, **o),
-        {"make_scores": lambda s: draw(s).sigmoid()},
-        "sigmoid",
-    ),
-    "two columns": (
-        lambda **o: SmoothAPLoss(2, temperature=0.1, **o),
-        {"make_scores": lambda s: draw(s, 2)},
-        "num_classes=1",
-    ),
+    "no positive": (partial(AP, queue_size=0), {"targets": NONE}, "BalancedBatchSampler"),
+    "small pool": (partial(RECALL, quantile=0.004), {}, "1/quantile = 250"),
+    "small band": (partial(BAND, beta=0.004), {}, "1/beta = 250"),
+    "quantile of numpy": (partial(RecallAtQuantileLoss, quantile=0.95), {}, "quantile=0.05"),
+    "lost positives": (partial(AP, temperature=1e-6), {}, "temperature=1e-06"),
+    "probabilities": (AP, {"make_scores": lambda s: draw(s).sigmoid()}, "sigmoid"),
+    "two columns": (partial(SmoothAPLoss, 2, temperature=0.1), {"make_scores": lambda s: draw(s, 2)}, "num_classes=1"),
 }
 
 
@@ -88,34 +72,24 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
     assert texts_of(make().eval(), 40, **steps) == []
 
 
-@pytest.mark.parametrize(
-    ("loss", "steps"),
-    [
-        (SmoothAPLoss(1, temperature=0.1), {}),
-        (SmoothAPLoss(1, temperature=0.1, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
-        (RecallAtQuantileLoss(1, quantile=0.05, temperature=0.1, queue_size=0), {}),
-        (RecallAtQuantileLoss(1, quantile=0.5, temperature=0.1, queue_size=0), {}),
-        (RecallAtQuantileLoss(1, quantile=0.004, temperature=0.1, queue_size=1024), {}),  # the queue is large enough
-        (PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), {}),
-        (PAUCAtBudgetLoss(1, beta=0.004, queue_size=0), {}),  # the soft maximum has no band
-        (
-            SmoothAPLoss(2, temperature=0.1, multi_hot=True),
-            {"make_scores": lambda s: draw(s, 2), "targets": draw(9, 2) > 1},
-        ),
-    ],
-    ids=[
-        "queue",
-        "wide scores",
-        "recall",
-        "recall in half of the rows",
-        "recall with a queue",
-        "pauc",
-        "pauc dro",
-        "two labels",
-    ],
-)
-def test_right_use_does_not_warn(loss, steps):
-    assert texts_of(loss, 40, **steps) == []
+RIGHT_USES = {
+    "queue": (AP, {}),
+    "wide scores": (partial(AP, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
+    "recall": (partial(RECALL, quantile=0.05, temperature=0.1), {}),
+    "recall in half of the rows": (partial(RECALL, quantile=0.5, temperature=0.1), {}),
+    "recall with a queue": (partial(RECALL, quantile=0.004, temperature=0.1, queue_size=1024), {}),
+    "pauc": (partial(BAND, beta=0.05), {}),
+    "pauc dro, which has no band": (partial(PAUCAtBudgetLoss, 1, beta=0.004, queue_size=0), {}),
+    "two labels": (
+        partial(SmoothAPLoss, 2, temperature=0.1, multi_hot=True),
+        {"make_scores": lambda s: draw(s, 2), "targets": draw(9, 2) > 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "steps"), RIGHT_USES.values(), ids=RIGHT_USES)
+def test_right_use_does_not_warn(make, steps):
+    assert texts_of(make(), 40, **steps) == []
 
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
@@ -151,7 +125,7 @@ def test_a_loss_of_weight_0_has_no_gradient_to_give(monkeypatch, is_control):
 
 
 def test_nineteen_calls_without_a_positive_do_not_warn():
-    loss = SmoothAPLoss(1, temperature=0.1, queue_size=0)
+    loss = AP(queue_size=0)
     for targets in (NONE, every(5), NONE):
         assert texts_of(loss, 19, targets=targets) == []
     (text,) = texts_of(loss, 1, targets=NONE)
@@ -185,7 +159,7 @@ def test_a_surrogate_without_a_temperature_does_not_blame_it(monkeypatch, is_con
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
 def test_a_copy_of_a_loss_does_not_warn_again(again):
-    loss = RecallAtQuantileLoss(1, quantile=0.004, temperature=1.0, queue_size=0)
+    loss = RECALL(quantile=0.004)
     assert len(texts_of(loss, 3)) == 1
     assert texts_of(again(loss), 5) == []
 

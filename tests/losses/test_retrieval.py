@@ -227,36 +227,6 @@ def test_embeddings_equal_the_reference(layout: str, reduction: str, device: tor
             assert bool(theirs.any())
 
 
-EMPTY: dict[str, tuple[str, list[int]]] = {
-    "no rows": ("queries", []),
-    "no positives": ("queries", [0] * 9),
-    "no negatives": ("queries", [1] * 9),
-    "no targets": ("queries", [IGNORED] * 9),
-    "no embeddings": ("embeddings", []),
-    "one embedding": ("embeddings", [3]),
-    "one label": ("embeddings", [1, 1, 1]),
-    "labels of their own": ("embeddings", [1, 2, 3]),
-    "no labels": ("embeddings", [IGNORED] * 3),
-}
-
-
-@over_reductions
-@pytest.mark.parametrize("case", EMPTY)
-def test_without_valid_queries_the_loss_is_zero_and_connected(case: str, reduction: str) -> None:
-    kind, given = EMPTY[case]
-    rows = torch.randn(len(given), 1 if kind == "queries" else 4, requires_grad=True)
-    targets, count = torch.tensor(given, dtype=torch.int64), len(given)
-    if kind == "queries":
-        loss = smooth_ap(rows, targets, reduction=reduction, indexes=torch.arange(len(given)) % 4)
-        count = min(count, 4)
-    else:
-        loss = retrieval_smooth_ap(rows, targets, reduction=reduction)
-    assert loss.isnan().tolist() == [True] * count if reduction == "none" else loss.item() == 0.0
-    (gradient,) = torch.autograd.grad(loss.nan_to_num().sum(), rows)
-    assert gradient.shape == rows.shape
-    assert not gradient.any()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["queries", "weighted queries", "embeddings"])
 def test_float32_and_sums_by_bins(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
