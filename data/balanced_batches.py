@@ -118,14 +118,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self
 
     def _ranks(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks."""
         if not is_initialized():
             return 0, 1
         group = resolve_group(self.group)
         return group.rank(), group.size()
 
     def _length(self, world_size: int) -> int:
-        """Return the batches of a whole epoch."""
         return self.num_batches or max(1, self.num_rows // (self.batch_size * world_size))
 
     def __len__(self) -> int:

@@ -46,10 +46,8 @@ def completed(*sources: Any) -> Callable[[T], T]:
 def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[str]) -> str:
     """Return ``docstring`` with what it lacks and one of ``sources`` has, the first of them before the others.
 
-    Args:
-        docstring: the text before the sections stays first, and the sections are put in order.
-        names: the arguments, in the order of the signature; each of them must be described.
-        sources: other docstrings.
+    The text before the sections stays first, and the sections are put in order. Each argument of ``names``, which are
+    in the order of the signature, must be described.
     """
     entries: dict[str, str] = {}
     sections: dict[str, str] = {}

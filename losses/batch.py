@@ -180,14 +180,8 @@ def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
     drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows that are ignored for
     every class are not drawn.
 
-    The random numbers come from a CPU generator that is seeded with the number of the draw, so all ranks with the same
-    rows draw the same subset.
-
-    Args:
-        batch: the pool of M rows.
-        rule: how targets are read.
-        size: the budget.
-        draw: number of this draw, counted from 0.
+    The random numbers come from a CPU generator that is seeded with ``draw``, the number of the draw, so all ranks with
+    the same rows draw the same subset.
     """
     generator = torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]

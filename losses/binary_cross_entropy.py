@@ -91,7 +91,6 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         return Elements.of(values, x.numel(), None, given, self.reduction == "mean", checks)
 
     def _weight_of(self, name: str, x: Tensor) -> Tensor | None:
-        """Return a weight that can be broadcast to the shape of ``x``, as torch needs it."""
         weight: Tensor | None = getattr(self, name)
         if weight is None:
             return None

@@ -141,7 +141,6 @@ def causal_lm_loss(
 
 
 def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None) -> Tensor:
-    """Return the labels, or raise TypeError or ValueError."""
     check_tensor("logits", logits)
     check_tensor("labels", labels)
     assert labels is not None

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange, check_rows
-from ..distributed.gather import gather_after
 from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
 from ..distributed.torch_private import func_transforms_are_active, note_kind
@@ -168,7 +167,6 @@ class ContrastiveLoss(HoldsQueue):
         self._hold_rows(queue_size, num_features, ignore_index)
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Return ``rows``, or raise TypeError or ValueError unless they are rows of floats of this rank."""
         self._check_not_gathered(group, **{name: rows})
         checked_rows(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
@@ -181,13 +179,6 @@ class ContrastiveLoss(HoldsQueue):
     def _comparable(self, rows: Tensor) -> Tensor:
         """Return the rows as they are compared, in the dtype of the computation."""
         return unit_rows(rows) if self.normalize else rows.to(compute_dtype(rows.dtype))
-
-    @torch.no_grad()
-    def _of_all(self, own: Sequence[Tensor], agreed: Agreement[Any], exchange: Exchange | None) -> list[Tensor]:
-        """Return what ``own`` is on all ranks. The rows travel as they were given, which may be in half precision."""
-        if exchange is None:
-            return [one.detach() for one in own]
-        return [self._comparable(one) for one in gather_after(exchange.call, exchange.group, agreed)]
 
     def _with_queue(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows (M, D) with targets (M,), followed by those of the queue."""
@@ -225,16 +216,12 @@ class ContrastiveLoss(HoldsQueue):
             share = 1.0 if is_sharded else min(1.0, k / exchange.group.size())
         value = sums[0].to(own[0].dtype)
         if with_grad:
-            pairs = zip(part.of_own, of_all)
-            found = [_scaled_sum(mine, other, k) for mine, other in pairs]
+            found: list[Tensor | None] = []
+            for gradients in zip(part.of_own, of_all):
+                present = [one for one in gradients if one is not None]
+                found.append(k * sum(present[1:], present[0]) if present else None)
             slope = sums[1] if is_held is None else torch.where(is_held, sums[1].clamp_min(0.0), sums[1])
             found += [(slope * share).to(one).reshape(one.shape) for one in learned]
             anchors = [anchor_of(one) for one in (*own, *learned) if one.requires_grad]
             value = _Attached.apply(type(self).__name__, value, found, *own, *learned, *anchors)
         return note_kind(value, over_ranks=exchange is not None)
-
-
-def _scaled_sum(mine: Tensor | None, other: Tensor | None, k: int) -> Tensor | None:
-    """Return k times the sum of the gradients that there are."""
-    present = [one for one in (mine, other) if one is not None]
-    return k * sum(present[1:], present[0]) if present else None

@@ -146,7 +146,6 @@ class CrossEntropyLoss(TorchLikeLoss):
         return Elements.of(values, math.prod(shape), counted, given, self.reduction == "mean", checks)
 
     def _weights_of(self, x: Tensor) -> Tensor | None:
-        """Return the weights of the classes of logits (N, C, *), as torch needs them."""
         if self.weight is None:
             return None
         if self.weight.shape != x.shape[1:2]:

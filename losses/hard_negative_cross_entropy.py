@@ -69,7 +69,6 @@ def hard_negative_cross_entropy(
 
 
 def _per_class(pool: Pool, share: float) -> PerClass:
-    """Return the cross-entropy of each class of ``pool`` over its positives and its hardest negatives."""
     selected = pool.positive | _hardest(pool, share)  # [C, M]
     mass = selected.to(pool.scores.dtype)
     if pool.weight is not None:

@@ -46,14 +46,7 @@ class Hints:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
     def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
-        """Look at one call.
-
-        Args:
-            setting: what decides which hints apply.
-            live: the live rows of all ranks.
-            pool: the rows that the loss was computed over.
-            per_class: the loss of each class.
-        """
+        """Look at one call: the live rows of all ranks, the pool, and its losses."""
         self._read_copies()
         self._calls += 1
         if live.logits.shape[1] == 2 and live.targets.ndim == 1:
@@ -128,9 +121,8 @@ class Hints:
     def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
         """Call ``then`` with the numbers in ``values``, in this call if they are on the CPU, else in a later one.
 
-        With ``later`` always in a later call.
-
-        A warning that is an error must not be raised in a backward, where other ranks communicate.
+        With ``later`` always in a later call: no warning that is an error may be raised in a backward, where other
+        ranks communicate.
         """
         started = start_copy(values)
         if started is not None:
@@ -139,7 +131,6 @@ class Hints:
                 self._read_copies()
 
     def _read_copies(self) -> None:
-        """Pass on the numbers that have arrived, in the order in which they were asked for."""
         while self._copies and self._copies[0][0].has_arrived():
             copy, then = self._copies.pop(0)
             then(copy.host.tolist())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange, describe
+from ..distributed.gather import gather_after
 from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, check_positive, expected
@@ -166,7 +167,10 @@ class InfoNCELoss(ContrastiveLoss):
             fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
             raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", found, fix))
         own = [self._comparable(keys), self._comparable(queries)]
-        of_all = self._of_all(own if self.symmetric else own[:1], agreed, exchange)
+        of_all = [one.detach() for one in (own if self.symmetric else own[:1])]
+        if group is not None:  # rows travel as they were given, which may be in half precision
+            with torch.no_grad():
+                of_all = [self._comparable(one) for one in gather_after(call, group, agreed)]
         scale, is_held = own[0].new_tensor(1.0), None
         if learned is None:
             scale = scale / self.temperature
@@ -191,13 +195,8 @@ class InfoNCELoss(ContrastiveLoss):
     ) -> Part:
         """Return this rank's part of the loss, with the gradient of the logarithm of the scale.
 
-        Args:
-            own: keys and queries of this rank.
-            of_all: keys of all ranks, and queries of all ranks if the loss is symmetric.
-            count: the number of pairs of all ranks.
-            first: the place of the first own pair among them.
-            scale: what the similarities are multiplied by.
-            needs: whether the gradients of keys and of queries are needed.
+        ``own`` and ``of_all`` are keys and queries, as ``needs`` is; ``of_all`` has queries if the loss is symmetric.
+        Of the ``count`` pairs of all ranks, those of this rank begin at ``first``.
         """
         total = of_scale = own[0].new_zeros((), dtype=torch.float64)
         of_own: list[Tensor | None] = [None, None]

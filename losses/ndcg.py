@@ -130,7 +130,6 @@ class NDCGLoss(CurrentTemperature):
     def _checked(
         self, logits: Tensor, relevance: Tensor, indexes: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return scores (N,), relevance (N,) in the dtype of the computation, and indexes."""
         check_tensor("logits", logits)
         check_tensor("relevance", relevance)
         check_rows([logits])
@@ -177,7 +176,6 @@ class NDCGLoss(CurrentTemperature):
         return DeviceCheck(bad.any(), error)
 
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None) -> Tensor:
-        """Return the loss of rows that have been checked."""
         dtype, member = compute_dtype(logits.dtype), None
         scores = logits.to(dtype)
         # A mask that is not needed takes less than to wait for an accelerator.
@@ -207,11 +205,7 @@ class NDCGLoss(CurrentTemperature):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of each query (q,) float64, 0 where not valid, and which are valid.
 
-        Args:
-            scores: (q, L), 0 where a place is no member.
-            grades: (q, L), the relevance, 0 where a place is no member.
-            member: (q, L) bool: the place holds a row; None for all.
-            temperature: the width of the sigmoid.
+        Scores and relevance are (q, L), 0 where ``member`` says that a place holds no row.
         """
         undefined = None
         if not bool(scores.detach().sum().isfinite()):
@@ -235,7 +229,6 @@ class NDCGLoss(CurrentTemperature):
         return values if undefined is None else values.masked_fill(undefined, math.nan), valid
 
     def _gains(self, grades: Tensor) -> Tensor:
-        """Return the gains of relevances, in float64."""
         return grades.double().exp2() - 1 if self.gain == "exponential" else grades.double()
 
     def _ideal(self, grades: Tensor) -> Tensor:

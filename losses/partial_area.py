@@ -192,14 +192,7 @@ def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:
 
 
 def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_reference: Tensor) -> Thresholds:
-    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`; L >= 1.
-
-    Args:
-        levels: those of a class without a reference are arbitrary.
-        area: the arguments.
-        temperature: > 0.
-        has_reference: (C,) bool.
-    """
+    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`, any without a reference."""
     levels = levels.where(has_reference)
     num_edges = levels.base.shape[1] - (2 if area.scale == "iqr" else 0)
     one = torch.ones(has_reference.shape, dtype=levels.base.dtype, device=levels.base.device)
@@ -235,10 +228,16 @@ def _trapezoid(
     weights = torch.tensor(rule, dtype=found.edges.base.dtype, device="cpu").to(queries.device, non_blocking=True)
     weights = weights.expand_as(found.edges.base)
     knots, drawing = found.edges.where(valid), None
-    points = knots.movable.to(queries.dtype)
+    points, tau = knots.movable.to(queries.dtype), found.tau
     if area.threshold_gradient:
-        points, drawing = threshold_with_gradient(knots, pool, reference, numerator, found.tau)
-    return hold_others(_sums_at_levels(queries, knots, points, weights, found.tau), drawing)
+        points, drawing = threshold_with_gradient(knots, pool, reference, numerator, tau)
+    if knots.offset is None:
+        return hold_others(sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau).squeeze(2), drawing)
+    # Each knot is a class of its own, on a line with its base in 0.
+    distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
+    taus = tau.repeat_interleave(weights.shape[1])
+    sums = sigmoid_sums_of_classes(distances, points.reshape(-1, 1), weights.reshape(-1, 1, 1), taus)
+    return hold_others(sums.view(*weights.shape, -1).sum(dim=1), drawing)
 
 
 def _filling(found: Thresholds, valid: Tensor) -> Tensor:
@@ -250,20 +249,6 @@ def _filling(found: Thresholds, valid: Tensor) -> Tensor:
     lowest = found.edges.base[:, -1:]
     is_finite = lowest - lowest == 0  # isfinite takes four operators
     return torch.where(is_finite & valid[:, None], lowest, 0.0)
-
-
-def _sums_at_levels(queries: Tensor, knots: Levels, points: Tensor, weights: Tensor, tau: Tensor) -> Tensor:
-    """Return (C, P) the weighted sums of ``s((knot - query) / tau)``: queries (C, P), knots and weights (C, K).
-
-    ``points`` (C, K) are ``knots.movable``, in the dtype of the queries and perhaps with a gradient.
-    """
-    if knots.offset is None:
-        return sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau).squeeze(2)
-    # Each knot is a class of its own, on a line with its base in 0.
-    distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
-    offsets, tau = points.reshape(-1, 1), tau.repeat_interleave(weights.shape[1])
-    sums = sigmoid_sums_of_classes(distances, offsets, weights.reshape(-1, 1, 1), tau)
-    return sums.view(*weights.shape, -1).sum(dim=1)
 
 
 def first_flat(flat: Tensor | None) -> int | None:

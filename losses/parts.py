@@ -61,7 +61,6 @@ class LossOfParts(nn.Module):
         self._call_each("gather_queue")
 
     def _call_each(self, name: str, *args: object) -> None:
-        """Call the method ``name`` of the parts that have it."""
         for part in self._members():
             if hasattr(part, name):
                 getattr(part, name)(*args)

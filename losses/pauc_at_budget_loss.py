@@ -232,7 +232,6 @@ class PAUCAtBudgetLoss(RankingLoss):
         return per_class
 
     def _warn_if_flat(self, flat_class: int | None) -> None:
-        """Warn once when the class ``flat_class`` is left out."""
         if self.validate_args and flat_class is not None:
             other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
             self._warn_once(

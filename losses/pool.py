@@ -66,13 +66,7 @@ class PoolCounts:
         self.sums = torch.zeros(2, dtype=torch.float64)
 
     def add(self, pool: Pool, per_class: PerClass, total: float) -> None:
-        """Add a call.
-
-        Args:
-            pool: the rows that the loss was computed over, or this rank's part of them.
-            per_class: the loss of each class, or of each query.
-            total: positives of all classes; inf counts those of ``pool``.
-        """
+        """Add a call with ``total`` positives of all classes; inf counts those of ``pool``."""
         valid = per_class.valid.detach()
         missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
         counts = pool.positive.sum(dtype=torch.float64) if total == math.inf else torch.full_like(missing, total)
@@ -111,13 +105,9 @@ class LossWithClassesAndStats(NamedTuple):
 
 
 def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queue_keep: str = "all") -> Pool:
-    """Return the pool of ``batch``: each class against the rest, without the ignored rows.
+    """Return the pool of ``batch``, live rows and then queued ones: each class against the rest, without ignored rows.
 
-    Args:
-        batch: live rows, then queued rows.
-        rule: how targets are read.
-        live: (M,) bool, False for queued rows; None if all rows are live.
-        queue_keep: ``"negatives"`` leaves a queued row out of the classes of which it is a positive.
+    ``queue_keep="negatives"`` leaves a queued row out of the classes of which it is a positive.
     """
     member: Tensor | None
     if rule.multi_hot:
@@ -223,13 +213,9 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
 
 
 def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of each positive in the mean of its class (C, M), and which classes have positives (C,).
+    """Return the weight of each positive of ``numerator`` in the mean of its class (C, M), and which have any (C,).
 
     The weights of a class add up to 1. A class whose positives all have sample weight 0 has none.
-
-    Args:
-        pool: the pool; its sample weights are used if it has them.
-        numerator: (C, M) bool, the positives over which the mean is taken.
     """
     mass = numerator.to(pool.scores.dtype)
     if pool.weight is not None:

@@ -30,11 +30,8 @@ class Block(NamedTuple):
 def group_rows(indexes: Tensor) -> tuple[int, list[Block]]:
     """Return the number of queries, and their rows in blocks.
 
-    Waits for the device three times, however many queries there are: for their number, the widths of the blocks, and
-    their sizes.
-
-    Args:
-        indexes: (M,) integers; rows with the same one belong to the same query. Queries are numbered in sorted order.
+    Rows with the same index (M,) are one query; queries are numbered in sorted order. Waits for the device three times,
+    however many queries there are: for their number, the widths of the blocks, and their sizes.
     """
     distinct, query = indexes.unique(return_inverse=True)
     count = torch.bincount(query, minlength=distinct.numel())

@@ -73,7 +73,6 @@ class HoldsQueue(CurrentTemperature):
         return Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
 
     def _state(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
         return {
             **self._shared_facts(),
             "enqueues rows": State(self._enqueues, _SAME_MODE),
@@ -166,7 +165,6 @@ class QueuedLoss(HoldsQueue):
         return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
     def _state(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
         return {
             **super()._state(),
             "draws": State(self._num_draws, "Load the same checkpoint on every rank."),

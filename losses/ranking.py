@@ -165,10 +165,6 @@ class RankingLoss(QueuedLoss):
 
         None asks for the rows to be gathered, for ``compute_per_class``; that is what a subclass without a form of
         its own does. The choice depends on what is equal on all ranks, such as ``shared``, alone.
-
-        Args:
-            pool: this rank's live rows, then its queued rows.
-            shared: what every rank knows of the others.
         """
         return None
 
@@ -229,7 +225,6 @@ class RankingLoss(QueuedLoss):
         return PooledRows(part, live, facts, per_class)
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
-        """Return the checked rows of this rank, or raise TypeError or ValueError."""
         self._check_not_gathered(group, logits=given.logits, targets=given.targets)
         self._check_settings()
         indexes = given.indexes
@@ -242,7 +237,6 @@ class RankingLoss(QueuedLoss):
         return check_batch(*given[:4], self._rule, indexes=indexes, validate_args=self.validate_args, stored=stored)
 
     def _check_settings(self) -> None:
-        """Raise TypeError or ValueError if an argument was assigned since that does not fit."""
         if self.has_temperature:
             check_temperature(self.temperature, self.spread_multiple is not None)
 
@@ -295,5 +289,4 @@ class RankingLoss(QueuedLoss):
         return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss
 
     def _setting(self, num_rows: int) -> Setting:
-        """Return what decides which hints apply to a pool of ``num_rows`` rows."""
         return Setting(self.temperature if self.has_temperature else None, None)

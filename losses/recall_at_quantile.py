@@ -98,7 +98,6 @@ def check_quantile(quantile: float) -> float:
 def _per_class(
     pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool
 ) -> PerClass:
-    """Return one minus the smooth recall at the quantile, of each class of ``pool``."""
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
     # Positives alone. They are few, and an infinite negative at an infinite threshold gives NaN, even times 0.

@@ -217,7 +217,6 @@ def _loss(
     split: Split | None = None,
     queued: QueueRows | None = None,
 ) -> _Found:
-    """Return the loss of rows that have been checked."""
     rows = torch.arange(labels.shape[0], device=labels.device)
     kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
     live, names = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)

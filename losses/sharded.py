@@ -41,15 +41,7 @@ class PoolFacts(NamedTuple):
     def of(
         exchange: Exchange, scale: int, agreed: Agreement[Any], queue: ShardedQueue | None, is_weighted: bool
     ) -> PoolFacts:
-        """Return what the header says of the totals of :func:`totals_of`.
-
-        Args:
-            exchange: the ranks.
-            scale: k, the factor on the gradient of this rank's rows.
-            agreed: the header.
-            queue: the queue if its rows belong to the pool.
-            is_weighted: the live rows have weights.
-        """
+        """Return the facts of the header, see :func:`totals_of`; ``queue`` is None if its rows are left out."""
         low, high, positives, stored = agreed.totals.unbind(dim=1)
         return PoolFacts(
             exchange,
@@ -163,6 +155,21 @@ def with_gradient(values: Tensor, gradient: Tensor | None, pool: Pool, shared: P
     live = pool.scores[:, : shared.num_live] if shared.num_live < pool.scores.shape[1] else pool.scores
     connected: Tensor = _OwnGradient.apply(shared.exchange.call, shared.scale, anchor_of(live), live, values, gradient)
     return connected
+
+
+class Positives(NamedTuple):
+    """Positives of this rank, one entry each."""
+
+    class_of: Tensor  # [P] int64
+    row_of: Tensor  # [P] int64
+    mass: Tensor  # [P] float64, their weights
+
+    @staticmethod
+    def of(pool: Pool, counted: Tensor) -> Positives:
+        """Return those of the mask ``counted`` (C, M)."""
+        class_of, row_of = counted.nonzero(as_tuple=True)
+        mass = pool.scores.new_ones(row_of.shape, dtype=torch.float64)
+        return Positives(class_of, row_of, mass if pool.weight is None else pool.weight[row_of].double())
 
 
 def needs_gradient(pool: Pool) -> bool:

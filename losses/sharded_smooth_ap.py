@@ -33,20 +33,14 @@ from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.soft_ranks import ends_of, move_infinities
 from ..kernels.soft_ranks_binned import find_places, moments_of, smooth_ap_binned
 from .pool import PerClass, Pool
-from .sharded import PoolFacts, needs_gradient, with_gradient
+from .sharded import PoolFacts, Positives, needs_gradient, with_gradient
 
 # Of a byte in each form; the cheapest form is taken. That of the positives computes more, in float64.
 COSTS = {"moments": 1.0, "positives": 16.0, "gather": 1.0}
 
 
 def smooth_ap_of_part(pool: Pool, shared: PoolFacts, temperature: float) -> PerClass | None:
-    """Return the loss of each class from this rank's part of the pool, or None if the rows have to be gathered.
-
-    Args:
-        pool: live and queued rows of this rank.
-        shared: what all ranks know.
-        temperature: > 0, the same on all ranks.
-    """
+    """Return the loss of each class from this rank's part of the pool, or None if the rows have to be gathered."""
     num_classes, size = pool.scores.shape[0], pool.scores.element_size()
     if shared.must_gather:
         return None
@@ -109,21 +103,8 @@ def _make_finite(pool: Pool, shared: PoolFacts, temperature: float) -> tuple[Ten
     return moved, ends, undefined, clashes
 
 
-def _rows_of(scores: Tensor, pool: Pool, temperature: float) -> Problem:
-    """Return this rank's rows for the kernels, with the weight of each positive for its share."""
-    class_of, row_of = pool.positive.nonzero(as_tuple=True)
-    mass = scores.new_ones(row_of.shape, dtype=torch.float64) if pool.weight is None else pool.weight[row_of].double()
-    return Problem(scores, pool.positive, pool.member, class_of, row_of, mass, temperature)
-
-
 def shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the weight of a positive is multiplied by, and which classes are valid, (C,) each.
-
-    Args:
-        total: (C,) the weight of the positives over all ranks.
-        positives: (C,) their number.
-        members: (C,) the number of positives and negatives.
-    """
+    """Return the factors on the weights of positives, and which classes are valid, from sums over all ranks, (C,)."""
     valid = (total > 0) & (members > positives)
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
 
@@ -139,7 +120,7 @@ def _by_moments(
     scores: Tensor, pool: Pool, shared: PoolFacts, temperature: float, bins: Bins, order: Order
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the live rows (C, N), and the validity (C,)."""
-    rows = _rows_of(scores, pool, temperature)
+    rows = Problem(scores, pool.positive, pool.member, *Positives.of(pool, pool.positive), temperature)
     moments = moments_of(rows, bins, order, find_places(rows, bins))
     sums = shared.exchange.sum(torch.stack(moments[: 3 if shared.weighted else 2]), "the moments")
     del moments
@@ -169,10 +150,10 @@ def _by_positives(
 
     In float64: the pair of a positive with itself has a slope in both of its terms, which cancel.
     """
-    rows, exchange, num_classes = _rows_of(scores, pool, temperature), shared.exchange, scores.shape[0]
+    rows, exchange, num_classes = Positives.of(pool, pool.positive), shared.exchange, scores.shape[0]
     counts = [int(count) for count in shared.positives]
     sent = [scores[rows.class_of, rows.row_of], rows.class_of.to(torch.int32)]
-    x, class_of, *mass = exchange.rows([*sent, rows.share] if shared.weighted else sent, counts)
+    x, class_of, *mass = exchange.rows([*sent, rows.mass] if shared.weighted else sent, counts)
     x, class_of = x.double(), class_of.to(torch.int64)
     weight = mass[0] if mass else torch.ones_like(x)
     groups = _groups(class_of, num_classes)

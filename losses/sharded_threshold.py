@@ -23,7 +23,7 @@ from ..kernels.registration import exact
 from ..kernels.selection import Selected, num_counts, select_levels
 from .partial_area import PartialArea, first_flat, fractions_of, thresholds_of
 from .pool import PerClass, Pool
-from .sharded import PoolFacts, needs_gradient, with_gradient
+from .sharded import PoolFacts, Positives, needs_gradient, with_gradient
 
 COSTS = {"sums": 1.0, "gather": 1.0}  # of a byte in each form; the cheapest form is taken
 
@@ -31,20 +31,11 @@ COSTS = {"sums": 1.0, "gather": 1.0}  # of a byte in each form; the cheapest for
 def recall_of_part(
     pool: Pool, shared: PoolFacts, temperature: float, quantile: float, interpolation: str, threshold_gradient: bool
 ) -> PerClass | None:
-    """Return one minus the smooth recall of each class, or None if the rows have to be gathered.
-
-    Args:
-        pool: live and queued rows of this rank.
-        shared: what all ranks know.
-        temperature: > 0, the same on all ranks.
-        quantile: q.
-        interpolation: how a threshold between two scores is read.
-        threshold_gradient: let the threshold carry a gradient.
-    """
+    """Return one minus the smooth recall of each class from this rank's rows, or None if all must be gathered."""
     if not _pays(pool, shared, 1, interpolation):
         return None
-    positives = _positives(pool, pool.positive)
-    found = _select(pool, shared, pool.member, [quantile], interpolation, [positives.total(pool)])
+    positives = Positives.of(pool, pool.positive)
+    found = _select(pool, shared, pool.member, [quantile], interpolation, [_total(positives, pool)])
     total, has_nan = found.extra.view(2, -1)
     valid = total > 0
     levels = found.levels.where(valid)
@@ -56,22 +47,15 @@ def recall_of_part(
 def trapezoid_of_part(
     pool: Pool, shared: PoolFacts, area: PartialArea, temperature: float
 ) -> tuple[PerClass, int | None] | None:
-    """Return the partial area of each class by the trapezoid rule, and the first with a flat reference; None to gather.
-
-    Args:
-        pool: live and queued rows of this rank.
-        shared: what all ranks know.
-        area: the arguments, with ``surrogate="trapezoid"``.
-        temperature: > 0.
-    """
+    """Return the missed area of each class by the trapezoid rule, and the first with a flat reference; None: gather."""
     fractions = fractions_of(area)
     if not _pays(pool, shared, len(fractions), area.quantile_interpolation):
         return None
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
     reference = iid if area.budget_basis == "population" else iid & ~pool.positive
     counted = pool.positive if pool.live is None or area.pos_numerator == "pool" else pool.positive & pool.live
-    positives = _positives(pool, counted)
-    extra = [positives.total(pool), pool.negative.sum(dim=1).double()]
+    positives = Positives.of(pool, counted)
+    extra = [_total(positives, pool), pool.negative.sum(dim=1).double()]
     found = _select(pool, shared, reference, fractions, area.quantile_interpolation, extra)
     total, negatives, has_nan = found.extra.view(3, -1)
     thresholds = thresholds_of(found.levels, area, temperature, found.members > 0)
@@ -96,22 +80,9 @@ def _pays(pool: Pool, shared: PoolFacts, num_fractions: int, interpolation: str)
     return COSTS["sums"] * counts <= COSTS["gather"] * rows
 
 
-class _Positives(NamedTuple):
-    """This rank's positives in the mean."""
-
-    class_of: Tensor  # [P] int64
-    row_of: Tensor  # [P] int64
-    mass: Tensor  # [P] float64
-
-    def total(self, pool: Pool) -> Tensor:
-        """(C,) the sum of their weights."""
-        return self.mass.new_zeros(pool.scores.shape[0]).index_add_(0, self.class_of, self.mass)
-
-
-def _positives(pool: Pool, counted: Tensor) -> _Positives:
-    class_of, row_of = counted.nonzero(as_tuple=True)
-    mass = pool.scores.new_ones(row_of.shape, dtype=torch.float64)
-    return _Positives(class_of, row_of, mass if pool.weight is None else pool.weight[row_of].double())
+def _total(positives: Positives, pool: Pool) -> Tensor:
+    """Return (C,) the sum of the weights."""
+    return positives.mass.new_zeros(pool.scores.shape[0]).index_add_(0, positives.class_of, positives.mass)
 
 
 def _select(
@@ -147,7 +118,7 @@ class _Sums(NamedTuple):
 
 @exact
 def _found_at_levels(
-    scores: Tensor, pool: Pool, shared: PoolFacts, positives: _Positives, share: Tensor, sums: _Sums, with_grad: bool
+    scores: Tensor, pool: Pool, shared: PoolFacts, positives: Positives, share: Tensor, sums: _Sums, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss (C,) float64, and the gradient of the live rows (C, N), None unless ``with_grad``."""
     levels, weights, taus, reference, threshold_gradient = sums
@@ -237,7 +208,7 @@ def _slopes(
 
 
 def _loss_at_levels(
-    pool: Pool, shared: PoolFacts, positives: _Positives, total: Tensor, has_nan: Tensor, valid: Tensor, sums: _Sums
+    pool: Pool, shared: PoolFacts, positives: Positives, total: Tensor, has_nan: Tensor, valid: Tensor, sums: _Sums
 ) -> PerClass:
     """Return the mean over the positives of the weighted sums of ``s((level - x) / tau)``."""
     factor = torch.where(valid, total, 1.0).reciprocal() * valid

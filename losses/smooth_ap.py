@@ -87,7 +87,6 @@ def _per_class(pool: Pool, temperature: float) -> PerClass:
 
 @not_compiled
 def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
-    """Return one minus the smooth average precision of each query, in the order of its index."""
     scores, positive = pool.scores[0], pool.positive[0]
     num_queries, blocks = group_rows(indexes)
     values, valid = scores.new_zeros(num_queries, dtype=torch.float64), positive.new_zeros(num_queries)
@@ -135,7 +134,6 @@ class SmoothAPLoss(RankingLoss):
         return _per_class(*self._at_temperature(pool))
 
     def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
-        """Return the same of a sharded pool, None if its rows are to be gathered."""
         temperature = self._shared_temperature(pool, shared)
         return None if temperature is None else smooth_ap_of_part(pool, shared, temperature)
 

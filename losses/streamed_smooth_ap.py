@@ -80,15 +80,6 @@ class Stream(NamedTuple):
             yield Problem(scores, positive, member, class_of, row_of, mass, self.temperature), undefined.any(dim=1)
 
 
-def unit_of(weight: Tensor) -> float:
-    """Return the power of two by which the largest of the weights (P,) is near 2**500, or the least one.
-
-    No sum of weights overflows then, and much smaller ones keep their digits. Dividing by it is exact.
-    """
-    most = float(weight.amax()) if weight.numel() else 0.0
-    return max(LEAST_UNIT, 2.0 ** (math.frexp(most)[1] - 500)) if most > 0 else LEAST_UNIT
-
-
 class StreamedTable:
     """The first pass: :meth:`add` the parts of this rank, then :meth:`finish` on every rank."""
 
@@ -125,7 +116,10 @@ class StreamedTable:
         assert self._table is not None
         bins = bins._replace(first=bins.first.to(scores.device).expand(scores.shape[0]))
         if self._stream.weighted:
-            self._set_unit(unit_of(rows.share))
+            # By a power of two, which is exact, so that the largest weight is near 2**500: no sum overflows, and much
+            # smaller ones keep their digits.
+            most = float(rows.share.amax()) if rows.share.numel() else 0.0
+            self._set_unit(max(LEAST_UNIT, 2.0 ** (math.frexp(most)[1] - 500)) if most > 0 else LEAST_UNIT)
             rows = rows._replace(share=rows.share / self._unit)
         start = (int(bins.first[0]) - self._first) * order.fine
         for held, new in zip(self._table, moments_of(rows, bins, order, find_places(rows, bins))):
@@ -194,13 +188,10 @@ class StreamedTable:
         return 8 * math.prod(self._shape) * self._order.fine
 
     def _bins(self, low: float, high: float, most: int | None = None) -> Bins | None:
-        """Return bins from ``low`` to ``high``, (1,) and on the host, one bin without scores; None if too many.
+        """Return bins from ``low`` to ``high``, (1,) and on the host; None if more than ``most`` or the table may hold.
 
-        What all ranks know decides that, so with the range over all ranks they take the same branch.
-
-        Args:
-            low, high: the range of the scores; without a score ``low > high``.
-            most: how many bins there may be; None for as many as the table may hold.
+        Without a score ``low > high``, and there is one bin. What all ranks know decides that, so with the range over
+        all ranks they take the same branch.
         """
         low, high = (low, high) if low <= high else (0.0, 0.0)
         if not math.isfinite(low) or not math.isfinite(high):
@@ -218,7 +209,6 @@ class StreamedTable:
             self._unit = unit
 
     def _cover(self, bins: Bins) -> None:
-        """Let the table hold ``bins``: pad it with empty ones."""
         order, first = self._order, int(bins.first[0])
         if self._table is None:
             self._first = first

@@ -116,14 +116,7 @@ class SupConLoss(ContrastiveLoss):
 
     @torch.no_grad()
     def _part(self, own: Tensor, live: Tensor, labels: Tensor, first: int, needs_grad: bool) -> Part:
-        """Return this rank's part of the loss.
-
-        Args:
-            own: (N, D) rows of this rank.
-            live: (M, D) rows of all ranks, with ``labels`` (M,).
-            first: the place of the first own row among them.
-            needs_grad: whether the gradient is needed.
-        """
+        """Return this rank's part of the loss; ``first`` is the place of its first row among the live ones of all."""
         mine = own.detach()
         candidates, names = self._with_queue(live, labels)
         _, label, count = names.unique(return_inverse=True, return_counts=True)

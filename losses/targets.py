@@ -151,7 +151,6 @@ def check_of_classes(given: Tensor, targets: Tensor, bad: Tensor, num_classes: i
 
 
 def _not_binary(value: float, ignore_index: int) -> ValueError:
-    """Return the error for a target that is neither 0 nor 1."""
     fix = ""
     if value == -1:
         fix = "Use (targets > 0).long() for targets of -1 and +1."

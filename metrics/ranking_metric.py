@@ -171,7 +171,6 @@ class RankingMetric(GatheredMetric):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def _own_arguments(self) -> tuple[str, ...]:
-        """Return the names of the subclass's own arguments, for ``repr``."""
         return ()
 
 
