@@ -10,28 +10,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
-from .monitor import Monitor
-from .schedules import find_schedules, sharded_losses
+from .monitor import Monitor, find_schedules, sharded_losses
 
-
-def _find_callbacks() -> tuple[Any, ...]:
-    """Return the base class of callbacks of each distribution of Lightning that is installed.
-
-    Each has a class of its own, and a Trainer takes a single callback only if it is an instance of its own class.
-    """
-    names = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}
-    found = tuple(import_module(name).Callback for package, name in names.items() if find_spec(package) is not None)
-    if not found:
-        fix = "Run `pip install lightning`, or install fullrank with its extra `integrations`."
-        raise ImportError(expected("fullrank.integrations.lightning", "PyTorch Lightning", Words("none"), fix))
-    return found
-
+# The base class of callbacks of each distribution of Lightning that is installed. Each has a class of its own, and a
+# Trainer takes a single callback only if it is an instance of its own class.
+_NAMES = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}
+_CALLBACKS = tuple(import_module(name).Callback for package, name in _NAMES.items() if find_spec(package) is not None)
+if not _CALLBACKS:
+    fix = "Run `pip install lightning`, or install fullrank with its extra `integrations`."
+    raise ImportError(expected("fullrank.integrations.lightning", "PyTorch Lightning", Words("none"), fix))
 
 if TYPE_CHECKING:
     _Callback = object
 else:
     # Of both distributions, if both are installed. Either may be the older one, so neither derives from the other.
-    _Callback = type("_Callback", _find_callbacks(), {})
+    _Callback = type("_Callback", _CALLBACKS, {})
 
 
 class LossSchedule(_Callback):

@@ -14,8 +14,7 @@ from ..accumulation import pooled_backward
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import causal_lm_loss
-from .monitor import Monitor
-from .schedules import find_schedules, sharded_losses
+from .monitor import Monitor, find_schedules, sharded_losses
 
 
 def causal_lm_loss_func(

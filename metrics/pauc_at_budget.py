@@ -14,15 +14,9 @@ from .ranking_metric import Average, RankingMetric
 
 
 def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return the area under the polyline through (0, 0) and the vertices, for x in [alpha, beta].
+    """Return the area (C,) under the polyline through (0, 0) and the vertices, for x in [alpha, beta].
 
-    Args:
-        x: (C, M) >= 0, not decreasing along a row.
-        y: as x.
-        vertex: (C, M) bool, the points that are vertices.
-
-    Shape:
-        output (C,).
+    Neither x nor y (C, M) decreases along a row; ``vertex`` says which points are vertices.
     """
     x0, y0 = _previous_vertex(x, vertex), _previous_vertex(y, vertex)
     width = x - x0
@@ -39,25 +33,6 @@ def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=1)
 
 
-def exact_pauc(pool: Pool, band: PartialArea) -> PerClass:
-    """Return the partial area of each class of ``pool``, over the width of the band."""
-    scores, order = pool.scores.sort(dim=1, descending=True)
-    num_positive, num_negative = (mask.sum(dim=1, keepdim=True) for mask in (pool.positive, pool.negative))  # [C, 1]
-    # What a threshold just below each score flags, best first. Of tied scores only the last is a threshold.
-    positives = pool.positive.gather(1, order).cumsum(dim=1)  # [C, M]
-    rows = pool.everyone.gather(1, order).cumsum(dim=1)
-    last_of_tie = torch.ones_like(pool.positive)
-    # Compared, not subtracted: the difference of two equal infinities is NaN.
-    last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
-    tpr = positives.to(pool.scores) / num_positive.clamp_min(1)
-    if band.budget_basis == "fpr":
-        spent = (rows - positives).to(pool.scores) / num_negative.clamp_min(1)
-    else:
-        spent = rows.to(pool.scores) / (num_positive + num_negative)
-    area = _area_between(spent, tpr, last_of_tie, band.alpha, band.beta)
-    return PerClass(area / (band.beta - band.alpha), ((num_positive > 0) & (num_negative > 0))[:, 0])
-
-
 @completed()
 class PAUCAtBudget(RankingMetric):
     r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalized.
@@ -71,16 +46,11 @@ class PAUCAtBudget(RankingMetric):
     points. The area is not standardized as McClish does: a random ranking has (alpha + beta) / 2, and a perfect one has
     1, or less than 1 under ``"population"``, where positives use up part of the budget.
 
-    The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`. It keeps every row until :meth:`reset`,
-    4 * num_classes + 8 bytes for each. The value is float64.
+    The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`.
 
     Args:
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
         budget_basis: what u is a share of: the negatives (``"fpr"``), or all rows (``"population"``).
-
-    Degenerate:
-        A class without a positive or without a negative is NaN under ``average=None`` and left out of the mean; the
-        mean over no class is NaN. A NaN score makes its class NaN, and the mean with it.
 
     Example:
         >>> import torch
@@ -92,6 +62,8 @@ class PAUCAtBudget(RankingMetric):
     Reference:
         McClish, Analyzing a Portion of the ROC Curve, Medical Decision Making, 1989.
     """
+
+    _own_arguments = "alpha", "beta", "budget_basis"
 
     def __init__(
         self,
@@ -107,16 +79,25 @@ class PAUCAtBudget(RankingMetric):
     ) -> None:
         super().__init__(num_classes, average, ignore_index, multi_hot, **kwargs)
         self.alpha, self.beta, self.budget_basis = alpha, beta, budget_basis
-        check_area(self.band)
-
-    @property
-    def band(self) -> PartialArea:
-        """The arguments that define the partial area."""
-        return PartialArea(self.alpha, self.beta, surrogate="trapezoid", budget_basis=self.budget_basis)
+        check_area(PartialArea(alpha, beta, surrogate="trapezoid", budget_basis=budget_basis))
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the partial area of each class."""
-        return exact_pauc(pool, self.band)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        return "alpha", "beta", "budget_basis"
+        """Return the partial area of each class, over the width of the band."""
+        scores, order = pool.scores.sort(dim=1, descending=True)
+        num_positive, num_negative = (
+            mask.sum(dim=1, keepdim=True) for mask in (pool.positive, pool.negative)
+        )  # [C, 1]
+        # What a threshold just below each score flags, best first. Of tied scores only the last is a threshold.
+        positives = pool.positive.gather(1, order).cumsum(dim=1)  # [C, M]
+        rows = pool.everyone.gather(1, order).cumsum(dim=1)
+        last_of_tie = torch.ones_like(pool.positive)
+        # Compared, not subtracted: the difference of two equal infinities is NaN.
+        last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
+        tpr = positives.to(pool.scores) / num_positive.clamp_min(1)
+        if self.budget_basis == "fpr":
+            spent = (rows - positives).to(pool.scores) / num_negative.clamp_min(1)
+        else:
+            spent = rows.to(pool.scores) / (num_positive + num_negative)
+        area = _area_between(spent, tpr, last_of_tie, self.alpha, self.beta)
+        valid = (num_positive > 0) & (num_negative > 0)
+        return PerClass(area / (self.beta - self.alpha), valid[:, 0])

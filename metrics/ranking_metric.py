@@ -30,9 +30,6 @@ _NOTHING = -1
 class RankingMetric(GatheredMetric):
     """Base of the metrics over all rows seen; a subclass adds its hyper-parameters and its formula.
 
-    Every row that is not ignored is kept until :meth:`reset`: 4 * num_classes + 8 bytes for float32 or half-precision
-    logits. The value is computed and returned in float64.
-
     Args:
         average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
@@ -43,6 +40,14 @@ class RankingMetric(GatheredMetric):
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, at construction and in ``update``.
+
+    Degenerate:
+        A class without a positive, or for the partial area without a negative, is NaN under ``average=None`` and left
+        out of the mean; the mean over no class is NaN. A NaN score makes its class NaN, and the mean with it.
+
+    Numerics:
+        Every row that is not ignored is kept until :meth:`reset`: 4 * num_classes + 8 bytes for float32 or
+        half-precision logits. The value is computed and returned in float64.
 
     Distributed:
         Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
@@ -57,6 +62,7 @@ class RankingMetric(GatheredMetric):
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
     plot_legend_name = "Class"
+    _own_arguments: tuple[str, ...] = ()  # the names of the subclass's own arguments, for ``repr``
 
     target_rule: Tensor
 
@@ -167,11 +173,8 @@ class RankingMetric(GatheredMetric):
 
     def extra_repr(self) -> str:
         """Return the hyper-parameters."""
-        names = ("num_classes", *self._own_arguments(), "average", "ignore_index", "multi_hot")
+        names = ("num_classes", *self._own_arguments, "average", "ignore_index", "multi_hot")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        return ()
 
 
 def _either(name: str, value: Tensor | None, other: str, alias: Tensor | None) -> Tensor:

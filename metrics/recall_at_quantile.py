@@ -13,17 +13,6 @@ from ..losses.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
 
 
-def exact_recall(pool: Pool, quantile: float, interpolation: str) -> PerClass:
-    """Return the recall at the quantile, of each class of ``pool``."""
-    threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation)  # [C, 1]
-    positives = pool.positive.sum(dim=1)  # [C]
-    reached, _ = threshold.compare(pool.scores)
-    caught = (pool.positive & reached).sum(dim=1)  # [C]
-    recall = caught.to(pool.scores) / positives.clamp_min(1)
-    # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
-    return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), positives > 0)
-
-
 @completed()
 class RecallAtQuantile(RankingMetric):
     r"""Share of the positives that score at or above the (1 - q) quantile of all scores, so that they are reviewed.
@@ -37,17 +26,12 @@ class RecallAtQuantile(RankingMetric):
     ``quantile_interpolation="higher"`` the row at the threshold and its ties are reviewed. Ignored rows take no part in
     the threshold either.
 
-    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`. It keeps every row until :meth:`reset`,
-    4 * num_classes + 8 bytes for each. The value is float64.
+    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`.
 
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed.
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
-
-    Degenerate:
-        A class without a positive is NaN under ``average=None`` and left out of the mean; the mean over no class is
-        NaN. A NaN score makes its class NaN, and the mean with it.
 
     Example:
         >>> import torch
@@ -56,6 +40,8 @@ class RecallAtQuantile(RankingMetric):
         >>> metric.compute()
         tensor(0.5000, dtype=torch.float64)
     """
+
+    _own_arguments = "quantile", "quantile_interpolation"
 
     def __init__(
         self,
@@ -74,7 +60,10 @@ class RecallAtQuantile(RankingMetric):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the recall of each class."""
-        return exact_recall(pool, self.quantile, self.quantile_interpolation)
-
-    def _own_arguments(self) -> tuple[str, ...]:
-        return "quantile", "quantile_interpolation"
+        threshold = upper_levels(pool.scores, pool.member, [self.quantile], self.quantile_interpolation)  # [C, 1]
+        positives = pool.positive.sum(dim=1)  # [C]
+        reached, _ = threshold.compare(pool.scores)
+        caught = (pool.positive & reached).sum(dim=1)  # [C]
+        recall = caught.to(pool.scores) / positives.clamp_min(1)
+        # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
+        return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), positives > 0)

@@ -77,13 +77,13 @@ def _split(site: Site, sizes: list[int]) -> slice:
     return slice(start, start + sizes[site.rank])
 
 
-def _uneven(site: Site) -> list[int]:
+def uneven(site: Site) -> list[int]:
     """Return numbers of rows that differ between ranks; the last of several ranks has none."""
     sizes = [7 + 4 * (rank % 3) for rank in range(site.world_size)]
     return [*sizes[:-1], 0] if site.world_size > 1 else sizes
 
 
-def _gather(site: Site, sizes: list[int]) -> str:
+def gather(site: Site, sizes: list[int]) -> str:
     """Compare gathered rows of three dtypes, and the gradient, with the expected ones."""
     own, total = _split(site, sizes), sum(sizes)
     everyone, factor = site.draw(1, total, 2), site.draw(2, total, 2)
@@ -100,24 +100,9 @@ def _gather(site: Site, sizes: list[int]) -> str:
     return f"{' + '.join(map(str, sizes[:4]))}{' + ...' if len(sizes) > 4 else ''} rows, gradients exact"
 
 
-def gather_equal(site: Site) -> str:
-    """All ranks have the same number of rows."""
-    return _gather(site, [8] * site.world_size)
-
-
-def gather_uneven(site: Site) -> str:
-    """The ranks have different numbers of rows, the last one none."""
-    return _gather(site, _uneven(site))
-
-
-def gather_empty(site: Site) -> str:
-    """No rank has a row."""
-    return _gather(site, [0] * site.world_size)
-
-
 def reduce_scatter(site: Site) -> str:
     """Check the gather for ranks that compute different losses, whose backward communicates."""
-    sizes = _uneven(site)
+    sizes = uneven(site)
     rows = site.draw(3, sum(sizes), 2)[_split(site, sizes)].requires_grad_()
     gathered = all_gather_with_grad(rows, backward="reduce_scatter")
     (gathered * (site.rank + 1)).sum().backward()
@@ -180,7 +165,7 @@ def gradient_of(name: str) -> Callable[[Site], str]:
             model.weight.copy_(site.draw(4, CLASSES, _FEATURES))
             model.bias.zero_()
         whole, spread = copy.deepcopy(model), site.wrap(model)
-        sizes = _uneven(site)
+        sizes = uneven(site)
         own, found = _split(site, sizes), []
         for step in range(2):  # the second has a queue
             inputs = site.draw(10 + step, sum(sizes), _FEATURES)

@@ -14,9 +14,9 @@ from .site import Site, describe, open_site
 
 CHECKS: dict[str, Callable[[Site], str]] = {
     "placement": checks.placement,
-    "gather, equal rows": checks.gather_equal,
-    "gather, uneven rows": checks.gather_uneven,
-    "gather, no rows": checks.gather_empty,
+    "gather, equal rows": lambda site: checks.gather(site, [8] * site.world_size),
+    "gather, uneven rows": lambda site: checks.gather(site, checks.uneven(site)),
+    "gather, no rows": lambda site: checks.gather(site, [0] * site.world_size),
     "gather, different losses": checks.reduce_scatter,
     **{f"gradient of {name}": checks.gradient_of(name) for name in checks.LOSSES},
     "control": checks.control,
@@ -35,12 +35,7 @@ class Result(NamedTuple):
 
 
 def main(version: str, arguments: Sequence[str] | None = None) -> int:
-    """Run every check, print the table on rank 0, and return the exit status: 0 when all passed, else 1.
-
-    Args:
-        version: version of this package, for the table.
-        arguments: arguments of the command; None for those of the command line.
-    """
+    """Run every check, print the table on rank 0, and return the exit status: 0 when all passed, else 1."""
     options = _parse(arguments)
     with open_site(options.backend, options.device, options.timeout) as site:
         facts = describe(site, version)

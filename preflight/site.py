@@ -63,10 +63,7 @@ class Site(NamedTuple):
 def open_site(backend: str | None, device: str | None, timeout: float) -> Iterator[Site]:
     """Join the process group that the environment describes (one process without torchrun), and leave it afterwards.
 
-    Args:
-        backend: a backend of torch.distributed; None for the default of the device.
-        device: a type of device, or one device; None for the accelerator if there is one, else the CPU.
-        timeout: seconds after which a collective fails if a rank does not join it.
+    A collective fails if a rank does not join it within ``timeout`` seconds.
     """
     place = _find_device(device)
     backend = backend or dist.get_default_backend_for_device(place)
@@ -78,8 +75,13 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
     is_wide = place.type != "mps"
     dtype, tolerance = (torch.float64, 1e-12) if is_wide else (torch.float32, 2e-6)
     try:
+        local_rank, index, visible, uuid = os.environ.get("LOCAL_RANK"), 0, 0, ""
+        if place.type != "cpu":
+            index, visible = torch.accelerator.current_device_index(), torch.accelerator.device_count()
+            uuid = str(getattr(_properties(torch.device(place.type, index)), "uuid", ""))
+        own = Place(socket.gethostname(), None if local_rank is None else int(local_rank), index, visible, uuid)
         # Through the store: two ranks on one device could not even start a collective of NCCL.
-        store.set(f"fullrank/{rank}", json.dumps([place_of(place), facts_of(place)]))
+        store.set(f"fullrank/{rank}", json.dumps([own, facts_of(place)]))
         told = [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
         places, facts = tuple(Place(*values[0]) for values in told), tuple(values[1] for values in told)
         yield Site(rank, world_size, dist.get_backend(), place, dtype, tolerance, places, facts)
@@ -105,17 +107,6 @@ def _find_device(name: str | None) -> torch.device:
         index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
     return torch.device(asked.type, index)
-
-
-def place_of(device: torch.device) -> Place:
-    """Return where this process computes."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    known = None if local_rank is None else int(local_rank)
-    if device.type == "cpu":
-        return Place(socket.gethostname(), known, 0, 0, "")
-    current = torch.accelerator.current_device_index()
-    uuid = str(getattr(_properties(torch.device(device.type, current)), "uuid", ""))
-    return Place(socket.gethostname(), known, current, torch.accelerator.device_count(), uuid)
 
 
 def describe(site: Site, version: str) -> dict[str, Any]:
@@ -152,11 +143,12 @@ def _name(device: torch.device) -> str:
     if not hasattr(module, "get_device_name"):
         return device.type
     properties = _properties(device)
-    memory = getattr(properties, "total_memory", None)
-    units = getattr(properties, "multi_processor_count", None)
-    parts = [str(module.get_device_name(device)), f"{memory / 2**30:.0f} GiB" if memory else ""]
-    parts.append(f"{units} processors" if units else "")
-    return f"{device.type} ({', '.join(part for part in parts if part)})"
+    parts = [str(module.get_device_name(device))]
+    if memory := getattr(properties, "total_memory", None):
+        parts.append(f"{memory / 2**30:.0f} GiB")
+    if units := getattr(properties, "multi_processor_count", None):
+        parts.append(f"{units} processors")
+    return f"{device.type} ({', '.join(parts)})"
 
 
 def _properties(device: torch.device) -> Any:
