@@ -94,22 +94,17 @@ def warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
-_READ_AGAIN: ContextVar[bool] = ContextVar("fullrank_read_again", default=False)
+READ_AGAIN: ContextVar[bool] = ContextVar("fullrank_read_again", default=False)  # True inside reading_again()
 
 
 @contextmanager
 def reading_again() -> Iterator[None]:
     """Let loaders inside know that they are read a second time on purpose."""
-    token = _READ_AGAIN.set(True)
+    token = READ_AGAIN.set(True)
     try:
         yield
     finally:
-        _READ_AGAIN.reset(token)
-
-
-def is_read_again() -> bool:
-    """Return True inside :func:`reading_again`."""
-    return _READ_AGAIN.get()
+        READ_AGAIN.reset(token)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:

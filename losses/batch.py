@@ -114,7 +114,7 @@ def check_batch(
     if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
         what, found = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
         raise TypeError(expected("logits", what, found, "Use logits.cpu(): the gradient comes back to the device."))
-    checked = check_targets(logits, targets, rule, validate_args, stored)
+    targets, *known = check_targets(logits, targets, rule, validate_args, stored)
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
@@ -133,7 +133,7 @@ def check_batch(
             fix = "A query ranks its rows by one score; without indexes the columns are classes."
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
         indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
-    return Batch(logits, checked.targets, iid_mask, sample_weight, indexes, *checked[1:])
+    return Batch(logits, targets, iid_mask, sample_weight, indexes, *known)
 
 
 @functools.cache

@@ -14,21 +14,12 @@ from ..distributed.global_mean import local_mean
 from ..distributed.torch_private import note_kind
 from ..errors import Words, check_choice, check_int, check_number, check_tensor, expected
 from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
+from .arguments import completed
+from .distributed_loss import DistributedLoss
 from .tensors import check_device, compute_dtype, has_values, is_integer
 
-# A keyword that is almost one of these is a slip, not one of transformers.
-_KEYWORDS = (
-    "reduction",
-    "num_items",
-    "num_items_in_batch",
-    "document_ids",
-    "ignore_index",
-    "shift",
-    "shift_labels",
-    "validate_args",
-)
 
-
+@completed(DistributedLoss)
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor | None,
@@ -70,8 +61,6 @@ def causal_lm_loss(
             gradient. False for labels that are shifted already, as they must be before a sequence is cut over ranks.
         shift_labels: (..., T) labels that are shifted already, in place of ``labels``; transformers passes them under
             sequence parallelism.
-        validate_args: check the range of the labels, which waits for the device; skipped while compiling. Types, shapes
-            and devices are always checked.
         **unused: what transformers passes to every loss function has no effect.
 
     Returns:
@@ -96,8 +85,8 @@ def causal_lm_loss(
         tensor(1.3863)
     """
     check_int("ignore_index", ignore_index)
-    for name in unused:
-        for ours in difflib.get_close_matches(name, _KEYWORDS, n=1, cutoff=0.85):
+    for name in unused:  # a keyword that is almost one of ours is a slip, not one of transformers
+        for ours in difflib.get_close_matches(name, causal_lm_loss.__kwdefaults__, n=1, cutoff=0.85):
             raise TypeError(f"causal_lm_loss: got the keyword {name}. Use {ours}.")
     if shift_labels is not None:
         labels, shift = shift_labels, False

@@ -34,15 +34,9 @@ class Elements(NamedTuple):
         is_mean: bool,
         checks: list[DeviceCheck],
     ) -> Elements:
-        """Return element losses weighted by ``given``, which says whether a weight is wrong, and their divisor.
+        """Return ``number`` losses, or their sum, times the ``given`` weights if there are any, and the divisor.
 
-        Args:
-            values: [N, *], or their sum if there are no weights.
-            number: of elements.
-            counted: [N, *] what each adds to the divisor; None for 1.
-            given: sample weights [N, *]; None for all 1.
-            is_mean: whether there is a divisor.
-            checks: of other values.
+        An element adds what is ``counted``, or 1, to the divisor. With the weights comes the check of their values.
         """
         unit = None
         if given is not None:

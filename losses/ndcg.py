@@ -20,7 +20,7 @@ from ..kernels.spread import spread_of
 from .arguments import completed
 from .distributed_loss import CurrentTemperature, DistributedLoss, GroupOptions
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
-from .queries import group_rows
+from .rectangles import group_rows
 from .targets import may_hold
 from .tensors import check_device, check_values, compute_dtype, is_integer
 

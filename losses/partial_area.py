@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from ..errors import check_choice, check_number, check_positive, expected
 from ..kernels.entropic_risk import entropic_risk, tilts_of_budget
 from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
-from .listing import list_both
 from .pool import PerClass, Pool, positive_shares, spread_nan
+from .rectangles import list_both
 from .tensors import has_values
 from .threshold import hold_others, threshold_with_gradient
 
@@ -26,7 +26,16 @@ SMALLEST_SCALE = 1e-12  # at or below it the reference scores do not differ, and
 
 
 class PartialArea(NamedTuple):
-    """The arguments that define the partial area; :func:`check_area` checks them."""
+    """The arguments that define the partial area; :func:`check_area` checks them.
+
+    Args:
+        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
+            ``"nearest"`` or ``"midpoint"``.
+        threshold_gradient: let the threshold, or the knots of ``"trapezoid"``, carry a gradient to the rows of which
+            they are quantiles. The loss has the same value without; then the gradient raises positives and lowers no
+            negative. If that is the only loss, all scores can rise together: combine it with a pointwise loss, such as
+            ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+    """
 
     alpha: float = 0.0
     beta: float = 0.005
@@ -62,17 +71,16 @@ def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialAr
         raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", (area.alpha, area.beta)))
     if isinstance(area.n_knots, bool) or not isinstance(area.n_knots, int) or area.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", area.n_knots))
-    check_choice("surrogate", area.surrogate, ("trapezoid", "pairwise", "dro"))
+    check_choice("surrogate", area.surrogate, get_args(Surrogate))
     if area.dro_lambda is not None:
         check_positive("dro_lambda", area.dro_lambda)
     if area.surrogate == "dro" and area.alpha != 0:
-        raise ValueError(
-            expected("alpha", "0 with surrogate='dro'", area.alpha, "For a band use surrogate='pairwise'.")
-        )
+        fix = "For a band use surrogate='pairwise'."
+        raise ValueError(expected("alpha", "0 with surrogate='dro'", area.alpha, fix))
     if area.tau_scale is not None:
-        check_choice("tau_scale", area.tau_scale, ("iqr", "band"))
-    check_choice("pos_numerator", area.pos_numerator, ("pool", "live"))
-    check_choice("budget_basis", area.budget_basis, ("fpr", "population"))
+        check_choice("tau_scale", area.tau_scale, get_args(TauScale))
+    check_choice("pos_numerator", area.pos_numerator, get_args(PosNumerator))
+    check_choice("budget_basis", area.budget_basis, get_args(BudgetBasis))
     check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
     given = {**area._asdict(), "temperature": temperature}
     for name, (surrogates, default) in _USED_BY.items():

@@ -9,7 +9,7 @@ from .partial_area import TEMPERATURE, BudgetBasis, PartialArea, Surrogate, TauS
 from .pool import Reduction, local_pool, reduce_values
 
 
-@completed(local_pool)
+@completed(local_pool, PartialArea)
 def pauc_at_budget(
     logits: Tensor,
     targets: Tensor,
@@ -87,14 +87,9 @@ def pauc_at_budget(
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual. Not for
             ``"dro"``.
-        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``.
         dro_lambda: None finds it from ``beta``; or a number > 0 for ``"dro"`` alone: towards 0 only the hardest
             negative counts, and for large values all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time,
             other values O(P N).
-        threshold_gradient: let the thresholds of ``"trapezoid"`` carry a gradient to the rows of which they are
-            quantiles; False detaches them, and the gradient then raises positives and lowers no negative. The loss has
-            the same value either way.
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at

@@ -50,9 +50,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
     knots of the trapezoid, not the balance: they carry the slope of the live positives, and the gradient of the live
     rows adds up to 0. In a step without a live reference row of finite score no row of the class has a gradient then,
-    because nothing would fall while the positives rise. With ``threshold_gradient=False``, which only the trapezoid
-    uses, it lowers no row. If that is the only loss, all scores can rise together: combine it with a pointwise loss,
-    such as ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+    because nothing would fall while the positives rise.
 
     Args:
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
@@ -224,10 +222,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         if self.surrogate != "trapezoid":
             return None
-        found = trapezoid_of_part(pool, shared, self._area, self.temperature)
-        if found is None:
-            return None
-        per_class, flat_class = found
+        per_class, flat_class = trapezoid_of_part(pool, shared, self._area, self.temperature)
         self._warn_if_flat(flat_class)
         return per_class
 

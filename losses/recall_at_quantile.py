@@ -11,6 +11,7 @@ from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..kernels.sigmoid_sums import sigmoid_sums
 from .arguments import completed
 from .hints import Setting
+from .partial_area import PartialArea
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
 from .queued_loss import PoolOptions
 from .ranking import RankingLoss
@@ -22,7 +23,7 @@ from .threshold import hold_others, threshold_with_gradient
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
 
 
-@completed(local_pool, at_temperature)
+@completed(local_pool, at_temperature, PartialArea)
 def recall_at_quantile(
     logits: Tensor,
     targets: Tensor,
@@ -53,10 +54,6 @@ def recall_at_quantile(
 
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed.
-        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``.
-        threshold_gradient: let the thresholds carry a gradient to the rows of which they are quantiles; False detaches
-            them, and the gradient then raises positives and lowers no negative. The loss has the same value either way.
 
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
@@ -130,13 +127,7 @@ class RecallAtQuantileLoss(RankingLoss):
 
     The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
     threshold, not the balance: the threshold carries the slope of the live positives, and the gradient of the live rows
-    adds up to 0; in a class without a live row of finite score no row has one. With ``threshold_gradient=False`` the
-    gradient raises positives and lowers no negative. If that is the only loss, all scores can rise together: combine it
-    with a pointwise loss, such as ``LossWarmupWrapper(..., final_main_weight=0.5)``.
-
-    By default the temperature is 0.3 times the spread of the pool's scores, so the loss does not depend on their scale.
-    A number is an absolute width, and may be assigned between steps, as may None. ``current_temperature`` is the
-    temperature of the last call.
+    adds up to 0; in a class without a live row of finite score no row has one.
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets

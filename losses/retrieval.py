@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
 from .distributed_loss import DistributedLoss, GroupOptions
-from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
+from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
 from .queued_loss import HoldsQueue
 from .retrieval_queries import Split, SplitQueries, queries
 from .tensors import check_device, checked_rows, has_values, is_integer, unit_rows
@@ -30,6 +30,7 @@ SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temper
 FEWEST_SPLIT = 256  # rows of all ranks: with fewer, each rank computes all queries before the others' would arrive
 
 
+@completed(local_pool)
 def retrieval_smooth_ap(
     embeddings: Tensor,
     labels: Tensor,
@@ -58,9 +59,6 @@ def retrieval_smooth_ap(
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
         ignore_index: rows with this label take no part: they are not queries, and no query ranks them.
 
-    Raises:
-        TypeError, ValueError: for arguments that do not fit.
-
     Degenerate:
         A query without another row of its label, or without one of another label, is invalid: left out of the mean and
         the sum, NaN under ``"none"``. Ignored rows are NaN under ``"none"`` too. With no valid query the loss is 0 with
@@ -84,7 +82,7 @@ def retrieval_smooth_ap(
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
     rows = checked_rows("embeddings", embeddings)
-    return _loss(rows, checked_labels(labels, rows), temperature, reduction, ignore_index).loss
+    return _loss(rows, checked_labels(labels, rows), temperature, reduction, ignore_index)[0]
 
 
 @completed(retrieval_smooth_ap)
@@ -198,15 +196,6 @@ def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
     return labels.to(torch.int64)
 
 
-class _Found(NamedTuple):
-    """The loss, the temperature, and the rows that took part."""
-
-    loss: Tensor
-    temperature: float
-    unit: Tensor  # [K, D] of length 1
-    labels: Tensor  # [K]
-
-
 @not_compiled
 def _loss(
     embeddings: Tensor,
@@ -216,7 +205,8 @@ def _loss(
     ignore_index: int,
     split: Split | None = None,
     queued: QueueRows | None = None,
-) -> _Found:
+) -> tuple[Tensor, float, Tensor, Tensor]:
+    """Return the loss of checked rows, the temperature, and the rows of length 1 that took part with their labels."""
     rows = torch.arange(labels.shape[0], device=labels.device)
     kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
     live, names = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
@@ -226,7 +216,15 @@ def _loss(
         of_unit = torch.cat([names, queued.targets.to(names)])
     with_grad = unit.requires_grad and torch.is_grad_enabled()
     if temperature is None:
-        temperature = SPREAD_MULTIPLE * (_spread(unit.detach()) if has_values(unit) else 1.0)
+        count = unit.shape[0]
+        pairs, spread = count * (count - 1), 1.0
+        if pairs and has_values(unit):  # an even sample of the ordered pairs
+            chosen = evenly_spaced(min(pairs, MOST_SCORES), pairs, unit.device)
+            query, other = chosen // (count - 1), chosen % (count - 1)
+            other = other + (other >= query)  # a query does not rank itself
+            rows = unit.detach()
+            spread = spread_of((rows.index_select(0, query) * rows.index_select(0, other)).sum(dim=1)[None], None)
+        temperature = SPREAD_MULTIPLE * spread
     if split is None:
         values, valid, _ = queries(unit, of_unit, temperature, with_grad, len(live))
         values, valid = values[: len(live)], valid[: len(live)]
@@ -241,17 +239,4 @@ def _loss(
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
         loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
-    return _Found(loss, temperature, live.detach(), names)
-
-
-def _spread(unit: Tensor) -> float:
-    """Return the spread of the similarities of different rows (M, D), from an even sample of the ordered pairs."""
-    count = unit.shape[0]
-    pairs = count * (count - 1)
-    if pairs == 0:
-        return 1.0
-    chosen = evenly_spaced(min(pairs, MOST_SCORES), pairs, unit.device)
-    query, other = chosen // (count - 1), chosen % (count - 1)
-    other = other + (other >= query)  # a query does not rank itself
-    similarities = (unit.index_select(0, query) * unit.index_select(0, other)).sum(dim=1)
-    return spread_of(similarities[None], None)
+    return loss, temperature, live.detach(), names

@@ -46,11 +46,11 @@ def recall_of_part(
 
 def trapezoid_of_part(
     pool: Pool, shared: PoolFacts, area: PartialArea, temperature: float
-) -> tuple[PerClass, int | None] | None:
+) -> tuple[PerClass | None, int | None]:
     """Return the missed area of each class by the trapezoid rule, and the first with a flat reference; None: gather."""
     fractions = fractions_of(area)
     if not _pays(pool, shared, len(fractions), area.quantile_interpolation):
-        return None
+        return None, None
     iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
     reference = iid if area.budget_basis == "population" else iid & ~pool.positive
     counted = pool.positive if pool.live is None or area.pos_numerator == "pool" else pool.positive & pool.live
@@ -213,8 +213,8 @@ def _loss_at_levels(
     """Return the mean over the positives of the weighted sums of ``s((level - x) / tau)``."""
     factor = torch.where(valid, total, 1.0).reciprocal() * valid
     share = positives.mass * factor.masked_fill(has_nan, math.nan)[positives.class_of]
-    found = _found_at_levels(pool.scores.detach(), pool, shared, positives, share, sums, needs_gradient(pool))
-    loss, gradient = found
+    given = pool.scores.detach(), pool, shared, positives, share, sums, needs_gradient(pool)
+    loss, gradient = _found_at_levels(*given)
     loss = loss.masked_fill(has_nan, math.nan)
     if gradient is not None and sums.threshold_gradient:  # else only positives have one
         gradient.masked_fill_(loss.isnan()[:, None], math.nan)  # also of inf - inf, on any rank

@@ -14,15 +14,16 @@ from ..distributed.header import DeviceCheck
 from ..errors import check_choice, check_number, check_tensor, expected
 from .arguments import completed
 from .batch import weight_and_check
-from .distributed_loss import DistributedLoss, GroupOptions
+from .distributed_loss import GroupOptions
 from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
+from .pool import local_pool
 from .tensors import compute_dtype, has_values
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
 
 
-@completed(DistributedLoss)
+@completed(local_pool)
 def sigmoid_focal(
     inputs: Tensor,
     targets: Tensor,
@@ -48,9 +49,6 @@ def sigmoid_focal(
             weights, :math:`\alpha_t` times ``sample_weight``, with :math:`\alpha_t = \alpha y + (1 - \alpha)(1 - y)`,
             or 1 for ``alpha=-1``; ``"sum"``, or ``"none"`` for the shape of ``inputs``.
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their sum.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit.
 
     Under ``"mean"`` the effective learning rate changes with the share of positives that happens to be in the batch,
     because the weights of positives and negatives differ. ``"mean_weighted"`` divides by the sum of the weights, as
@@ -156,8 +154,6 @@ class SigmoidFocalLoss(FocalLoss):
 
     Args:
         reduction: ``"mean"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.
-            ``"mean_weighted"`` divides by the sum of the weights: the effective learning rate then does not change with
-            the share of positives that happens to be in the batch.
 
     Shape:
         inputs of any shape, targets the same, where one of (N,) and (N, 1) may stand for the other; sizes may differ

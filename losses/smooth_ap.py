@@ -10,8 +10,8 @@ from ..errors import check_positive, expected
 from ..kernels.soft_ranks import smooth_ap_sums
 from .arguments import completed
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
-from .queries import group_rows
 from .ranking import RankingLoss
+from .rectangles import group_rows
 from .sharded import PoolFacts
 from .sharded_smooth_ap import smooth_ap_of_part
 from .streamed_smooth_ap import Stream, StreamedTable
@@ -109,10 +109,6 @@ class SmoothAPLoss(RankingLoss):
     With ``indexes`` there is one loss for each query instead. Rows with the same index are one query, on whichever rank
     they are. Such a call neither reads nor fills the queue, since rows of earlier steps belong to other queries.
 
-    By default the temperature is 0.1 times the spread of the pool's scores, so the loss does not depend on their scale.
-    A number is an absolute width, and may be assigned between steps, as may None. ``current_temperature`` is the
-    temperature of the last call.
-
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
         the same value and holds the same queue. With ``pool="sharded"`` the header and one sum over the ranks, one more
@@ -157,16 +153,6 @@ class SmoothAPLoss(RankingLoss):
             fix = "The automatic one needs the spread of all scores before the first of them can be added up."
             raise TypeError(expected("temperature with stream=True", "a number", None, fix))
         temperature = check_positive("temperature", self.temperature)
-        return StreamedTable(
-            Stream(
-                type(self).__name__,
-                self._resolve_group(),
-                self._rule,
-                float(temperature),
-                self.reduction,
-                self.gradient_reduction,
-                weighted,
-                self.validate_args,
-                self._shared_facts(),
-            )
-        )
+        given = type(self).__name__, self._resolve_group(), self._rule, float(temperature), self.reduction
+        stream = Stream(*given, self.gradient_reduction, weighted, self.validate_args, self._shared_facts())
+        return StreamedTable(stream)

@@ -14,8 +14,9 @@ from ..distributed.header import DeviceCheck
 from ..errors import check_between, check_choice, check_int, check_number, check_tensor, expected
 from .arguments import completed
 from .batch import weight_and_check
-from .distributed_loss import DistributedLoss, GroupOptions
+from .distributed_loss import GroupOptions
 from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
+from .pool import local_pool
 from .targets import check_exact, check_of_classes
 from .tensors import compute_dtype, has_values
 
@@ -23,7 +24,7 @@ FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
 
 
-@completed(DistributedLoss)
+@completed(local_pool)
 def softmax_focal(
     inputs: Tensor,
     targets: Tensor,
@@ -54,9 +55,6 @@ def softmax_focal(
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
         background_class: the class that ``"mean_positive"`` does not count.
         sample_weight: (N, *) >= 0; the counts become sums of weights.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit.
 
     With class weights, ``"mean"`` lets the effective learning rate change with the classes that happen to be in the
     batch. Take weights 1 and 50 and batches of 100 rows: the weights add up to 100 without a row of the rare class, and
@@ -200,9 +198,8 @@ class SoftmaxFocalLoss(FocalLoss):
     with ``reduction="mean_weighted"`` too that of torch, which :class:`~fullrank.CrossEntropyLoss` is more directly.
 
     Args:
-        reduction: ``"mean"``, ``"mean_positive"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for
-            this rank's elements. With class weights prefer ``"mean_weighted"``, which divides by the sum of the
-            weights: the effective learning rate then does not change with the classes that happen to be in the batch.
+        reduction: ``"mean"``, ``"mean_positive"``, ``"mean_weighted"``, which is better with class weights, ``"sum"``
+            over all ranks, or ``"none"`` for this rank's elements.
 
     Shape:
         inputs (N, C, *) with C >= 2, targets (N, *) or (N, *, 1); N may differ between ranks and may be 0. Output

@@ -31,13 +31,7 @@ class TargetRule(NamedTuple):
         return (codes == 1) & (codes != self.ignore_index)
 
 
-class CheckedTargets(NamedTuple):
-    """Targets, and what is known of them; the last three as in :class:`Batch`."""
-
-    targets: Tensor
-    complete: bool = False
-    num_positive: int | None = None
-    num_stored: int | None = None
+Checked = tuple[Tensor, bool, int | None, int | None]
 
 
 def check_targets(
@@ -46,7 +40,8 @@ def check_targets(
     rule: TargetRule,
     validate_args: bool,
     stored: Callable[[Tensor, Tensor], Tensor] | None,
-) -> CheckedTargets:
+) -> Checked:
+    """Return the targets, and what is known of them: the fields of :class:`Batch` from ``complete`` on."""
     check_device("targets", targets, logits)
     count = logits.shape[0]
     if rule.multi_hot:
@@ -59,7 +54,7 @@ def check_targets(
             bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
             if bool(bad.any()):
                 raise _not_binary(targets[bad][0].item(), rule.ignore_index)
-        return CheckedTargets(targets.to(rule.dtype))  # the ranks must send the same dtype
+        return targets.to(rule.dtype), False, None, None  # the ranks must send the same dtype
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
     if tuple(targets.shape) != (count,):
@@ -73,12 +68,12 @@ def check_targets(
         # The common case takes one pass over the targets.
         if low >= 0 and high < max(2, rule.num_classes) and not num_inexact:
             complete = not low <= rule.ignore_index <= high
-            return CheckedTargets(targets, complete, num_positive if complete else None, num_stored)
+            return targets, complete, num_positive if complete else None, num_stored
     ignored = targets == rule.ignore_index
     if rule.num_classes > 1:
         if validate_args:
             check_class_range(given, targets, ignored, rule.num_classes, rule.ignore_index)
-        return CheckedTargets(targets, num_stored=num_stored)
+        return targets, False, None, num_stored
     if validate_args and given.is_floating_point():
         odd = (given != 0) & (given != 1) & (given != rule.ignore_index)
         if bool(odd.any()):
@@ -87,12 +82,9 @@ def check_targets(
         odd = (targets != 0) & (targets != 1) & ~ignored
         if bool(odd.any()):
             values = targets[odd].unique()[:8].tolist()
-            fix = "Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes."
-            warn(
-                f"targets: expected 0 or 1 with num_classes=1, got {values}. "
-                f"Every value but 0 counts as positive. {fix}"
-            )
-    return CheckedTargets(torch.where(ignored, targets, (targets != 0).to(torch.int64)), num_stored=num_stored)
+            found = f"targets: expected 0 or 1 with num_classes=1, got {values}. Every value but 0 counts as positive."
+            warn(f"{found} Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes.")
+    return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False, None, num_stored
 
 
 def _read(

@@ -24,7 +24,7 @@ from torch.testing import assert_close
 import fullrank
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import retrieval, retrieval_smooth_ap, smooth_ap
-from fullrank.losses.queries import group_rows
+from fullrank.losses.rectangles import group_rows
 
 IGNORED = -100
 
