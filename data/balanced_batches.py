@@ -28,12 +28,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
     """Batches of row indices with a fixed number of rows of each rare class, on every rank and in every batch.
 
     Equal to shuffling the rare rows and the others apart, repeating each shuffle as often as needed, and cutting both
-    into batches. A row occurs twice in one step only if its class has fewer rows than the step needs. All rare rows are
-    used once before one is used again. Each epoch has as many batches as with plain shuffling, so it leaves out some of
-    the other rows; the next epoch leaves out others.
+    into batches. A row occurs twice in one step only if its class has fewer rows than the step needs, and all rare rows
+    are used once before one is used again. Each epoch has as many batches as with plain shuffling, so it leaves out
+    some of the other rows; the next leaves out others.
 
-    Rare classes occur more often in the batches than in the data. This changes what a model learns: probabilities are
-    too high, and a quantile of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
+    Rare classes are more frequent than in the data. So the model learns probabilities that are too high, and a quantile
+    of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
 
     Args:
         targets: (N,) or (N, 1), class indices, 0 and 1, or bools; floats must be whole numbers. Those of the whole data
@@ -51,9 +51,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         RuntimeError: on every rank, when an epoch starts and targets, seed, epoch or other arguments differ.
 
     Distributed:
-        Every rank computes the same shuffle, and takes its part. When an epoch starts, one collective, a header,
-        compares what that depends on, so every rank must start it. Rank and number of ranks are read there too, so the
-        sampler may be constructed before the process group.
+        Every rank computes the same shuffle, and takes its part. One collective at the start of an epoch, a header,
+        compares what that depends on. The ranks are counted there too, so the sampler may be constructed before the
+        process group.
 
     Example:
         >>> targets = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
@@ -74,9 +74,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     ) -> None:
         classes = torch.as_tensor(targets).detach().cpu()
         if classes.numel() == 0:
-            raise ValueError(
-                expected("targets", "at least one row", Words("none"), "Pass those of the whole data set.")
-            )
+            fix = "Pass those of the whole data set."
+            raise ValueError(expected("targets", "at least one row", Words("none"), fix))
         if classes.ndim == 2 and classes.shape[1] == 1:
             classes = classes[:, 0]
         if classes.is_floating_point() and bool((classes.isfinite() & (classes == classes.round())).all()):
@@ -173,7 +172,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def advance(self) -> None:
         """Count a batch as done; call it after each optimizer step if you save checkpoints within an epoch.
 
-        The sampler does not count by itself, because a loader asks for batches before the model has trained on them.
+        A loader asks for batches before the model has trained on them, so the sampler does not count by itself.
 
         Raises:
             RuntimeError: when all batches of the epoch are done. :meth:`set_epoch` starts the next one.
@@ -201,10 +200,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training: the epoch, the batches of it that are done, and the number of ranks.
-
-        The arguments of the sampler, and a digest of the targets, are in it for the comparison at loading.
-        """
+        """Return epoch, batches done, number of ranks, and for a comparison arguments and a digest of the targets."""
         place = {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._ranks()[1]}
         return place | self._arguments()
 

@@ -101,13 +101,9 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             loss.temperature = loss.current_temperature  # fixed from the first call on, as L-BFGS needs
             return value.item() + decay / 2 * weights @ weights, X.T @ slope.numpy() + decay * weights
 
-        def keep(weights: np.ndarray) -> None:
-            found.append(weights.copy())
-
         if self.max_iter > 0:  # L-BFGS takes one step in any case
-            minimize(
-                objective, found[0], jac=True, method="L-BFGS-B", callback=keep, options={"maxiter": self.max_iter}
-            )
+            given = {"method": "L-BFGS-B", "options": {"maxiter": self.max_iter}}
+            minimize(objective, found[0], jac=True, callback=lambda weights: found.append(weights.copy()), **given)
         self.n_iter_ = len(found)
         self.best_iter_ = int(np.argmax([average_precision_score(held_targets, held @ weights) for weights in found]))
         weights = found[self.best_iter_]

@@ -58,14 +58,14 @@ class _Callback:
 class LossState(_Callback):
     """A callback of the Trainer that saves the state of a loss in its checkpoints, and loads it on resume.
 
-    Equal to saving ``loss.state_dict()`` in the folder of the checkpoint whenever the Trainer writes one, and to
-    ``loss.load_state_dict`` on every rank before the first step of a resumed training. :class:`PooledLossMixin` has one
-    already, which uses the folders that the Trainer uses.
+    Equal to saving ``loss.state_dict()`` in the folder of each checkpoint, and to ``loss.load_state_dict`` on every
+    rank before the first step of a resumed training. :class:`PooledLossMixin` has one, which uses the folders of the
+    Trainer.
 
-    The Trainer does not pass its folders to callbacks. Without the mixin, the folder of a checkpoint is
-    ``output_dir/checkpoint-STEP``. In a hyperparameter search it is ``output_dir/NAME/checkpoint-STEP`` if you pass
-    ``hp_name=``; otherwise the state is not saved, with a warning. The file stores the step and a key of the run, which
-    ``trainer_state.json`` stores too. A file that does not belong to the checkpoint is not loaded.
+    The Trainer does not pass its folders to callbacks. Without the mixin, that of a checkpoint is
+    ``output_dir/checkpoint-STEP``, in a hyperparameter search ``output_dir/NAME/checkpoint-STEP`` if you pass
+    ``hp_name=``; otherwise the state is not saved, with a warning. The file has the step and a key of the run, as
+    ``trainer_state.json`` has. A file that does not belong to the checkpoint is not loaded.
 
     Args:
         loss: a module with ``state_dict`` and ``load_state_dict``: a loss with a queue, or a schedule.
@@ -124,9 +124,8 @@ class LossState(_Callback):
         if path is None or not path.exists():
             fix = f"Pass the folder that the training resumes from, LossState(resume_from=...). {new}"
             where = "the folder of the checkpoint" if path is None else path
-            raise FileNotFoundError(
-                expected("LossState", f"the state of the loss in {where}", Words("no such file"), fix)
-            )
+            what = f"the state of the loss in {where}"
+            raise FileNotFoundError(expected("LossState", what, Words("no such file"), fix))
         saved = torch.load(path, map_location="cpu", weights_only=True)
         fix = f"Pass LossState(resume_from=...) the folder that train(resume_from_checkpoint=...) gets. {new}"
         if saved.get("global_step") != state.global_step:
@@ -195,15 +194,14 @@ class LossMonitor(_Callback):
 class PooledLossMixin:
     """A mixin for ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
 
-    Write ``class RankingTrainer(PooledLossMixin, Trainer)`` to use it. The Trainer changes the loss of a
-    ``compute_loss_func`` in two ways: it multiplies it by the number of ranks, and adds it up over micro-batches
-    instead of averaging it. The pooled loss is changed in neither way. With ``gradient_accumulation_steps`` > 1,
-    :func:`~fullrank.pooled_backward` back-propagates the window in the last of its micro-batches. The logged loss is
-    that of the window.
+    Write ``class RankingTrainer(PooledLossMixin, Trainer)`` to use it. The Trainer multiplies the loss of a
+    ``compute_loss_func`` by the number of ranks, and adds it up over micro-batches instead of averaging it; the pooled
+    loss it does not change. With ``gradient_accumulation_steps`` > 1, :func:`~fullrank.pooled_backward` back-propagates
+    the window in the last of its micro-batches, and its loss is logged.
 
-    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If ``pooled_loss`` is
-    a module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint, and loads them when
-    ``train(resume_from_checkpoint=...)`` resumes. A :class:`LossMonitor` logs its temperature and its positives.
+    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If that is a module, a
+    :class:`LossState` saves its queue, temperature and schedule with each checkpoint and loads them on resume, and a
+    :class:`LossMonitor` logs its temperature and its positives.
 
     Args:
         pooled_loss: called as ``pooled_loss(logits, labels)``, or as ``pooled_loss(*logits.unbind(1))`` where the

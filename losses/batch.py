@@ -114,7 +114,7 @@ def check_batch(
     if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
         what, found = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
         raise TypeError(expected("logits", what, found, "Use logits.cpu(): the gradient comes back to the device."))
-    targets, *known = check_targets(logits, targets, rule, validate_args, stored)
+    targets, complete, num_positive, num_stored = check_targets(logits, targets, rule, validate_args, stored)
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
@@ -126,14 +126,19 @@ def check_batch(
         if check is not None:
             check.read()
     if indexes is not None:
-        _check_row_tensor("indexes", indexes, logits)
-        if not is_integer(indexes):
-            raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
+        indexes = checked_indexes(indexes, logits)
         if logits.shape[1] != 1:
             fix = "A query ranks its rows by one score; without indexes the columns are classes."
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
-        indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
-    return Batch(logits, targets, iid_mask, sample_weight, indexes, *known)
+    return Batch(logits, targets, iid_mask, sample_weight, indexes, complete, num_positive, num_stored)
+
+
+def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
+    """Return the query of each row of ``logits`` as int64, or raise TypeError or ValueError."""
+    _check_row_tensor("indexes", indexes, logits)
+    if not is_integer(indexes):
+        raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
+    return indexes.to(torch.int64)  # the ranks must send the same dtype
 
 
 @functools.cache

@@ -8,11 +8,10 @@ from typing_extensions import Unpack
 
 from ..errors import check_choice, expected
 from .arguments import completed
-from .batch import weight_and_check
 from .cross_entropy import REDUCTIONS, TorchLikeLoss, TorchReduction
 from .distributed_loss import GroupOptions
-from .focal import Elements, aligned, check_inputs
-from .sigmoid_focal import check_of_soft_targets, expand_weight
+from .focal import Elements
+from .sigmoid_focal import check_of_soft_targets, expanded_weight, targets_as
 from .tensors import compute_dtype, has_values
 
 
@@ -25,11 +24,8 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     .. math:: L = -\frac{1}{n} \sum_i w_i \left(p \, y_i \log \sigma(x_i) + (1 - y_i) \log (1 - \sigma(x_i))\right)
 
-    with p the ``pos_weight`` and n the number of elements of all ranks. The loss of torch averages on each rank, which
-    is another loss under data parallelism: a row on a rank with few rows counts more than others.
-
-    There are two differences. Without elements torch gives NaN, and this loss 0 with zero gradients. Half precision is
-    returned in float32.
+    with p the ``pos_weight`` and n the number of elements of all ranks. There are two differences. Without elements
+    torch gives NaN, and this loss 0 with zero gradients. Half precision is returned in float32.
 
     Args:
         weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
@@ -73,16 +69,11 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses, or their sum, and their divisor."""
-        check_inputs(inputs, targets)
-        targets = aligned(targets, tuple(inputs.shape))
-        if targets.shape != inputs.shape:
-            raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
+        targets = targets_as(inputs, targets)
         checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
         x = inputs.to(compute_dtype(inputs.dtype))
         weight, pos_weight = self._weight_of("weight", x), self._weight_of("pos_weight", x)
-        given = None
-        if sample_weight is not None:
-            given = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, self.validate_args)
+        given = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args)
         # A sum of torch rather than of its elements: that has the bits of its mean.
         reduction = "none" if given is not None or self.reduction == "none" else "sum"
         values = F.binary_cross_entropy_with_logits(

@@ -86,7 +86,7 @@ def causal_lm_loss(
     """
     check_int("ignore_index", ignore_index)
     for name in unused:  # a keyword that is almost one of ours is a slip, not one of transformers
-        for ours in difflib.get_close_matches(name, causal_lm_loss.__kwdefaults__, n=1, cutoff=0.85):
+        for ours in difflib.get_close_matches(name, causal_lm_loss.__kwdefaults__ or (), n=1, cutoff=0.85):
             raise TypeError(f"causal_lm_loss: got the keyword {name}. Use {ours}.")
     if shift_labels is not None:
         labels, shift = shift_labels, False

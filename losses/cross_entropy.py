@@ -30,6 +30,10 @@ class TorchLikeLoss(FocalLoss):
     """Base of the losses that have the arguments of torch: their weights are buffers, as in torch.
 
     The ranks compare the values of the weights. They are read from the device only when they have changed.
+
+    Distributed:
+        One collective forward, the header, and none backward. Logits do not travel. The loss of torch averages on each
+        rank, which is another loss under data parallelism: a row on a rank with few valid rows counts more than others.
     """
 
     def _register_weights(self, **weights: Tensor | None) -> None:
@@ -66,12 +70,9 @@ class CrossEntropyLoss(TorchLikeLoss):
     .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
 
     Both sums are over the elements of all ranks that are not ignored. With probabilities as targets the divisor is the
-    number of elements. The loss of torch averages on each rank, which is another loss under data parallelism: a row on
-    a rank with few valid rows counts more than others.
-
-    There are five differences. Without a valid element torch gives NaN, and this loss 0 with zero gradients. Ignored
-    elements may have NaN for logits. Half precision is returned in float32. Class indices may be floats that are whole
-    numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise.
+    number of elements. There are five differences. Without a valid element torch gives NaN, and this loss 0 with zero
+    gradients. Ignored elements may have NaN for logits. Half precision is returned in float32. Class indices may be
+    floats that are whole numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
@@ -135,9 +136,7 @@ class CrossEntropyLoss(TorchLikeLoss):
             weight, counted = self._weights_of(x), valid
             if weight is not None:
                 counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
-        given = None
-        if sample_weight is not None:
-            given = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
+        given = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
         # A sum of torch rather than of its elements: that has the bits of its mean.
         reduction = "none" if given is not None or self.reduction == "none" else "sum"
         values = F.cross_entropy(

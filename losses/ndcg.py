@@ -18,11 +18,12 @@ from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.soft_ranks import move_infinities
 from ..kernels.spread import spread_of
 from .arguments import completed
+from .batch import checked_indexes
 from .distributed_loss import CurrentTemperature, DistributedLoss, GroupOptions
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .rectangles import group_rows
 from .targets import may_hold
-from .tensors import check_device, check_values, compute_dtype, is_integer
+from .tensors import check_device, check_values, compute_dtype
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 MOST_GRADES = 4096  # whole numbers up to it are counted, which takes less than to sort them
@@ -145,14 +146,7 @@ class NDCGLoss(CurrentTemperature):
             what = f"shape ({count[0]},), one entry per row of logits"
             raise ValueError(expected("relevance", what, relevance, "Use flatten() on both, and indexes."))
         check_device("relevance", relevance, logits)
-        if indexes is not None:
-            check_tensor("indexes", indexes, "a tensor or None")
-            if not is_integer(indexes):
-                raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
-            if tuple(indexes.shape) != (*count,):
-                raise ValueError(expected("indexes", f"shape ({count[0]},), one entry per row of logits", indexes))
-            check_device("indexes", indexes, logits)
-            indexes = indexes.to(torch.int64)  # the ranks must send the same dtype
+        indexes = None if indexes is None else checked_indexes(indexes, logits)
         check_values("logits", logits)
         grades = relevance.detach().reshape(-1).to(compute_dtype(logits.dtype))
         return logits.reshape(-1), grades, indexes

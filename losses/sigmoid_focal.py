@@ -79,10 +79,7 @@ def _elements(
     sample_weight: Tensor | None,
     validate_args: bool,
 ) -> Elements:
-    check_inputs(inputs, targets)
-    targets = aligned(targets, tuple(inputs.shape))
-    if targets.shape != inputs.shape:
-        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
+    targets = targets_as(inputs, targets)
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     are_hard = x.device.type == "cpu" and has_values(x) and has_values(y) and torch.equal(y, (y > 0).to(y.dtype))
@@ -107,10 +104,17 @@ def _elements(
         alpha_t = (1 - alpha) + (2 * alpha - 1) * y
         values = values * alpha_t
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
-    given = None
-    if sample_weight is not None:
-        given = weight_and_check(expand_weight(sample_weight, inputs), x.dtype, validate_args)
+    given = expanded_weight(sample_weight, inputs, x.dtype, validate_args)
     return Elements.of(values, values.numel(), counted, given, reduction.startswith("mean"), checks)
+
+
+def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the targets in the shape of ``inputs``, or raise TypeError or ValueError."""
+    check_inputs(inputs, targets)
+    targets = aligned(targets, tuple(inputs.shape))
+    if targets.shape != inputs.shape:
+        raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
+    return targets
 
 
 def check_of_soft_targets(targets: Tensor) -> DeviceCheck:
@@ -124,8 +128,15 @@ def check_of_soft_targets(targets: Tensor) -> DeviceCheck:
     return DeviceCheck(bad.any(), error)
 
 
-def expand_weight(sample_weight: Tensor, inputs: Tensor) -> Tensor:
-    """Return the weights in the shape of ``inputs``; weights (N,) of rows align with dim 0, not with the last."""
+def expanded_weight(
+    sample_weight: Tensor | None, inputs: Tensor, dtype: torch.dtype, validate_args: bool
+) -> tuple[Tensor, DeviceCheck | None] | None:
+    """Return the weights in the shape of ``inputs``, and whether one is negative or not finite.
+
+    Weights (N,) of rows align with dim 0, not with the last.
+    """
+    if sample_weight is None:
+        return None
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
     check_tensor("sample_weight", sample_weight, "a tensor or None")
     if sample_weight.shape[:1] != inputs.shape[:1]:
@@ -133,7 +144,7 @@ def expand_weight(sample_weight: Tensor, inputs: Tensor) -> Tensor:
     if 1 <= sample_weight.ndim < inputs.ndim:
         sample_weight = sample_weight.reshape(*sample_weight.shape, *[1] * (inputs.ndim - sample_weight.ndim))
     try:
-        return sample_weight.expand(inputs.shape)
+        return weight_and_check(sample_weight.expand(inputs.shape), dtype, validate_args)
     except RuntimeError:
         raise ValueError(expected("sample_weight", what, sample_weight)) from None
 

@@ -141,9 +141,7 @@ def _elements(
     if valid is not None:
         kept = valid.to(x.dtype)
         values, counted = values * kept, kept if counted is None else counted * kept
-    given = None
-    if sample_weight is not None:
-        given = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
+    given = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
     return Elements.of(values, values.numel(), counted, given, rule.reduction.startswith("mean"), checks)
 
 
@@ -180,9 +178,11 @@ def check_classes(
 
 
 def check_element_weight(
-    sample_weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, validate_args: bool
-) -> tuple[Tensor, DeviceCheck | None]:
+    sample_weight: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, validate_args: bool
+) -> tuple[Tensor, DeviceCheck | None] | None:
     """Return the weights of the elements, and whether one is negative or not finite."""
+    if sample_weight is None:
+        return None
     check_tensor("sample_weight", sample_weight, "a tensor or None")
     if tuple(sample_weight.shape) != shape:
         fix = squeeze_advice("sample_weight", sample_weight, shape)
