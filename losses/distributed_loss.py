@@ -140,12 +140,13 @@ class DistributedLoss(nn.Module):
         """Return an argument as a text that differs where the argument does."""
         return repr(getattr(self, name))
 
-    def _arguments(self) -> str:
-        return ", ".join(f"{name}={self._text_of(name)}" for name in self._shown)
-
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
-        return self._arguments()
+        return ", ".join(f"{name}={self._text_of(name)}" for name in self._shown)
+
+    def _arguments(self) -> str:
+        """Return the arguments that the ranks compare."""
+        return self.extra_repr()
 
     def _shared_facts(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks, whichever the loss."""
@@ -172,6 +173,9 @@ class CurrentTemperature(DistributedLoss):
         """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
         temperature: float | None = getattr(self, "temperature", None)
         return self._last_temperature if temperature is None else temperature
+
+    def _arguments(self) -> str:
+        return super().extra_repr()
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, with the temperature, which the ranks compare apart from them."""
