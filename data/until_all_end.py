@@ -32,8 +32,8 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         empty: what a process yields after its last batch. None is that batch without rows: tensors and arrays are cut
             in dim 0, and so are lists of strings and numbers; dicts, and lists and tuples of others, keep their form;
-            single numbers, strings and None stay as they are. A batch with other objects needs it, and so does a
-            process that has no batch at all.
+            single numbers, strings and None stay as they are. Batches with other objects need it, and processes without
+            a batch.
 
     Returns:
         An iterable for any number of epochs, without a length.
@@ -44,8 +44,7 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
     Distributed:
         One collective, a header, before each step, and one at the end, also where the lengths of the loaders are
         known: only so an error in one loader is raised by all. Models in which a batch without rows is an error, as in
-        the training mode of ``torch.nn.BatchNorm1d``, cannot take part. Without a process group, and in one process,
-        the loader is iterated as it is.
+        the training mode of ``torch.nn.BatchNorm1d``, cannot take part. One process iterates the loader as it is.
 
     Example:
         >>> import torch

@@ -82,8 +82,7 @@ class LossMonitor(_Callback):
     For a loss that is the attribute ``loss_fn`` of the module:
 
     - ``loss_fn/temperature``: its ``current_temperature``. One that is learned and sharded by FSDP2 is left out.
-    - ``loss_fn/positives``: how many the pool of a training call has, the mean over the classes and the calls of this
-      epoch so far.
+    - ``loss_fn/positives``: how many the pool of a call has, the mean over the classes and this epoch's calls so far.
     - ``loss_fn/without_positives``: the share of the training calls of this epoch so far that had none, or no negative,
       so that the loss was 0; with several classes or queries, the share of these.
 

@@ -22,11 +22,10 @@ LABELS_OF_A_RANK = 1 << 40  # labels made up on different ranks must not meet
 class RetrievalAPLoss(nn.Module):
     """Every text ranks the texts of all ranks by cosine similarity: smooth average precision as a loss.
 
-    Equal to :class:`~fullrank.RetrievalSmoothAPLoss` of ``model(texts)["sentence_embedding"]``. The data set has one of
-    two forms:
+    Equal to :class:`~fullrank.RetrievalSmoothAPLoss` of ``model(texts)["sentence_embedding"]``. The data set has:
 
-    - one column of texts and a column ``label`` of integers. Texts with the same label should find each other;
-    - two columns or more, without a label: ``anchor``, ``positive``, and any number of columns of hard negatives, in
+    - either one column of texts and a column ``label`` of integers. Texts with the same label should find each other;
+    - or two columns or more, without a label: ``anchor``, ``positive``, and any number of columns of hard negatives, in
       this order. Anchor and positive of a row should find each other. All other texts of all ranks are negatives for
       both. A hard negative is ranked by the others and is no query, because nothing belongs to it.
 

@@ -59,8 +59,7 @@ class LossState(_Callback):
     """A callback of the Trainer that saves the state of a loss in its checkpoints, and loads it on resume.
 
     Equal to saving ``loss.state_dict()`` in the folder of each checkpoint, and to ``loss.load_state_dict`` on every
-    rank before the first step of a resumed training. :class:`PooledLossMixin` has one, which uses the folders of the
-    Trainer.
+    rank before the first step of a resumed training. :class:`PooledLossMixin` has one with the Trainer's folders.
 
     The Trainer does not pass its folders to callbacks. Without the mixin, that of a checkpoint is
     ``output_dir/checkpoint-STEP``, in a hyperparameter search ``output_dir/NAME/checkpoint-STEP`` if you pass

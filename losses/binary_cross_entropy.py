@@ -19,8 +19,7 @@ from .tensors import compute_dtype, has_values
 class BCEWithLogitsLoss(TorchLikeLoss):
     r"""Binary cross-entropy of independent problems, with the mean over the elements of all ranks.
 
-    Equal to ``torch.nn.BCEWithLogitsLoss(weight, reduction=..., pos_weight=...)`` in one process with the rows of all
-    ranks:
+    Equal to ``torch.nn.BCEWithLogitsLoss(weight, reduction=..., pos_weight=...)`` of the rows of all ranks:
 
     .. math:: L = -\frac{1}{n} \sum_i w_i \left(p \, y_i \log \sigma(x_i) + (1 - y_i) \log (1 - \sigma(x_i))\right)
 

@@ -143,10 +143,8 @@ class FocalLoss(DistributedLoss):
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
 
         Args:
-            inputs: raw scores of this rank. Sigmoid: any shape. Softmax: (N, C, *), C >= 2. Sizes may differ between
-                ranks and may be 0.
-            targets: sigmoid: the shape of inputs, where one of (N,) and (N, 1) may stand for the other, from 0 to 1.
-                Softmax: (N, *) class indices.
+            inputs: raw scores of this rank; sizes may differ, also 0. Sigmoid: any shape. Softmax: (N, C, *), C >= 2.
+            targets: sigmoid: the shape of inputs, or (N,) for (N, 1) and vice versa, 0 to 1. Softmax: (N, *) indices.
             sample_weight: >= 0, weight of each element; None for all 1.
         """
         call = type(self).__name__

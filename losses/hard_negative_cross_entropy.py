@@ -41,8 +41,7 @@ def hard_negative_cross_entropy(
 
     Args:
         share: in (0, 1], the share of the negatives of a class that count.
-        sample_weight: (N,) >= 0, weights of positives and negatives in the mean. They do not change which negatives
-            are selected.
+        sample_weight: (N,) >= 0, weights of positives and negatives in the mean, not in the selection of negatives.
 
     Degenerate:
         A class without positives is valid: its highest negatives still learn that they are negatives. A class without

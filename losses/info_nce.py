@@ -47,8 +47,8 @@ class InfoNCELoss(ContrastiveLoss):
             ``logit_scale`` above its logarithm counts as that, and has a gradient only if that lowers it.
 
     Shape:
-        queries (N, D), keys (N, D): row i of the keys is the positive of row i of the queries. N may differ between
-        ranks and may be 0. Output scalar.
+        queries (N, D), keys (N, D): row i of the keys is the positive of query i. N may differ between ranks and may be
+        0. Output scalar.
 
     Distributed:
         Three collectives forward: the header with the keys of all ranks, one reduce-scatter of their gradients if they

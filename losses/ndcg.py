@@ -34,8 +34,8 @@ LARGEST_EXPONENT = 1000.0  # 2 to this power, times any number of rows, is a num
 class NDCGLoss(CurrentTemperature):
     r"""One minus the smooth normalised discounted cumulative gain, with graded relevance.
 
-    With :math:`r_i = 1 + \sum_{j \ne i} \sigma((x_j - x_i)/\tau)`, the soft rank of row i among the rows of its query,
-    and :math:`g_i` its gain,
+    With :math:`r_i = 1 + \sum_{j \ne i} \sigma((x_j - x_i)/\tau)`, the soft rank of row i in its query, and :math:`g_i`
+    its gain,
 
     .. math:: L = 1 - \frac{1}{I} \sum_i \frac{g_i}{\log_2(1 + r_i)},
 
@@ -49,8 +49,8 @@ class NDCGLoss(CurrentTemperature):
         gain: of a relevance: ``"linear"``, the relevance itself, or ``"exponential"``, 2 to its power, minus 1.
         top: count the first k places alone, as NDCG@k does: a row counts fully up to rank k, and less and less up to
             k + 1. Rows beyond have no gradient of their own, so start a training without it. None counts all.
-        reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), in the order of their
-            sorted indexes.
+        reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), by their sorted
+            indexes.
         ignore_index: rows with this relevance take no part.
 
     Shape:

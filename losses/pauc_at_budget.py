@@ -75,21 +75,21 @@ def pauc_at_budget(
     negatives or reference rows fall. Scale and temperature are detached.
 
     Args:
-        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` the share of the
-            negatives that counts.
+        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; the share of negatives that ``"dro"``
+            counts.
         surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
-            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots. An argument that has no effect
-            with it is refused.
+            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots. Arguments without effect are
+            refused.
         n_knots: number of knots >= 2, for ``"trapezoid"`` alone.
         tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
             ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
             as logits, and ``"iqr"`` for the other surrogates.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
-        temperature: > 0, without unit: a multiple of the scale of the reference scores; 0.25 to 0.1 is usual. Not for
+        temperature: > 0, without unit: a multiple of the scale of the reference scores; usually 0.25 to 0.1. Not for
             ``"dro"``.
         dro_lambda: None finds it from ``beta``; or a number > 0 for ``"dro"`` alone: towards 0 only the hardest
             negative counts, and for large values all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time,
-            other values O(P N).
+            others O(P N).
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at

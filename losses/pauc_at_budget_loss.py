@@ -43,8 +43,8 @@ class PAUCAtBudgetLoss(RankingLoss):
     precision on 29 tables by 0.008; compare by the metric that you need.
 
     For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
-    negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more rows than that,
-    and watch ``band_neg_count``.
+    negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more, and watch
+    ``band_neg_count``.
 
     The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
     most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the

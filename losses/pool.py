@@ -157,8 +157,8 @@ def local_pool(
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
-        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools, or
-            floats that are whole numbers.
+        targets: (N,) or (N, 1) class indices, or 0 and 1 when C = 1; (N, C) with ``multi_hot``. Integers, bools or
+            whole floats.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
             automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.

@@ -42,8 +42,7 @@ class HoldsQueue(CurrentTemperature):
         queue_size: rows of earlier steps that are kept, 0 for none: a cross-batch memory. The live rows are compared
             with them too. They have no loss of their own, carry no gradient, are the same on every rank, and enter
             after the loss is computed. In eval mode none is used or enters. Rows with a non-finite number never enter.
-        num_features: D, which only a queue that ``torch.distributed.checkpoint`` loads before the first call must know;
-            None takes that of the first rows.
+        num_features: D, for a queue that ``torch.distributed.checkpoint`` loads before the first call; else None.
     """
 
     queue: MemoryQueue | ShardedQueue
@@ -95,14 +94,11 @@ class QueuedLoss(HoldsQueue):
         update_queue_in_eval: let rows enter the queue in eval mode too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
-            live ones. Combine ``"negatives"`` with a pointwise loss: against constant negatives all scores may rise
-            together.
-        queue_in_eval: let queued rows belong to the pool in eval mode too. By default a validation loss ranks the
-            validation rows among themselves.
+            live ones. Combine these with a pointwise loss: all scores may rise against constant ones.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default validation rows are ranked alone.
         pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
             keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
-            rows: the same loss and gradient, for large pools at a cost that falls with the number of ranks. It takes no
-            ``max_pool_size``.
+            rows: the same loss and gradient, at a cost that falls with the number of ranks. Without ``max_pool_size``.
 
     Shape:
         logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between

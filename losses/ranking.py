@@ -59,8 +59,8 @@ class RankingLoss(QueuedLoss):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
     The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
-    gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows alone,
-    and none of them enters the queue.
+    gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows, and none
+    is enqueued.
 
     A subclass without a temperature sets ``has_temperature = False``: it has no attribute ``temperature``, ignores the
     argument, and saves and compares none.
@@ -171,8 +171,8 @@ class RankingLoss(QueuedLoss):
     def _pool(self, given: Given, needs_rows: bool = False) -> PooledRows:
         """Return what the call ranks: the live rows, of all ranks unless the pool is sharded, and the queued rows.
 
-        With ``indexes`` the pool is the live rows alone, and it is not sharded. ``needs_rows`` gathers the rows of a
-        sharded pool in any case.
+        With ``indexes`` the pool is the live rows alone, and it is not sharded. ``needs_rows`` gathers sharded rows in
+        any case.
         """
         if not torch.compiler.is_compiling():
             refuse_in_backward(type(self).__name__)

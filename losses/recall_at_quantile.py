@@ -58,8 +58,7 @@ def recall_at_quantile(
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
         ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer than 1 / q rows the threshold is
-        the top score, and often no positive is near enough to it to have a gradient. An infinite threshold carries no
-        gradient.
+        the top score, and often no positive is near enough to have a gradient. An infinite one carries none.
 
     Numerics:
         Half precision is computed in float32. The shares of the threshold's gradient add up to 1 even where every

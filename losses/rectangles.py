@@ -3,8 +3,7 @@
 The rows of a rectangle are queries, so that a sum over classes is a sum over queries.
 
 Queries may have any number of rows. They are sorted into blocks by length: 1, 2, 3 to 4, 5 to 8 and so on. Within a
-block the shorter queries are padded to the longest. So there are at most twice as many places as rows, in at most 64
-blocks.
+block the shorter queries are padded to the longest. So there are at most twice as many places as rows, and 64 blocks.
 """
 
 from __future__ import annotations

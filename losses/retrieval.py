@@ -52,8 +52,7 @@ def retrieval_smooth_ap(
 
     Args:
         embeddings: (N, D) of any scale; the loss normalises them.
-        labels: (N,) or (N, 1) integers or bools, in any order and number: classes may differ in size, and a row may be
-            the only one of its label.
+        labels: (N,) or (N, 1) integers or bools, in any order and number; a row may be the only one of its label.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
             times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
@@ -66,8 +65,7 @@ def retrieval_smooth_ap(
 
     Numerics:
         Half precision is computed in float32. O(N^2) time for the similarities and the sums, O(N D) memory. If the
-        incoming gradient differs between queries, as it can after ``reduction="none"``, the backward computes the
-        queries again.
+        incoming gradient differs between queries, as after ``reduction="none"``, the backward computes them again.
 
     Example:
         >>> import torch
@@ -91,8 +89,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
     The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
     gradient and normalised, and each of them ranks all others, and the rows of the queue, by cosine similarity. The
-    temperature may be assigned between steps, a number or None. ``current_temperature`` is the temperature of the last
-    call.
+    temperature may be assigned between steps, a number or None. ``current_temperature`` is that of the last call.
 
     Args:
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.

@@ -124,8 +124,7 @@ class SplitQueries(torch.autograd.Function):
     ======== ========== ==========================================================================
 
     The forward makes both exchanges, so the backward communicates nothing. The gradient of the rows of other ranks is
-    0 here, because those ranks have it. If the incoming gradient differs between queries, the backward computes all
-    queries again.
+    0 here, because those ranks have it. If the incoming gradient differs between queries, they are all computed again.
     """
 
     @staticmethod

@@ -48,9 +48,8 @@ def softmax_focal(
         alpha: C weights >= 0, one per class; None for all 1.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"`` over valid elements, ``"mean_positive"``: the sum over valid elements divided by the
-            number of valid elements that are not background (1 if there is none), ``"mean_weighted"``: divided by the
-            sum of their weights, alpha of the target class times ``sample_weight``, ``"sum"``, or ``"none"`` for
-            (N, *).
+            number of valid elements that are not background (1 if there is none), ``"mean_weighted"``: by the sum of
+            their weights, alpha of the target class times ``sample_weight``, ``"sum"``, or ``"none"`` for (N, *).
         label_smoothing: in [0, 1], of the cross-entropy; p stays that of the target class.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted.
         background_class: the class that ``"mean_positive"`` does not count.

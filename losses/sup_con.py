@@ -27,8 +27,7 @@ from .tensors import check_values
 class SupConLoss(ContrastiveLoss):
     r"""Cross-entropy of finding the rows of the same label among the rows of all ranks.
 
-    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows that have the label of i, and V the rows that have
-    such others,
+    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows that have the label of i, V the rows that have any,
 
     .. math:: L = -\frac{1}{|V|} \sum_{i \in V} \frac{1}{|P_i|} \sum_{p \in P_i}
         \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
@@ -149,8 +148,8 @@ def _terms(
 
     With a the logarithm of the sum of exp over :math:`P_i`, and g that over the other labels less a, the loss of a row
     is :math:`\log (1 + e^g)`, and a less the mean over :math:`P_i`. The latter is 0 for a single positive. So rows that
-    are far apart keep all digits. Row i of the block is candidate ``first + place.start + i``. A label has at most
-    ``most`` candidates.
+    are far apart keep all digits. Row i of the block is candidate ``first + place.start + i``. Labels have up to
+    ``most``.
     """
     own = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]  # [b, 1]
     label, index = labels.label[own], torch.arange(most, device=scores.device)

@@ -20,7 +20,7 @@ class LossWarmupWrapper(LossOfParts):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
     A ranking loss gives little gradient while scores are not yet spread, and a pointwise loss spreads them. Blend unit
-    k of n, counted from 0, has
+    k of n, from 0, has
 
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
@@ -204,8 +204,8 @@ class LossWarmupWrapper(LossOfParts):
     def on_train_batch_start(self, global_step: int) -> None:
         """Set the optimizer step, counted from 0, and the temperature. Call it on every rank.
 
-        The first call after the warm-up resets the queue. The decay counts from ``warmup_steps``, or from this call if
-        the warm-up is counted in epochs.
+        The first call after the warm-up resets the queue. The decay counts from ``warmup_steps``, or this call after a
+        warm-up in epochs.
         """
         self._step = global_step
         if self.in_warmup:

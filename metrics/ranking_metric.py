@@ -52,8 +52,7 @@ class RankingMetric(GatheredMetric):
     Distributed:
         Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
         the value of the last call; if not, two more gather the rows. A rank without rows, without rows since the last
-        call, or without any ``update`` takes part like the others. Every rank gets the value of one process with all
-        rows.
+        call, or without any ``update`` takes part like the others. Every rank gets the value of all rows.
     """
 
     full_state_update = False

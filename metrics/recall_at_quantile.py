@@ -23,8 +23,8 @@ class RecallAtQuantile(RankingMetric):
     .. math:: \frac{1}{|P|} \sum_{i \in P} [x_i \ge \theta], \quad \theta = Q_{1-q}(x)
 
     At q = 0.005 it takes some 200 rows until the threshold is not the top score. With
-    ``quantile_interpolation="higher"`` the row at the threshold and its ties are reviewed. Ignored rows take no part in
-    the threshold either.
+    ``quantile_interpolation="higher"`` the row at the threshold and its ties are reviewed. Ignored rows do not move the
+    threshold.
 
     The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`.
 
