@@ -1,6 +1,6 @@
 """pooled_backward: one loss over ranks and micro-batches, with the gradient of one big batch.
 
-What it shares with the other verbs over windows is in tests/conformance: the wrappers, and the mistakes of one rank.
+In tests/conformance are the wrappers, every pooled loss against one process, and the mistakes of one rank.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case, make_loss, make_step
 from on_ranks import on_ranks
-from subjects import LIMITS, Model, by_hand, error, gradient, has_gradients, mesh_of, reduced, wrap
+from subjects import Model, by_hand, error, gradient, has_gradients, mesh_of, wrap
 from torch import Tensor, nn
-from workers import error_of, get_pool
+from workers import error_of
 
 import fullrank
 from fullrank.accumulation.replay_state import RngState, accelerators_in_use, save_rng
 
 # The package holds the function under the name of its module.
 replay = importlib.import_module("fullrank.accumulation.pooled_backward")
-
-LOSSES = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative")
 
 
 def make_model(*layers: nn.Module, dtype: str = "float64") -> Model:
@@ -50,43 +48,16 @@ def joined_loss(loss: nn.Module) -> Callable[[Tensor, list[Rows]], Tensor]:
     return compute
 
 
-def own_window(rank: int, count: int, case: Case | None = None, index: int = 0, seed: int | None = None) -> list[Rows]:
+def own_window(rank: int, count: int) -> list[Rows]:
     """Return this rank's micro-batches of a step."""
-    step = make_step(case or Case("smooth_ap"), index)
-    own = part_of(step, split(step.features.shape[0], dist.get_world_size(), index), rank)
-    return cut(own, count, seed=rank if seed is None else seed)
+    step = make_step(Case("smooth_ap"), 0)
+    return cut(part_of(step, split(len(step.features), dist.get_world_size(), 0), rank), count, seed=rank)
 
 
 def pool_window(model: nn.Module, batches: list[Rows], loss: Any, **options: Any) -> Tensor:
     """Run one window over the rows of ``batches``."""
     options = {"forward": lambda batch: model(batch.features), "group": by_hand(model)} | options
     return fullrank.pooled_backward(model, batches, loss=loss, **options)
-
-
-def worst_errors(rank: int, kind: str, sync: str, dtype: str, names: tuple[str, ...]) -> dict[str, list[float]]:
-    """Return the largest errors of gradient, value and queue of each loss over three steps; some with weights."""
-    errors = {}
-    for name in names:
-        is_weighted = (3 * LOSSES.index(name) // 2 + (dtype == "float32")) % 2 == 1
-        reduction = "sum" if kind in ("plain", "summed") else "mean"
-        case = Case(name, dtype=dtype, weighted=is_weighted, gradient_reduction=reduction)
-        model, reference = wrap(make_model(dtype=dtype), kind), make_model(dtype=dtype)
-        loss, alone = make_loss(case, local=False), make_loss(case._replace(gradient_reduction="mean"), local=True)
-        found: list[list[float]] = []
-        for index in range(3):
-            step, free = make_step(case, index), kind in ("plain", "ddp") and sync == "last"
-            batches = own_window(rank, (rank + index) % 3 + 1 if free else 3, case, index, seed=rank + index)
-            model.zero_grad()
-            reference.zero_grad()
-            expected = alone(reference(step.features), step.targets, sample_weight=step.weight)
-            expected.backward()
-            value = pool_window(model, batches, joined_loss(loss), sync=sync)
-            queues = [
-                torch.cat([one.queue.rows().logits, one.queue.rows().targets[:, None]], 1) for one in (loss, alone)
-            ]
-            found.append([error(reduced(model), gradient(reference)), error(value, expected), error(*queues)])
-        errors[name] = [max(column) for column in zip(*found)]
-    return errors
 
 
 def retained(model: nn.Module, batches: Any, forward: Callable[[Any], Tensor], loss: Callable[..., Tensor]) -> Tensor:
@@ -143,30 +114,6 @@ class RunningNorm(nn.Module):
         if self.training and len(values):
             self.mean.mul_(0.5).add_(0.5 * values.detach().mean(dim=0))
         return values - self.mean
-
-
-def cases() -> list[Any]:
-    """Return world size, wrapper, sync, dtype and losses: all of them under DDP, every other one elsewhere."""
-    some = [(2, "fsdp2", "last", "float64", LOSSES[::2]), (2, "summed", "last", "float64", LOSSES[1::2])]
-    some += [(2, "plain", "last", "float64", LOSSES[1::2]), (2, "ddp", "last", "float32", LOSSES[1::2])]
-    most = [(3, kind, "last", "float64", LOSSES) for kind in ("plain", "ddp", "fsdp2", "summed")]
-    most += [(3, "ddp", "each", "float64", LOSSES[::2]), (2, "fsdp2", "each", "float32", LOSSES[::2])]
-    most += [(4, "hsdp", sync, "float64", LOSSES[sync == "shard" :: 2]) for sync in ("last", "each", "shard")]
-    return [
-        (2, "ddp", "last", "float64", LOSSES),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in some),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in most),
-    ]
-
-
-@pytest.mark.parametrize(("world_size", "kind", "sync", "dtype", "names"), cases())
-def test_pooled_losses_equal_one_process(
-    world_size: int, kind: str, sync: str, dtype: str, names: tuple[str, ...]
-) -> None:
-    """Uneven rows, ranks without any, uneven numbers of micro-batches, a queue that fills over three steps."""
-    for errors in get_pool(world_size)(worst_errors, kind, sync, dtype, names):
-        assert list(errors) == list(names)
-        assert max(map(max, errors.values())) <= LIMITS[dtype], errors
 
 
 # --- one process: what both passes must share

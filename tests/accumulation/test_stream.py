@@ -1,10 +1,12 @@
-"""pooled_backward(stream=True): the loss and the gradient of all rows, of which no list of scores is kept."""
+"""pooled_backward(stream=True): the loss and the gradient of all rows, of which no list of scores is kept.
+
+Under each wrapper it equals one process: tests/conformance/test_promise.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +14,14 @@ import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from subjects import LIMITS, NUM_FEATURES, Model, by_hand, error, gradient, reduced, wrap
+from subjects import LIMITS, NUM_FEATURES, Model, error, gradient, wrap
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
-from workers import WorkerPool, error_of
+from workers import error_of
 
 import fullrank
 from fullrank.accumulation.replay_state import checksum_of
-from fullrank.distributed.exchange import Exchange
 
 
 class Case(NamedTuple):
@@ -82,50 +83,6 @@ def joined(model: nn.Module, batches: Any, loss: Any, case: Case = PLAIN, **opti
 
     given = {"forward": lambda batch: model(batch.features), "loss": compute}
     return fullrank.pooled_backward(model, list(batches), **{**given, **options})
-
-
-# Equality
-
-
-def against_one_process(rank: int, wrapper: str, cases: list[Case]) -> list[tuple[float, float, float]]:
-    """Return the errors of two windows of each case, the second with a rank without rows.
-
-    Of gradient and value against one process, and of the gradient against the same window with all scores kept.
-    """
-    found = []
-    for case in cases:
-        case = case._replace(gradient_reduction="sum" if wrapper == "plain" else "mean")
-        model = wrap(make_model(case), wrapper)
-        loss, alone = make_loss(case), make_loss(case, gather_distributed=False)
-        for index in range(2):
-            rows, whole = rows_of(case, index), make_model(case)
-            expected = alone(whole(rows.features), rows.targets, sample_weight=rows.weight)
-            expected.backward()
-            own = part_of(rows, split(len(rows.features), dist.get_world_size(), index), rank)
-            batches, held = cut(own, 3 if wrapper == "fsdp2" else 3 - rank % 2), []
-            for run in (streamed, joined):
-                model.zero_grad()
-                held.append((run(model, batches, loss, case, group=by_hand(model)), reduced(model)))
-            (value, found_gradient), (_, kept) = held
-            of_value = float((value - expected).abs() / expected.abs())
-            found.append((error(found_gradient, gradient(whole)), of_value, error(found_gradient, kept)))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapper", ["ddp", "plain", "fsdp2"])
-def test_gradient_and_value_are_those_of_one_process(pool: WorkerPool, wrapper: str) -> None:
-    for dtype, limit in LIMITS.items():
-        cases = [case._replace(dtype=dtype) for case in CASES.values()][: None if dtype == "float64" else 1]
-        for errors in pool(against_one_process, wrapper, cases):
-            assert max(max(each) for each in errors) <= limit, (dtype, errors)
-
-
-@on_ranks(2)
-def test_control_the_table_of_one_rank_is_not_enough(rank: int) -> None:
-    with mock.patch.object(Exchange, "sum", lambda self, tensor, what: tensor):
-        first, *_ = against_one_process(rank, "ddp", [PLAIN])
-    assert first[0] > 1e-3  # in the second window one rank has all rows
 
 
 @on_ranks(2)

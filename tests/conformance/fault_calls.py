@@ -160,7 +160,6 @@ _BAD_EMBEDDINGS = {
     "labels not a tensor": _wrong("labels", lambda y: y.tolist(), "TypeError", "labels: expected a tensor"),
     "float labels": _wrong("labels", lambda y: y.double(), "TypeError", "labels: expected integers or bools"),
     "number of labels": _wrong("labels", lambda y: y[:-1], "ValueError", "labels: expected shape"),
-    "shape of labels": _wrong("labels", lambda y: y[:-1], "ValueError", "one entry per row of embeddings"),
     "labels elsewhere": _wrong("labels", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as embeddings"),
 }
 _DIFFERENT_EMBEDDINGS = {

@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from batches import Rows, make_rows, part_of, split
-from subjects import Model, error, gradient, wrap
+from batches import Rows, cut, make_rows, part_of, split
+from subjects import Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 
 import fullrank
@@ -45,6 +45,8 @@ class Case(NamedTuple):
     threshold_gradient: bool = True  # of recall and partial AUC
     pool: str = "gathered"
     by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
+    sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
+    stream: bool = False  # of pooled_backward
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -151,18 +153,39 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
         options = {} if step.weight is None else {"sample_weight": step.weight}
         if case.loss == "queries":
             options["indexes"] = (2 * step.features[:, 0]).round().long()
-        if case.loss_inside:
+        if case.sync and not local:
+            value = back_propagate_window(case, wrapped, loss, step, rank + index)
+        elif case.loss_inside:
             value = wrapped(step.features, step.targets, **options)
         else:
             value = loss(wrapped(step.features), step.targets, **options)
         if case.reduction == "none":
             value = (value.nan_to_num() * torch.linspace(0.5, 2, len(value), dtype=value.dtype)).sum()
-        value.backward()
+        if value.requires_grad:  # a window has been back-propagated
+            value.backward()
         for parameter in outside if case.gradient_reduction == "sum" and not local else []:
             dist.all_reduce(parameter.grad)
         trace.gradients.append(torch.cat([value.detach().reshape(1), gradient(parts)]).double())
         optimizer.step()
     return trace
+
+
+def back_propagate_window(case: Case, model: nn.Module, loss: nn.Module, own: Rows, seed: int) -> Tensor:
+    """Back-propagate the rows in micro-batches, of which ranks have other numbers where only the last communicates."""
+
+    def compute(scores: Tensor, batches: list[Rows]) -> Tensor:
+        weight = torch.cat([batch.weight for batch in batches]) if case.weighted else None
+        return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
+
+    batches = cut(own, seed % 3 + 1 if case.wrapper in ("plain", "ddp") and case.sync == "last" else 3, seed)
+    options: dict[str, Any] = {"forward": lambda batch: model(batch.features), "loss": compute, "group": by_hand(model)}
+    if case.stream:
+        options |= {"stream": True, "loss": loss, "targets": lambda batch: batch.targets}
+        options |= {"sample_weight": lambda batch: batch.weight} if case.weighted else {}
+    value = fullrank.pooled_backward(model, batches, sync=case.sync, **options)
+    for parameter in model.parameters() if case.wrapper == "plain" else []:
+        dist.all_reduce(parameter.grad)
+    return value
 
 
 def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:

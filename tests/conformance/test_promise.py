@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import gradient_cases
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from workers import WorkerPool, get_pool
 
 import fullrank
+from fullrank.distributed.exchange import Exchange
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
@@ -92,23 +94,6 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
 )
 def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case) -> None:
     assert_exact(pool, case)
-
-
-@on_ranks()
-def test_weighted_mean_over_ranks_is_that_of_torch_over_all_rows(rank: int) -> None:
-    """The control: the mean of what each rank gets by dividing by its own weights."""
-    step, alpha, size = gradient_cases.make_step(Case("softmax_focal"), 0), [0.2, 1.0, 3.0], dist.get_world_size()
-    own = part_of(step, split(step.features.shape[0], size, 0), rank)
-    spread, alone = (
-        fullrank.SoftmaxFocalLoss(alpha, gamma=0, reduction="mean_weighted", gather_distributed=gather)
-        for gather in (None, False)
-    )
-    weights = torch.tensor(alpha, dtype=torch.float64)
-    whole = torch.nn.CrossEntropyLoss(weight=weights)(step.features[:, :3], step.targets)
-    assert spread(own.features[:, :3], own.targets).item() == pytest.approx(whole.item(), rel=1e-12)
-    mean_of_means = alone(own.features[:, :3], own.targets) / size
-    dist.all_reduce(mean_of_means)
-    assert abs(mean_of_means - whole) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -188,6 +173,55 @@ def test_every_loss_under_every_other_wrapper(world_size: int, wrapper: str, ins
     common = {"wrapper": wrapper, "loss_inside": inside, "gradient_reduction": reduction}
     cases = [Case(loss, **common) for loss in losses] + [Case("smooth_ap", pool="sharded", **common)]
     assert_exact(get_pool(world_size), *cases)
+
+
+def windows(wrapper: str, sync: str = "last", dtype: str = "float64", losses: Any = slice(None)) -> list[Case]:
+    """Return the pooled losses over windows of ``pooled_backward``, every other one with weights."""
+    common = {"dtype": dtype, "wrapper": wrapper, "sync": sync}
+    common["gradient_reduction"] = "sum" if wrapper in ("plain", "summed") else "mean"
+    return [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(POOLED)][losses]
+
+
+STREAMED = [Case("smooth_ap", queue_size=0, sync="last", stream=True)]
+STREAMED += [STREAMED[0]._replace(num_classes=3, weighted=True)]
+STREAMED += [STREAMED[1]._replace(multi_hot=True, reduction="sum"), STREAMED[0]._replace(dtype="float32")]
+EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
+WINDOWS: list[Any] = [pytest.param(2, windows("ddp"), id="ddp")]
+WINDOWS += [
+    pytest.param(2, windows(*window, losses=losses), id="-".join(window), marks=pytest.mark.slow)
+    for losses, *window in ((EVEN, "fsdp2"), (ODD, "summed"), (ODD, "plain"), (ODD, "ddp", "last", "float32"))
+]
+WINDOWS += [
+    pytest.param(world_size, windows(*window), id="-".join([str(world_size), *window]), marks=pytest.mark.full)
+    for world_size, *window in (
+        *((3, kind) for kind in ("plain", "ddp", "fsdp2", "summed")),
+        *((3, "ddp", "each"), (2, "fsdp2", "each")),
+        *((4, "hsdp", sync) for sync in ("last", "each", "shard")),
+    )
+]
+
+
+WINDOWS += [
+    pytest.param(
+        *(2, [case._replace(wrapper=wrapper, gradient_reduction=reduction) for case in STREAMED[:number]]),
+        id=f"{wrapper}-streamed",
+        marks=pytest.mark.slow,
+    )
+    for wrapper, reduction, number in (("ddp", "mean", 4), ("plain", "sum", 4), ("fsdp2", "mean", 2))
+]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), WINDOWS)
+def test_windows_of_micro_batches(world_size: int, cases: list[Case]) -> None:
+    """Uneven rows, ranks without any, uneven numbers of micro-batches, a queue that fills over the steps."""
+    assert_exact(get_pool(world_size), *cases)
+
+
+@on_ranks(2)
+def test_control_the_table_of_one_rank_is_not_enough(rank: int) -> None:
+    """Of a streamed window; in the second step one rank has all rows."""
+    with mock.patch.object(Exchange, "sum", lambda self, tensor, what: tensor):
+        assert gradient_cases.worst_error(rank, 2, STREAMED[0])[0] > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:.*drawn down")

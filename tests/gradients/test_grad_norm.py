@@ -71,55 +71,41 @@ def plain_parameter(full: Tensor) -> Tensor:
 def by_hand(rank: int) -> Case:
     """Hand-made DTensors: every placement and every mesh at once, uneven and empty shards, plain parameters between."""
     mesh, dp, tp = mesh_of("dp", "tp"), mesh_of("dp", "tp")["dp"], mesh_of("dp", "tp")["tp"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "two_d": (7, 5),
-        "plain": (3, 2),
-        "same_dim_twice": (5, 3),
-        "one_d": (5, 2),
-        "other_d": (3, 3),
-        "replicated": (4,),
-        "half": (5, 3),
-        "empty": (1, 3),
-        "partial": (4, 3),
-        "partial_avg": (5,),
-        "partial_of_shards": (6, 3),
-        "sharded_gradient": (5,),
-        "whole_gradient": (5, 2),
-        "some_ranks": (4, 2),
-        "scalar": (),
+    layouts: dict[str, tuple[Any, ...]] = {
+        "two_d": ((7, 5), mesh, Shard(0), Shard(1)),
+        "plain": ((3, 2), None),
+        "same_dim_twice": ((5, 3), mesh, Shard(0), Shard(0)),
+        "one_d": ((5, 2), dp, Shard(0)),
+        "other_d": ((3, 3), tp, Shard(1)),
+        "replicated": ((4,), mesh, Replicate(), Replicate()),
+        "half": ((5, 3), mesh, Replicate(), Shard(0)),
+        "empty": ((1, 3), mesh, Shard(0), Shard(0)),
+        "partial": ((4, 3), tp, Replicate()),
+        "partial_avg": ((5,), tp, Replicate()),
+        "partial_of_shards": ((6, 3), mesh, Shard(0), Replicate()),
+        "sharded_gradient": ((5,), tp, Replicate()),
+        "whole_gradient": ((5, 2), dp, Shard(0)),
+        "some_ranks": ((4, 2), dp, Shard(0)),
+        "scalar": ((), dp, Replicate()),
     }
-    full = {name: draw(seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    full = {name: draw(seed, *layout[0]) for seed, (name, layout) in enumerate(layouts.items())}
     parameters = {
-        "two_d": place(full["two_d"], mesh, Shard(0), Shard(1)),
-        "plain": plain_parameter(full["plain"]),
-        "same_dim_twice": place(full["same_dim_twice"], mesh, Shard(0), Shard(0)),
-        "one_d": place(full["one_d"], dp, Shard(0)),
-        "other_d": place(full["other_d"], tp, Shard(1)),
-        "replicated": place(full["replicated"], mesh, Replicate(), Replicate()),
-        "half": place(full["half"], mesh, Replicate(), Shard(0)),
-        "empty": place(full["empty"], mesh, Shard(0), Shard(0)),
-        "some_ranks": place(full["some_ranks"], dp, Shard(0)),
-        "scalar": place(full["scalar"], dp, Replicate()),
+        name: place(full[name], *where) if where[0] else plain_parameter(full[name])
+        for name, (_, *where) in layouts.items()
     }
     # Two summands on the two ranks of tp whose sum (mean) is the gradient.
     noise = draw(99, 4, 3) if tp.get_local_rank() == 0 else -draw(99, 4, 3)
-    parameters["partial"] = place(full["partial"], tp, Replicate())
     parameters["partial"].grad = DTensor.from_local(full["partial"] / 2 + noise, tp, [Partial()])
-    parameters["partial_avg"] = place(full["partial_avg"], tp, Replicate())
     parameters["partial_avg"].grad = DTensor.from_local(full["partial_avg"] + noise[0, 0], tp, [Partial("avg")])
-    parameters["partial_of_shards"] = place(full["partial_of_shards"], mesh, Shard(0), Replicate())
     own = full["partial_of_shards"].chunk(2)[dp.get_local_rank()]
     parameters["partial_of_shards"].grad = DTensor.from_local(own / 2 + noise[:3], mesh, [Shard(0), Partial()])
-    parameters["sharded_gradient"] = place(full["sharded_gradient"], tp, Replicate())
     parameters["sharded_gradient"].grad = distribute_tensor(full["sharded_gradient"], tp, [Shard(0)])
-    parameters["whole_gradient"] = place(full["whole_gradient"], dp, Shard(0))
     parameters["whole_gradient"].grad = distribute_tensor(full["whole_gradient"], dp, [Replicate()])
     if dp.get_local_rank() == 1:  # its half of the rows has no gradient
         parameters["some_ranks"].grad = None
     full["some_ranks"][2:] = 0
-    listed = [(name, parameters[name]) for name in shapes]
     unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    return Case([*listed, ("unused", unused), ("tied", parameters["two_d"])], full)
+    return Case([*parameters.items(), ("unused", unused), ("tied", parameters["two_d"])], full)
 
 
 class Block(nn.Module):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from pages import PAGES, blocks, run_block
-from scripts import run_script
 from sklearn.metrics import average_precision_score
 from torch import Tensor
-from workers import WorkerPool
 
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
@@ -27,15 +27,6 @@ def metric_rows() -> tuple[Tensor, Tensor]:
     logits[torch.arange(90), targets] += 3
     logits[:2] += 20  # float32 makes 1 of their sigmoid
     return logits, targets
-
-
-def metric_values(rank: int, recipe: str) -> dict[str, float]:
-    """Return the values of the collection; rank 0 has 50 of the rows in three batches, rank 1 40 in two."""
-    logits, targets = metric_rows()
-    starts = ((0, 10, 30, 50), (50, 55, 90))[rank]
-    batches = [(logits[start:end], targets[start:end]) for start, end in pairwise(starts)]
-    values = run_block(recipe, {"batches": batches})["values"]
-    return {name: float(value) for name, value in values.items()}
 
 
 (METRICS,) = blocks("integrations.md", "torchmetrics with the losses")
@@ -55,30 +46,28 @@ def references(scores: Tensor, targets: Tensor) -> dict[str, float]:
     return found
 
 
-def test_metrics_with_the_losses(pool_of_two: WorkerPool) -> None:
-    for found in pool_of_two(metric_values, METRICS):
-        assert found == pytest.approx(references(*metric_rows()), rel=1e-6)
+WRONG = {"softmax": "logits", "float32": "logits.sigmoid()"}  # the controls: other scores, which rank otherwise
 
 
-@pytest.mark.parametrize("wrong", ["logits", "logits.sigmoid()"], ids=["softmax", "float32"])
-def test_control_other_scores_rank_otherwise(pool_of_two: WorkerPool, wrong: str) -> None:
-    recipe = METRICS.replace("logits.double().sigmoid()", wrong)
-    assert recipe != METRICS
-    for found in pool_of_two(metric_values, recipe):
-        assert found["ap"] != pytest.approx(references(*metric_rows())["ap"], rel=1e-4)
+@pytest.mark.parametrize("control", [None, *WRONG])
+@on_ranks(2)
+def test_metrics_with_the_losses(rank: int, control: str | None) -> None:
+    """Rank 0 has 50 of the rows in three batches, rank 1 40 in two."""
+    logits, targets = metric_rows()
+    starts = ((0, 10, 30, 50), (50, 55, 90))[rank]
+    batches = [(logits[start:end], targets[start:end]) for start, end in pairwise(starts)]
+    recipe = METRICS if control is None else METRICS.replace("logits.double().sigmoid()", WRONG[control])
+    assert (recipe == METRICS) == (control is None)
+    found = {name: float(value) for name, value in run_block(recipe, {"batches": batches})["values"].items()}
+    expected = references(logits, targets)
+    if control is None:
+        assert found == pytest.approx(expected, rel=1e-6)
+    else:
+        assert found["ap"] != pytest.approx(expected["ap"], rel=1e-4)
 
 
-WITHOUT_LIGHTNING = """
-import importlib.util
-importlib.util.find_spec = lambda name, *rest: None
-import fullrank.integrations.lightning
-"""
-
-
-def test_without_lightning_the_error_names_the_extra(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT_LIGHTNING, encoding="utf-8")
-    done = run_script(script, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "ImportError" in done.stderr
-    assert "its extra `integrations`" in done.stderr
+def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    monkeypatch.delitem(sys.modules, "fullrank.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match="its extra `integrations`"):
+        importlib.import_module("fullrank.integrations.lightning")
