@@ -107,7 +107,7 @@ class DeferredMean:
         self._model, self._group, self._given_multiplier = model, group, multiplier
         self._is_replaced = False  # by a newer object for the same parameters
         self._read_wrappers(find_sync(model))
-        self._ranks = find_ranks(model, group)
+        self._ranks = find_ranks(self._sync, group)
         self._trainable = _trainable(model)
         older = [one for one in _ALIVE if self._trainable & (one._trainable | _trainable(one._model))]
         num_open = max((one._sums.num_calls for one in older), default=0)
@@ -147,7 +147,7 @@ class DeferredMean:
             with suppress(Exception):
                 sync = find_sync(self._model)
         if sync is not None:
-            self._ranks = find_ranks(self._model, self._group)
+            self._ranks = find_ranks(sync, self._group)
 
         def bring() -> Offer[None]:
             if is_first:

@@ -7,6 +7,7 @@ each rank has, whether a rank has failed its checks, and what must be equal on a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -115,12 +116,16 @@ def open_window(
     ``bring`` checks what only this verb takes, and returns its part of the header. ``listed`` reads all micro-batches
     now. The other arguments are those of :func:`accumulate`.
     """
-    ranks = find_ranks(model, group)
+    found = None
+    with suppress(Exception):  # of the model, which the header reports
+        found = find_sync(model)
+    ranks = find_ranks(found, group)
 
     def bring_all() -> Offer[tuple[Window, T]]:
         read = list_micro_batches if listed else check_micro_batches
-        window = Window(model, find_sync(model), read(micro_batches), sync, ranks)
-        wrappers, count = window.wrappers, len(window.micro_batches)
+        wrappers = found or find_sync(model)
+        window = Window(model, wrappers, read(micro_batches), sync, ranks)
+        count = len(window.micro_batches)
         if count == 0:
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
             raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))

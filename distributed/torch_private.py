@@ -196,9 +196,9 @@ class FsdpGroup:
     FSDP2 has no public way to read them. Where FSDPModule has a public setter, changes go through the setter.
     """
 
-    def __init__(self, state: Any, model: nn.Module, module: Any) -> None:
+    def __init__(self, state: Any, ids: set[int], module: Any) -> None:
         self.state, self.module = state, module  # the module is the FSDPModule that holds the group
-        self._ids = set(map(id, model.parameters()))  # the group may hold parameters of other modules too
+        self._ids = ids  # of the model's parameters: the group may hold parameters of other modules too
 
     @property
     def switches(self) -> tuple[bool, bool]:
@@ -292,16 +292,16 @@ def awaits_first_reduction(module: DistributedDataParallel) -> bool:
     return module.static_graph and not module._static_graph_delay_allreduce_enqueued
 
 
-def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the FSDPModules in ``model``. FSDP (0.7 s) is not imported: if nobody has, there are none."""
+def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the FSDPModules among ``modules``. FSDP (0.7 s) is not imported: if nobody has, there are none."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
 
 
-def has_fsdp1(model: nn.Module) -> bool:
-    """Return True when a module of ``model`` is wrapped by the FullyShardedDataParallel that FSDP2 replaces."""
+def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
+    """Return True when one of ``modules`` is wrapped by the FullyShardedDataParallel that FSDP2 replaces."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules)
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
@@ -310,12 +310,13 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     They belong to FSDPModules in ``model``, and to those around it when some trainable parameters are in none of them:
     FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
     """
-    inside = fsdp_modules(model)
-    groups = [FsdpGroup(group, model, module) for module in inside for group in _param_groups(module)]
     if "torch.distributed.fsdp" not in sys.modules:
-        return groups
+        return []
+    listed = list(model.parameters())  # once: reading them for each group takes most of the time
+    ids, inside = set(map(id, listed)), fsdp_modules(model.modules())
+    groups = [FsdpGroup(group, ids, module) for module in inside for group in _param_groups(module)]
     managed = {id(form) for group in groups for form in group.parameters()}
-    left = {id(p) for p in model.parameters() if p.requires_grad} - managed
+    left = {id(p) for p in listed if p.requires_grad} - managed
     if left:
         from torch.distributed._composable_state import _module_state_mapping
 
@@ -326,7 +327,7 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
                 has_some = any(id(form) in left for held in group.fsdp_params for form in _forms(held))
                 if has_some and id(group) not in known:
                     known.add(id(group))
-                    groups.append(FsdpGroup(group, model, module))
+                    groups.append(FsdpGroup(group, ids, module))
     return groups
 
 

@@ -15,7 +15,7 @@ multiplier.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -334,7 +334,8 @@ def find_sync(model: nn.Module) -> GradientSync:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
-    if has_fsdp1(model):
+    inside = list(model.modules())
+    if has_fsdp1(inside):
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
     if "DeepSpeedEngine" in [kind.__name__ for kind in type(model).__mro__]:
@@ -343,13 +344,12 @@ def find_sync(model: nn.Module) -> GradientSync:
             "gradient_accumulation_steps=1, and larger micro-batches."
         )
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
-    inside = list(model.modules())
     ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
     fsdp = fsdp_groups(model)
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
-    modules = {id(module): module for module in [*fsdp_modules(model), *(group.module for group in fsdp)]}
+    modules = {id(module): module for module in [*fsdp_modules(inside), *(group.module for group in fsdp)]}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
@@ -358,19 +358,18 @@ def find_sync(model: nn.Module) -> GradientSync:
     return GradientSync(ddp, list(modules.values()), fsdp, unmanaged, shares_statistics)
 
 
-def find_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
-    """Return the ranks that a loss of ``model`` is added over; None when this process is alone.
+def find_ranks(sync: GradientSync | None, group: Group) -> ProcessGroup | None:
+    """Return the ranks that a loss is added over; None when this process is alone.
 
     They are ``group`` if it is given, else those that the wrappers reduce over, else the default group. An error in the
-    model is not raised here: the header that follows reports it to all ranks, over the default group.
+    model, None for ``sync``, is not raised here: the header that follows reports it, over the default group.
     """
     if group is None:
         if not is_initialized():
             return None
-        try:
-            found = find_sync(model).group
-        except Exception:
-            found = None
+        found = None
+        with suppress(Exception):
+            found = None if sync is None else sync.group
         # If these are all ranks, return the default group, the object that other calls use. A rank that fails before
         # its loss exchanges a header here while the other ranks open their loss; both headers must be in one group.
         is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
