@@ -4,12 +4,11 @@ Usage: python benchmarks/costs.py [--device DEVICE] [--quick] [--repeats 5] [--o
 
 Prints an entry for ``TABLE`` in kernels/costs.py: each measured constant, with the value in use next to it.
 
-The seconds (pair, native_pair, fixed, row, coarse_bin) are solved from the times of Smooth-AP, forward and backward, at
-four sizes. Each size (the other constants) is the fastest of a quarter of the value in use, that value and four times
-as much, with all other constants unchanged. ``many_rows`` is the smallest tried number of rows at which the narrower
-bins are faster, ``plain_pairs`` the largest tried number of pairs up to which summing them all is faster, and
-``interleaved`` the faster of the two. ``searches_at_once`` only bounds memory, so it is
-not measured.
+The seconds (pair to coarse_bin) are solved from the times of Smooth-AP, forward and backward, at five sizes. Each size
+(the other constants) is the fastest of a quarter of the value in use, that value and four times as much, with all other
+constants unchanged. ``many_rows`` is the smallest tried number of rows at which the narrower bins are faster,
+``plain_pairs`` the largest tried number of pairs up to which summing them all is faster, and ``interleaved`` the faster
+of the two. ``searches_at_once`` only bounds memory, so it is not measured.
 
 Runs in one process alone, because ranks on shared processors would disturb each other; measure on a quiet machine. The
 full run takes a few minutes and writes costs.json; a quick one takes seconds and writes only where ``--out`` says. Do
@@ -94,7 +93,7 @@ class Measurement:
         return bins.num_coarse
 
     def seconds(self) -> Record:
-        """Return pair, native_pair (that of torch where the extension was not built), fixed, row and coarse_bin."""
+        """Return the constants that are seconds; native_pair is that of torch where the extension was not built."""
         few, many = self.pool(self.rows(100_000)), self.pool(self.rows(500_000))  # both of the same order
         pairs = self.pool(self.rows(50_000))
         times = self.times(
@@ -104,6 +103,7 @@ class Measurement:
                 "few rows": self.step(few, WIDE, "binned"),
                 "many rows": self.step(many, WIDE, "binned"),
                 "many bins": self.step(few, NARROW, "binned"),
+                "classes": self.step(self.pool(self.rows(5_000), 64, 0.1), WIDE, "binned"),
             }
         )
         bins = [self.num_bins(few[0], WIDE), self.num_bins(few[0], NARROW)]
@@ -112,7 +112,9 @@ class Measurement:
         fixed = times["few rows"] - row * few[0].numel() - coarse_bin * bins[0]
         num_pairs = int(pairs[1].sum()) * pairs[0].numel()
         pair, native_pair = times["pairs"] / num_pairs, times["pairs in C"] / num_pairs
-        return {"pair": pair, "native_pair": native_pair, "fixed": fixed, "row": row, "coarse_bin": coarse_bin}
+        native_class = times["classes"] / 64 - row * self.rows(5_000)
+        in_c = {"native_pair": native_pair, "native_class": native_class}
+        return {"pair": pair, **in_c, "fixed": fixed, "row": row, "coarse_bin": coarse_bin}
 
     def fastest(self, field: str, step: Step) -> int | bool:
         """Return the fastest value of one size, or of one choice, on ``step``."""

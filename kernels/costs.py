@@ -24,6 +24,7 @@ class Costs(NamedTuple):
 
     pair: float  # seconds: one pair of scores, summed directly
     native_pair: float  # seconds: the same in C, where that was built
+    native_class: float  # seconds: the bins of one more class, at the least, that C then spares
     fixed: float  # seconds: bins, for any number of rows
     row: float  # seconds: one row (of one column of weights), placed in its bin and read from it
     coarse_bin: float  # seconds: one coarse bin (of one class and column of weights)
@@ -42,14 +43,16 @@ class Costs(NamedTuple):
         """Return whether summing the pairs directly is faster than bins for the rows, with ``num_bins`` coarse bins."""
         return num_pairs * self.pair < self.fixed + self.row * num_rows + self.coarse_bin * num_bins
 
-    def most_native_pairs(self, num_rows: int) -> int:
-        """Return up to how many pairs a direct sum in C is faster than bins for the rows."""
-        return int((self.fixed + self.row * num_rows) / self.native_pair)
+    def most_native_pairs(self, num_classes: int, num_rows: int) -> int:
+        """Return up to how many pairs a direct sum in C is faster than bins for the rows of all classes."""
+        bins = self.fixed + self.native_class * max(0, num_classes - 1) + self.row * num_rows
+        return int(bins / self.native_pair)
 
 
 _CPU = Costs(
     pair=4e-9,
-    native_pair=1e-9,
+    native_pair=8e-10,
+    native_class=3e-4,
     fixed=1.3e-3,
     row=13e-9,
     coarse_bin=4e-6,
@@ -72,6 +75,7 @@ _CPU = Costs(
 _ACCELERATOR = Costs(
     pair=5e-11,
     native_pair=math.inf,
+    native_class=0.0,
     fixed=6e-4,
     row=2e-10,
     coarse_bin=5e-8,

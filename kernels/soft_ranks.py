@@ -83,7 +83,7 @@ def smooth_ap_and_gradient(
         return of_all_pairs(scores, positive, member, weight, temperature, with_grad)
     costs, num_rows = costs_of(scores.device), scores.shape[1]
     if method in ("auto", "direct"):
-        most = costs.most_native_pairs(scores.numel()) if method == "auto" else sys.maxsize
+        most = costs.most_native_pairs(len(scores), scores.numel()) if method == "auto" else sys.maxsize
         found = native.smooth_ap(scores, positive, member, weight, temperature, with_grad, most)
         if found is not None:
             return found

@@ -15,7 +15,6 @@ from ..errors import first_order_only
 from ..kernels.costs import costs_of
 from ..kernels.registration import exact, register
 from ..kernels.soft_ranks import smooth_ap_and_gradient
-from ..kernels.soft_ranks_plain import scaled
 
 
 def _with_gradient(
@@ -85,7 +84,7 @@ def _sums_of_queries(
         given = scores, same, others, None, temperature, factors is not None
         values[own], slope, valid[own] = smooth_ap_and_gradient(*given)
         if gradient is not None and factors is not None:
-            slope = scaled(slope, factors[own])  # [q, M]
+            slope *= factors[own, None].to(slope.dtype)  # [q, M]
             gradient[own] += slope @ unit
             gradient += slope.t() @ unit[own]
     return values, valid, gradient

@@ -21,7 +21,7 @@ _LEAST = 1e-30  # temperature: the kernel multiplies by its reciprocal
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 _MANY_ROWS = 200_000  # from which parts are worth a thread
 
-_ABI = 2  # as in sums.c, which counts changes of its arguments
+_ABI = 3  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -43,7 +43,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
     for dtype, real in _REALS.items():
         rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
-            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_double, _NUMBER, *[_POINTER] * 5],
+            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_double, _NUMBER, *[_POINTER] * 4],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 3],
         }
@@ -86,7 +86,7 @@ def smooth_ap(
     # Like the scores, because the default device may be another one.
     loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
-    work, order = scores.new_empty(3 * num_rows), scores.new_empty(num_rows, dtype=torch.int64)
+    work = scores.new_empty(2 * num_rows)
     found = FUNCTIONS[scores.dtype]["smooth_ap"](
         scores.data_ptr(),
         positive.data_ptr(),
@@ -101,7 +101,6 @@ def smooth_ap(
         valid.data_ptr(),
         gradient.data_ptr() if with_grad else None,
         work.data_ptr(),
-        order.data_ptr(),
     )
     return (loss, gradient, valid) if found else None
 
