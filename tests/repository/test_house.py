@@ -5,7 +5,6 @@ import configparser
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
 import shutil
 import subprocess
@@ -21,13 +20,9 @@ import fullrank
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _listed_packages():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    return config["options"]["packages"].split()
-
-
-PACKAGES = _listed_packages()
+CONFIG = configparser.ConfigParser()
+CONFIG.read(ROOT / "setup.cfg")
+PACKAGES = CONFIG["options"]["packages"].split()
 SUBPACKAGES = [name.removeprefix("fullrank.") for name in PACKAGES if name != "fullrank"]
 
 
@@ -50,40 +45,21 @@ def _source(module):
     return path / "__init__.py" if module in PACKAGES else path.with_suffix(".py")
 
 
-def _run(arguments, cwd, **environment):
-    # Options of the person who runs the suite are not options of the runs within it.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    done = subprocess.run(
-        arguments, cwd=cwd, env=kept | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    """A copy of the files git knows or would add, in a folder whose name is no identifier."""
+@pytest.mark.slow
+def test_wheel_has_the_package_and_nothing_else(tmp_path):
+    """Built from the files that git knows or would add."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("needs a git checkout to know which files belong to the repository")
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    if listing.returncode != 0:
-        pytest.skip(f"git ls-files: {listing.stderr.strip()}")
-    folder = tmp_path_factory.mktemp("house") / "x-1.y"
-    for name in listing.stdout.split("\0"):
-        # The listing has files that are deleted but still in the index.
-        if name and (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
-
-
-@pytest.mark.slow
-def test_wheel_has_the_package_and_nothing_else(clone, tmp_path):
-    source = shutil.copytree(clone, tmp_path / "source")
+    listing = subprocess.check_output(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    for path in map(Path, filter(None, listing.split("\0"))):
+        if (ROOT / path).is_file():  # the listing has files that are deleted but still in the index
+            target = tmp_path / "source" / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, target)
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
-    _run([sys.executable, "-m", "pip", "wheel", *options, str(tmp_path), str(source)], cwd=tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(tmp_path), str(tmp_path / "source")]
+    done = subprocess.run(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
