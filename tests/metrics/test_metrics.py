@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -198,21 +199,23 @@ def _close(actual, expected):
     torch.testing.assert_close(actual, expected, equal_nan=True, **TOLERANCE)
 
 
-def _scores(kind, count):
-    generator = torch.Generator().manual_seed(count)
-    if kind == "random":
-        return torch.randn(count, generator=generator, dtype=torch.float64)
-    if kind == "tied":
-        return torch.randint(0, 7, (count,), generator=generator).double()
-    return torch.ones(count, dtype=torch.float64)
+SCORES = {
+    "random": lambda x: x,
+    "tied": lambda x: (2 * x).round(),
+    "equal": torch.ones_like,
+    "float32": torch.Tensor.float,
+    "float16": torch.Tensor.half,
+    "bfloat16": torch.Tensor.bfloat16,
+    "steps": lambda x: torch.tensor([9, 8, 7, 6.5, 6, 5, 4, 3, 2, 1, 0.5, 0]),
+}
 
 
-SCORES = ("random", "tied", "equal")
-
-
-def _binary(kind, count=253):
-    targets = (torch.rand(count, generator=torch.Generator().manual_seed(1)) < 0.2).long()
-    return _scores(kind, count) + (targets if kind == "random" else 0), targets
+def _binary(kind):
+    """Scores of 253 rows, or of twelve, ten of them negatives, and targets."""
+    targets = (torch.rand(253, generator=torch.Generator().manual_seed(1)) < 0.2).long()
+    noise = torch.randn(253, generator=torch.Generator().manual_seed(253), dtype=torch.float64)
+    scores = SCORES[kind](noise + targets)
+    return scores, targets if kind != "steps" else torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0])
 
 
 def _value(metric, logits, targets):
@@ -255,52 +258,34 @@ def population_reference(scores, targets, alpha, beta):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("method", INTERPOLATIONS)
-@pytest.mark.parametrize("quantile", [1 / 256, 0.03, 0.25, 0.75])
-def test_recall_is_numpys(kind, method, quantile):
-    scores, targets = _binary(kind)
-    value = _value(RecallAtQuantile(1, quantile, quantile_interpolation=method), scores, targets)
-    _close(value, recall_reference(scores.numpy(), targets.numpy(), quantile, method))
+# A metric of one class, and its reference.
+VALUES = {}
+for _quantile, _method in itertools.product((1 / 256, 0.03, 0.25, 0.75), INTERPOLATIONS):
+    VALUES[f"recall {_quantile:.3f} {_method}"] = (
+        partial(RecallAtQuantile, 1, _quantile, quantile_interpolation=_method),
+        partial(recall_reference, quantile=_quantile, method=_method),
+    )
+# 0.1 and 0.3 are ends on a point of the curve of the steps, 0.3 where it is vertical.
+for _alpha, _beta in ((0, 0.005), (0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.05, 0.3), (0.5, 0.51), (0.9, 1), (0, 1)):
+    for _basis, _reference in (("fpr", pauc_reference), ("population", population_reference)):
+        VALUES[f"pauc {_alpha}-{_beta} {_basis}"] = (
+            partial(PAUCAtBudget, 1, _alpha, _beta, budget_basis=_basis),
+            partial(_reference, alpha=_alpha, beta=_beta),
+        )
 
 
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("band", [(0, 0.005), (0, 0.1), (0.05, 0.3), (0.5, 0.51), (0.9, 1), (0, 1)], ids=str)
-def test_pauc_is_scikit_learns(kind, band):
-    scores, targets = _binary(kind)
-    value = _value(PAUCAtBudget(1, *band), scores, targets)
-    _close(value, pauc_reference(scores.numpy(), targets.numpy(), *band))
-
-
-def test_pauc_with_band_ends_on_a_step():
-    # Ten negatives: the ends are points of the curve, and 0.3 is one where it is vertical.
-    scores = torch.tensor([9, 8, 7, 6.5, 6, 5, 4, 3, 2, 1, 0.5, 0])
-    targets = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0])
-    for band in ((0, 0.1), (0.1, 0.3), (0.3, 0.5)):
-        _close(_value(PAUCAtBudget(1, *band), scores, targets), pauc_reference(scores.numpy(), targets.numpy(), *band))
-
-
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("band", [(0, 0.005), (0.05, 0.3), (0, 1)], ids=str)
-def test_population_basis_is_the_loop(kind, band):
-    scores, targets = _binary(kind)
-    value = _value(PAUCAtBudget(1, *band, budget_basis="population"), scores, targets)
-    _close(value, population_reference(scores.tolist(), targets.tolist(), *band))
-    if kind == "random":
-        assert abs(value - _value(PAUCAtBudget(1, *band), scores, targets)) > 1e-3  # the control
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_dtypes(dtype):
-    scores, targets = _binary("random")
-    scores = scores.to(dtype)  # half precision ties some
-    exact = scores.double().numpy()
-    metric = RecallAtQuantile(1, 0.1, quantile_interpolation="linear")
-    recall, pauc = _value(metric, scores, targets), _value(PAUCAtBudget(1, beta=0.2), scores, targets)
-    assert metric.logits[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert recall.dtype == pauc.dtype == torch.float64
-    _close(recall, recall_reference(exact, targets.numpy(), 0.1, "linear"))
-    _close(pauc, pauc_reference(exact, targets.numpy(), 0, 0.2))
+@pytest.mark.parametrize("name", VALUES)
+def test_the_value_is_that_of_the_reference(name, kind):
+    """Half precision is kept as float32, which ties no further scores."""
+    make, reference = VALUES[name]
+    (scores, targets), metric = _binary(kind), make()
+    value = _value(metric, scores, targets)
+    assert value.dtype == torch.float64
+    assert metric.logits[0].dtype == (torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    _close(value, reference(scores.double().numpy(), targets.numpy()))
+    if kind == "random" and name == "pauc 0.05-0.3 population":  # the control
+        assert abs(value - _value(PAUCAtBudget(1, 0.05, 0.3), scores, targets)) > 1e-3
 
 
 def test_multi_class_is_one_against_the_rest():
