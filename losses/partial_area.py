@@ -119,7 +119,13 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     num_reference = None  # where the host knows it
     if pool.num_positive is not None and pool.iid is None and pool.member is None:
         num_reference = pool.scores.shape[1] - (pool.num_positive if by_rate else 0)
-    found = _thresholds(pool, reference, num_reference, area, temperature, with_stats)
+    has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
+    if fractions:
+        levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation, num_reference)
+        found = thresholds_of(levels, area, temperature, has_reference)
+    else:
+        one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
+        found = Thresholds(None, one, has_reference, has_reference)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
@@ -174,18 +180,6 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
     stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
     return Outcome(per_class, flat_class, stats, tilts)
-
-
-def _thresholds(
-    pool: Pool, reference: Tensor, num_reference: int | None, area: PartialArea, temperature: float, with_stats: bool
-) -> Thresholds:
-    """Return the thresholds that are needed, and the temperature of each class, or the scale of "dro", all detached."""
-    has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
-    if not fractions:
-        one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
-        return Thresholds(None, one, has_reference, has_reference)
-    levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation, num_reference)
-    return thresholds_of(levels, area, temperature, has_reference)
 
 
 def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:

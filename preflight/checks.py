@@ -118,36 +118,30 @@ Arguments = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 def make_losses(device: torch.device, queue_size: int = QUEUE) -> dict[str, tuple[DistributedLoss, Arguments]]:
     """Return each loss, and its arguments from outputs and targets; with a fixed or an automatic temperature."""
 
-    def same(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return scores, targets
-
-    def one_hot(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return scores, nn.functional.one_hot(targets, CLASSES).to(scores.dtype)
-
-    def one_column(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return scores[:, 0], targets
-
-    def pairs(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return scores, scores.exp()
-
-    losses: dict[str, tuple[DistributedLoss, Arguments]] = {
-        "SmoothAPLoss": (SmoothAPLoss(CLASSES, queue_size=queue_size, temperature=0.5), same),
-        "RecallAtQuantileLoss": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size, temperature=0.5), same),
-        "SmoothAPLoss, automatic": (SmoothAPLoss(CLASSES, queue_size=queue_size), same),
-        "RecallAtQuantileLoss, automatic": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size), same),
-        "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(CLASSES, queue_size=queue_size), same),
-        "HardNegativeCrossEntropyLoss": (HardNegativeCrossEntropyLoss(CLASSES, 0.3, queue_size=queue_size), same),
-        "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), same),
-        "InfoNCELoss": (InfoNCELoss(symmetric=True, queue_size=queue_size), pairs),
-        "SupConLoss": (SupConLoss(queue_size=queue_size), same),
-        "NDCGLoss": (NDCGLoss(temperature=0.5), one_column),
-        "NDCGLoss, automatic": (NDCGLoss(), one_column),
-        "SoftmaxFocalLoss": (SoftmaxFocalLoss(), same),
-        "SigmoidFocalLoss": (SigmoidFocalLoss(), one_hot),
-        "CrossEntropyLoss": (CrossEntropyLoss(), same),
-        "BCEWithLogitsLoss": (BCEWithLogitsLoss(), one_hot),
+    forms: dict[str, Arguments] = {
+        "same": lambda scores, targets: (scores, targets),
+        "one hot": lambda scores, targets: (scores, nn.functional.one_hot(targets, CLASSES).to(scores.dtype)),
+        "one column": lambda scores, targets: (scores[:, 0], targets),
+        "pairs": lambda scores, targets: (scores, scores.exp()),
     }
-    return {name: (loss.to(device), form) for name, (loss, form) in losses.items()}
+    losses: dict[str, tuple[DistributedLoss, str]] = {
+        "SmoothAPLoss": (SmoothAPLoss(CLASSES, queue_size=queue_size, temperature=0.5), "same"),
+        "RecallAtQuantileLoss": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size, temperature=0.5), "same"),
+        "SmoothAPLoss, automatic": (SmoothAPLoss(CLASSES, queue_size=queue_size), "same"),
+        "RecallAtQuantileLoss, automatic": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size), "same"),
+        "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(CLASSES, queue_size=queue_size), "same"),
+        "HardNegativeCrossEntropyLoss": (HardNegativeCrossEntropyLoss(CLASSES, 0.3, queue_size=queue_size), "same"),
+        "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), "same"),
+        "InfoNCELoss": (InfoNCELoss(symmetric=True, queue_size=queue_size), "pairs"),
+        "SupConLoss": (SupConLoss(queue_size=queue_size), "same"),
+        "NDCGLoss": (NDCGLoss(temperature=0.5), "one column"),
+        "NDCGLoss, automatic": (NDCGLoss(), "one column"),
+        "SoftmaxFocalLoss": (SoftmaxFocalLoss(), "same"),
+        "SigmoidFocalLoss": (SigmoidFocalLoss(), "one hot"),
+        "CrossEntropyLoss": (CrossEntropyLoss(), "same"),
+        "BCEWithLogitsLoss": (BCEWithLogitsLoss(), "one hot"),
+    }
+    return {name: (loss.to(device), forms[form]) for name, (loss, form) in losses.items()}
 
 
 LOSSES = tuple(make_losses(torch.device("cpu")))
