@@ -178,7 +178,7 @@ def first_order_only(backward: Backward) -> Backward:
 
     ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient requires a gradient itself. The
     incoming gradient of a loss is a constant, so the returned gradients would be constants, and a gradient penalty
-    would add nothing.
+    would silently add nothing.
 
     The returned gradients depend on the saved tensors that require a gradient. If these are inputs, or are connected to
     them, a derivative with respect to any of the inputs reaches the error. Otherwise one that asks for the inputs alone

@@ -182,8 +182,8 @@ def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
     """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64.
 
     The classes present share half of the budget equally; rows without a class count as one class. The other half is
-    drawn from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every class are not
-    drawn.
+    drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every
+    class are not drawn.
 
     The random numbers come from a CPU generator that is seeded with ``draw``, the number of the draw, so all ranks with
     the same rows draw the same subset.

@@ -41,7 +41,7 @@ def hard_negative_cross_entropy(
 
     Args:
         share: in (0, 1], the share of the negatives of a class that count.
-        sample_weight: (N,) >= 0, weights of positives and negatives in the mean, not in the selection of negatives.
+        sample_weight: (N,) >= 0, weights of positives and negatives in the mean, not in the choice of negatives.
 
     Degenerate:
         A class without positives is valid: its highest negatives still learn that they are negatives. A class without
@@ -108,8 +108,7 @@ class HardNegativeCrossEntropyLoss(RankingLoss):
     precision on 29 tables (0.006 below cross-entropy).
 
     Args:
-        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
-            live ones.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives.
 
     Example:
         >>> import torch

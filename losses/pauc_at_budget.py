@@ -33,8 +33,8 @@ def pauc_at_budget(
 ) -> Tensor:
     r"""Compute a loss for the area under the ROC curve at low false-positive rates, by one of three surrogates.
 
-    ``"dro"`` (SOPA-s), the default, averages over the positives P a soft maximum over the iid negatives N of the
-    logistic loss of each pair:
+    ``"dro"`` (SOPA-s), the default, averages over positives P a soft maximum over iid negatives N of the logistic loss
+    of pairs:
 
     .. math::
         L = \frac{1}{|P|} \sum_{i \in P} \lambda \log \frac{1}{|N|} \sum_{j \in N}
@@ -58,8 +58,8 @@ def pauc_at_budget(
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
         \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
 
-    Both average over the positives how likely reference points :math:`t_k` are to exceed them. The weights :math:`c_k`
-    of the points sum to one:
+    Both average over the positives how likely reference points :math:`t_k` are above; the weights :math:`c_k` sum to
+    one:
 
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 

@@ -93,8 +93,8 @@ class QueuedLoss(HoldsQueue):
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
         update_queue_in_eval: let rows enter the queue in eval mode too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
-        queue_keep: ``"all"`` rows, or ``"negatives"`` only, so that queued positives do not dilute the gradient of the
-            live ones. Combine these with a pointwise loss: all scores may rise against constant ones.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
+            these with a pointwise loss: all scores may rise against constant ones.
         queue_in_eval: let queued rows belong to the pool in eval mode too. By default validation rows are ranked alone.
         pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
             keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the

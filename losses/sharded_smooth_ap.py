@@ -75,7 +75,7 @@ def _make_finite(pool: Pool, shared: PoolFacts, temperature: float) -> tuple[Ten
 
     Returns:
         The scores, the negated lowest and the highest of each class over all ranks (2, C) float64, 0 without a row, and
-        (C,) bool which classes have a NaN, and in which a positive is at the same infinity as another row.
+        (C,) bool which classes have a NaN, and in which a positive and another row are at the same infinity.
     """
     scores, member, exchange = pool.scores.detach(), pool.member, shared.exchange
     if scores.shape[0] == 1:
@@ -205,8 +205,7 @@ def _by_positives(
 def _groups(class_of: Tensor, num_classes: int) -> list[tuple[Tensor, Tensor]]:
     """Return groups of classes (c,) with similar numbers of positives, and the places (c, q) of these, -1 for none.
 
-    Within a group the lists are padded to the longest, which at most doubles them. Classes without positives are left
-    out.
+    Within a group lists are padded to the longest, at most twice their length. Classes without positives are left out.
     """
     order = class_of.argsort(stable=True)
     count = torch.bincount(class_of, minlength=num_classes)

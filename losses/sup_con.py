@@ -147,9 +147,8 @@ def _terms(
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
     With a the logarithm of the sum of exp over :math:`P_i`, and g that over the other labels less a, the loss of a row
-    is :math:`\log (1 + e^g)`, and a less the mean over :math:`P_i`. The latter is 0 for a single positive. So rows that
-    are far apart keep all digits. Row i of the block is candidate ``first + place.start + i``. Labels have up to
-    ``most``.
+    is :math:`\log (1 + e^g)`, and a less the mean over :math:`P_i`. The latter is 0 for a single positive. Rows far
+    apart keep all digits. Row i of the block is candidate ``first + place.start + i``. Labels have up to ``most``.
     """
     own = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]  # [b, 1]
     label, index = labels.label[own], torch.arange(most, device=scores.device)

@@ -18,7 +18,7 @@ def threshold_with_gradient(
     The live rows of the reference carry the gradient of a threshold. Only positives that are live too may have one, see
     :func:`hold_others`. Their slopes then add up to what the threshold carries, so the gradient of the live rows adds
     up to 0. In a class without a live reference row of finite score nothing could carry it, and no positive has one:
-    all would rise.
+    all scores would rise together.
 
     Args:
         levels: (C, L) quantiles of the reference rows.

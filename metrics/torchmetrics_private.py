@@ -112,7 +112,7 @@ class GatheredMetric(Metric):
 
         The method of torchmetrics gathers each tensor of a list by itself. A rank with an empty list then makes other
         collectives than the other ranks, and they abort or wait for it. Here every rank sends one block, of the same
-        dtypes.
+        dtypes even without rows.
         """
         group = self.process_group if process_group is None else process_group
         if dist_sync_fn is not gather_all_tensors:
