@@ -120,12 +120,12 @@ class LossWarmupWrapper(LossOfParts):
             raise ValueError(expected("blend_epochs", "0 with a warm-up in steps", blend_epochs, "Use blend_steps."))
         check_between("final_main_weight", final_main_weight, 0, 1, above=True)
         check_count("temp_decay_steps", temp_decay_steps, 1)
-        given = {"temp_start": temp_start, "temp_end": temp_end}
-        for name, value in given.items():
+        for name, value in (("temp_start", temp_start), ("temp_end", temp_end)):
             if value is not None:
                 check_positive(name, value)
-            elif any(other is not None for other in given.values()):
-                raise ValueError(expected(name, "a number with the other temperature", value, "Give both or neither."))
+        if (temp_start is None) != (temp_end is None):
+            name = "temp_start" if temp_start is None else "temp_end"
+            raise ValueError(expected(name, "a number with the other temperature", None, "Give both or neither."))
         self.warmup_epochs, self.blend_epochs = warmup_epochs, blend_epochs
         self.warmup_steps, self.blend_steps = warmup_steps, blend_steps
         self.temp_start, self.temp_end = temp_start, temp_end
