@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -48,13 +49,8 @@ def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
         raise TypeError(expected("loader", "an iterable of micro-batches", loader, "Pass the DataLoader."))
 
     def cut() -> Iterator[list[B]]:
-        window: list[B] = []
-        for micro_batch in loader:
-            window.append(micro_batch)
-            if len(window) == size:
-                yield window
-                window = []
-        if window:
+        batches = iter(loader)
+        while window := list(islice(batches, size)):
             yield window
 
     return cut()  # an inner generator, so that the checks run at the call
