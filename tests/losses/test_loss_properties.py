@@ -275,6 +275,9 @@ def test_nan_poisons_its_own_step_and_no_other(name: str, inputs: str) -> None:
         assert bool(poisoned.loss.isnan())
         others = [c for c in range(case.num_classes) if c != column]
         assert not poisoned.per_class[others].isnan().any()
+        if others:
+            (gradient,) = torch.autograd.grad(poisoned.per_class[others].sum(), leaf.logits)
+            assert bool(gradient[:, others].isfinite().all())
         cases.call(twin, reference.take(rows, torch.arange(case.num_rows) != place))
         assert len(module.queue) == len(twin.queue)
         assert torch.equal(cases.call(module, clean), cases.call(twin, clean))
