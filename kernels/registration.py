@@ -103,7 +103,7 @@ def register(
             return output
 
         backward = staticmethod(eager_backward)
-        jvp = staticmethod(_refuse_forward_mode)
+        jvp = staticmethod(refuse_forward_mode)
 
     operator.register_autograd(gradients(compiled_backward), setup_context=setup_context)
     transformed = _for_transforms(forward, saved, backward, num_inputs)
@@ -144,7 +144,7 @@ def _for_transforms(
         def backward(*_: Any) -> Any:
             raise second_derivative("a ranking loss")
 
-        jvp = staticmethod(_refuse_forward_mode)
+        jvp = staticmethod(refuse_forward_mode)
         vmap = staticmethod(_refuse_vmap)
 
     class Transformed(torch.autograd.Function):
@@ -165,13 +165,13 @@ def _for_transforms(
             found = Gradients.apply(first_input, grad, *tensors, *ctx.values)
             return *found, *[None] * (num_inputs - len(found))
 
-        jvp = staticmethod(_refuse_forward_mode)
+        jvp = staticmethod(refuse_forward_mode)
         vmap = staticmethod(_refuse_vmap)
 
     return Transformed.apply
 
 
-def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+def refuse_forward_mode(*_: Any, **__: Any) -> Any:
     raise RuntimeError(_FORWARD_MODE)
 
 

@@ -45,6 +45,16 @@ class Hints:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether the next call takes a pass over the rows."""
+        return self._calls & (self._calls + 1) == 0
+
+    def observe_valid_class(self) -> None:
+        """Look at one call with a valid class, but not at its rows."""
+        self._read_copies()
+        self._calls, self._empty_calls, self._small_pools = self._calls + 1, 0, 0
+
     def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
         """Look at one call: the live rows of all ranks, the pool, and its losses."""
         self._read_copies()

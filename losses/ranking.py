@@ -129,7 +129,11 @@ class RankingLoss(QueuedLoss):
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
         """
-        pooled = self._pool(Given(logits, targets, iid_mask, sample_weight, indexes))
+        given = Given(logits, targets, iid_mask, sample_weight, indexes)
+        at_once = None if return_per_class else self._at_once(given)
+        if at_once is not None:
+            return at_once
+        pooled = self._pool(given)
         per_class = self.compute_per_class(pooled.pool) if pooled.per_class is None else pooled.per_class
         loss = self._finish(pooled, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
@@ -140,6 +144,10 @@ class RankingLoss(QueuedLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
+
+    def _at_once(self, given: Given) -> Tensor | None:
+        """Return the loss of rows whose every step a subclass takes at once; None for all others."""
+        return None
 
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""

@@ -89,6 +89,39 @@ def test_the_same_bits_with_any_number_of_threads() -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("temperature", [None, 0.3])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_small_pool_in_few_steps(
+    temperature: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third call on the module takes the short way, which is that of the function to the last bit."""
+    file = sys.modules[fullrank.SmoothAPLoss.__module__]
+    counted, plain = [], file._of_small_pool
+    monkeypatch.setattr(file, "_of_small_pool", lambda *given: counted.append(plain(*given)) or counted[-1])
+    loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=temperature)
+    for seed, count in enumerate((64, 64, 300, 64, 2)):
+        scores, positive, _ = rows(1, count, dtype, seed)
+        targets = positive[0].long().index_fill(0, torch.tensor([0]), 1).index_fill(0, torch.tensor([1]), 0)
+        logits = [scores[0].clone().requires_grad_(), scores.t().clone().requires_grad_()]
+        values = loss(logits[0], targets), fullrank.losses.smooth_ap(logits[1], targets, temperature)
+        for value in values:
+            (value / 3).backward()
+        assert torch.equal(*values)
+        assert torch.equal(logits[0].grad, logits[1].grad[:, 0])
+    assert loss.current_temperature == pytest.approx(0.3 if temperature else counted[-1][1])
+    assert [found is not None for found in counted] == [True, True]  # calls 3 and 5; hints look at calls 1, 2 and 4
+    kept = loss(logits[0], targets)
+    (gradient,) = torch.autograd.grad(kept, logits[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(gradient.sum(), logits[0])
+    # What is not ordinary goes the long way, with its errors.
+    assert loss(scores[0].detach(), torch.zeros_like(targets)) == 0
+    assert loss(scores[0].detach().fill_(torch.nan), targets).isnan()
+    with pytest.raises(ValueError, match="targets"):
+        loss(logits[0], targets[:-1])
+
+
+@needs_extension
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
     """By their definition, with members and without, for the numbers of powers that the compiler knows and others."""
