@@ -172,12 +172,11 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
     if func_transforms_are_active() and bring is not _refuse_transforms:
         with outside_func_transforms():  # only plain tensors can travel
             return agree_on(call, ranks, _refuse_transforms)
-    number, device, room = next(_NUMBERS), header_device(ranks), room_of(ranks)
-    facts: dict[str, object] = {"call": Words(call)}
+    number, room = next(_NUMBERS), room_of(ranks)
     checksum = mine = None
 
     def header_of_failure(error: Exception) -> Tensor:
-        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), device, room, ranks)
+        return _pack((_FAILED, digest({"reason": reason_of(error)}), 0, 0), (), room, ranks)
 
     try:
         offer = bring()
@@ -185,18 +184,18 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         parcel = room.parcel_of(call, tensors, ranks)
         if has_tangent(*tensors, *offer.totals):
             _refuse_transforms()
-        if check is not None and "cpu" in (device.type, check.flag.device.type):
+        if check is not None and (room.is_on_host or check.flag.is_cpu):
             check.read()  # which waits no longer than it would take to read the flag
             check = None
         # Reading a total may fail too, such as one on the meta device, or behind a kernel that failed.
         if parcel.facts is not offer.facts:
-            facts |= {**offer.facts, "tensors": parcel.described}
-            parcel.facts, parcel.digest = offer.facts, digest(facts)
+            word = digest({"call": Words(call), **offer.facts, "tensors": parcel.described})
+            parcel.facts, parcel.digest = offer.facts, word
         rows = offer.rows if offer.tensors is None else parcel.count
-        travels = bool(tensors) and not offer.stays and parcel.is_on_host and device.type == "cpu"
+        travels = bool(tensors) and not offer.stays and parcel.is_on_host and room.is_on_host
         words = 0 if check is None else check.flag, parcel.digest, rows, 0 if checksum is None else checksum.value
-        header = _pack(words, offer.totals, device, room, ranks)
-        if travels and parcel.size(rows) <= room.size:
+        header = _pack(words, offer.totals, room, ranks)
+        if travels and parcel.needed <= room.size:
             parcel.write(room, tensors)
     except Exception as error:
         if _is_shared(error, ranks, number):
@@ -215,17 +214,19 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         heads = room.heads.tolist()
     _, word, _, state = heads[0]
     if any(head[0] or head[1] != word or head[3] != state for head in heads):
+        facts: dict[str, object] = {"call": Words(call)}
         if mine is None:
             facts |= {**offer.facts, "tensors": parcel.described}
-        everyone, known_facts = group_ranks(ranks), facts if mine is None else {"call": facts["call"]}
-        spoken = _exchange(heads, {name: repr(fact) for name, fact in known_facts.items()}, mine, ranks)
+        spoken = _exchange(heads, {name: repr(fact) for name, fact in facts.items()}, mine, ranks)
         advice = {name: fact.advice for name, fact in facts.items() if isinstance(fact, State)}
-        raised = joint_error(call, everyone, heads, spoken, advice, checksum)
+        raised = joint_error(call, group_ranks(ranks), heads, spoken, advice, checksum)
         raised.agreement = (id(ranks), number)
         raise raised from cause_of(mine)
     counts = tuple([head[2] for head in heads])
     agreed = Agreement(offer.value, counts, torch.from_numpy(room.totals.copy()), tensors)
-    needed = parcel.size(max(counts)) if travels else 0
+    most, needed = max(counts), 0
+    if travels:
+        needed = parcel.needed if most == parcel.count else parcel.bytes_of(most)
     if travels and needed <= room.size:
         agreed.arrived = parcel.read(room, counts)
     room.adapt(needed)
@@ -239,15 +240,13 @@ def _refuse_transforms() -> NoReturn:
     raise RuntimeError(expected("differentiation", what, found, fix))
 
 
-def _pack(
-    words: Sequence[Tensor | int],
-    totals: Sequence[Tensor | float],
-    device: torch.device,
-    room: Room,
-    ranks: ProcessGroup,
-) -> Tensor:
-    """Write four words and up to four totals into the room; return it with the rows behind them, on ``device``."""
+def _pack(words: Sequence[Tensor | int], totals: Sequence[Tensor | float], room: Room, ranks: ProcessGroup) -> Tensor:
+    """Write four words and up to four totals into the room; return it on the device on which it travels."""
     plain: list[Any] = [*words, *totals, *[0.0] * (NUM_TOTALS - len(totals))]
+    if room.is_on_host:
+        _LAYOUT.pack_into(room.own, 0, *[one.item() if isinstance(one, Tensor) else one for one in plain])
+        return room.sent
+    device = header_device(ranks)
     late: dict[int, Tensor] = {}  # values on an accelerator are written there, without waiting for them
     for slot, value in enumerate(plain):
         if isinstance(value, Tensor):
@@ -256,7 +255,7 @@ def _pack(
             plain[slot] = value.item() if value.is_cpu else 0
             if not value.is_cpu:
                 late[slot] = value.detach().reshape(1)
-    _LAYOUT.pack_into(room.own.data, 0, *plain)
+    _LAYOUT.pack_into(room.own, 0, *plain)
     # Without waiting: torch copies so little memory that is not pinned before it returns.
     header = room.sent.to(device, non_blocking=True)
     for slot, value in late.items():
@@ -267,9 +266,11 @@ def _pack(
 
 def _gather(call: str, ranks: ProcessGroup, header: Tensor, room: Room) -> None:
     """Let the headers of all ranks arrive in the room; an accelerator is waited for once, here."""
-    arrived = room.arrived if header.is_cpu else torch.empty_like(room.arrived, device=header.device)
-    gather_flat(call, ranks, arrived, header, "the headers")
-    if arrived is not room.arrived:
+    if room.is_on_host:
+        gather_flat(call, ranks, room.arrived, header, "the headers")
+    else:
+        arrived = torch.empty_like(room.arrived, device=header.device)
+        gather_flat(call, ranks, arrived, header, "the headers")
         room.arrived.copy_(arrived)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .exchange import aligned, check_devices, check_rows, describe, row_bytes
+from .group import backend_by_device
 
 MOST = 2**16  # bytes of a rank
 MOST_OF_ALL = 2**20  # bytes of all ranks, which each of them receives
@@ -40,23 +41,25 @@ class Room:
     """The bytes that a group has for rows behind each header: ``size``, a power of two or 0; and its memory.
 
     Attributes:
-        own: (words,) int64, the header and the rows of this rank; ``sent`` is the tensor of the same memory.
+        is_on_host: whether the headers of the group travel on the host.
+        own: the header and the rows of this rank; ``sent`` is the tensor (words,) int64 of the same memory.
         arrived: (W * words,) int64, those of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 4) float64 are parts.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks, self._limit = num_ranks, min(MOST, MOST_OF_ALL // num_ranks)
         self._parcels: dict[object, Parcel] = {}
+        self.is_on_host = True
         self._resize(0)
 
     @torch.inference_mode(False)
     def _resize(self, size: int) -> None:
         self.size, self._num_idle, self._most_of_idle = size, 0, 0
         self._parcels.clear()  # they have places in the memory
-        self.own = numpy.zeros((HEADER_BYTES + size) // 8, numpy.int64)
-        every = numpy.zeros((self._num_ranks, len(self.own)), numpy.int64)
+        own = numpy.zeros((HEADER_BYTES + size) // 8, numpy.int64)
+        every = numpy.zeros((self._num_ranks, len(own)), numpy.int64)
         self.heads, self.totals = every[:, :4], every[:, 4 : 4 + NUM_TOTALS].view(numpy.float64)
-        self.sent, self.arrived = torch.from_numpy(self.own), torch.from_numpy(every.reshape(-1))
+        self.own, self.sent, self.arrived = own.data, torch.from_numpy(own), torch.from_numpy(every.reshape(-1))
 
     def adapt(self, needed: int) -> None:
         """Grow or shrink after an agreement of which the rank with the most rows needs ``needed`` bytes."""
@@ -99,6 +102,7 @@ class Parcel:
         count: the number of rows of this rank.
         described: what must be equal on all ranks.
         is_on_host: whether all tensors are.
+        needed: the bytes of the rows of this rank.
         facts: those of the last call, and ``digest``, their hash.
     """
 
@@ -106,22 +110,23 @@ class Parcel:
         self.count, self.is_on_host = check_rows(tensors), check_devices(tensors, group)
         self.described = [*map(describe, tensors)]
         self._kinds = [(one.dtype, one.shape[1:], row_bytes(one)) for one in tensors if one is not None]
+        self.needed = self.bytes_of(self.count)
         self.facts: object = None
         self.digest = 0
         self._own: list[Tensor] | None = None
         self._counts: tuple[int, ...] | None = None
         self._parts: list[tuple[Tensor, ...]] = []
 
-    def size(self, count: int) -> int:
-        """Return the bytes that ``count`` rows need."""
-        return sum([aligned(count * width) for _, _, width in self._kinds])
+    def bytes_of(self, count: int) -> int:
+        """Return the bytes of ``count`` rows."""
+        return sum(aligned(count * width) for _, _, width in self._kinds)
 
     def write(self, room: Room, tensors: Sequence[Tensor | None]) -> None:
         """Copy ``tensors``, which are on the host, behind the header of this rank."""
         if self._own is None:
             self._own = list(self._places(room.sent, self.count))
         for place, tensor in zip(self._own, [tensor for tensor in tensors if tensor is not None]):
-            place.copy_(tensor.detach())
+            place.copy_(tensor.detach() if tensor.requires_grad else tensor)
 
     def read(self, room: Room, counts: tuple[int, ...]) -> list[Tensor]:
         """Return the tensors with the rows of all ranks, as copies."""
@@ -149,4 +154,5 @@ def room_of(group: ProcessGroup) -> Room:
     room = _ROOMS.get(group)
     if room is None:
         room = _ROOMS[group] = Room(group.size())
+        room.is_on_host = "cpu" in backend_by_device(group)
     return room

@@ -60,12 +60,15 @@ class Batch(NamedTuple):
         return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete)
 
 
-def with_queue(live: Batch, queued: QueueRows, multi_hot: bool) -> Batch:
+def with_queue(live: Batch, queued: QueueRows, multi_hot: bool, uses_iid: bool = True) -> Batch:
     """Return the live rows followed by the queued rows, in the dtype of the computation."""
     device, wide = live.logits.device, compute_dtype(live.logits.dtype)
     num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
     # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
-    iid = torch.ones(num_live, dtype=torch.bool, device=device) if live.iid_mask is None else live.iid_mask
+    iid = live.iid_mask
+    if uses_iid:
+        iid = torch.ones(num_live, dtype=torch.bool, device=device) if iid is None else iid
+        iid = torch.cat([iid, queued.iid_mask.to(device)])
     weight, queued_weight = live.sample_weight, queued.sample_weight
     if weight is not None or queued_weight is not None:
         weight = torch.ones(num_live, dtype=wide, device=device) if weight is None else weight
@@ -74,7 +77,7 @@ def with_queue(live: Batch, queued: QueueRows, multi_hot: bool) -> Batch:
     return Batch(
         torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
         torch.cat([live.targets, queued.targets.to(live.targets)]),
-        torch.cat([iid, queued.iid_mask.to(device)]),
+        iid if uses_iid else None,
         weight,
         complete=live.complete and not multi_hot,  # a row whose target is ignored never enters the queue
     )

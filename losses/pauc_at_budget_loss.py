@@ -74,6 +74,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     """
 
     temperature: float  # never None: it is a multiple of the scale already
+    uses_iid = True
     _own_arguments = PartialArea._fields
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..distributed.exchange import Exchange, check_rows
-from ..distributed.gather import gather_after, gather_agreed
+from ..distributed.gather import gather_after
 from ..distributed.group import gradient_scale
 from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import note_kind
@@ -71,6 +71,7 @@ class RankingLoss(QueuedLoss):
     """
 
     ranks_queries: ClassVar[bool] = False  # True for a loss that takes ``indexes``
+    uses_iid: ClassVar[bool] = False  # True for a loss in which ``iid_mask`` has an effect
 
     @overload
     def forward(
@@ -199,8 +200,9 @@ class RankingLoss(QueuedLoss):
                 facts = self._facts({"with indexes": given.indexes is not None})
                 return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
 
-            gathered = gather_agreed(type(self).__name__, group, bring, gradient_reduction=self.gradient_reduction)
-            live = Batch.of_all(gathered.tensors, gathered.totals)
+            call = type(self).__name__
+            agreed = agree_on(call, group, bring)
+            live = Batch.of_all(gather_after(call, group, agreed, self.gradient_reduction), agreed.totals)
         return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=group is not None)
 
     def _sharded_pool(self, given: Given, group: ProcessGroup, needs_rows: bool) -> PooledRows:
@@ -254,7 +256,7 @@ class RankingLoss(QueuedLoss):
             return one_vs_rest(live, self._rule)
         batch, is_live = live, None
         if queued is not None:
-            batch = with_queue(live, queued, self.multi_hot)
+            batch = with_queue(live, queued, self.multi_hot, self.uses_iid)
             is_live = torch.arange(batch.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and batch.logits.shape[0] > limit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -125,12 +125,11 @@ class MemoryQueue(nn.Module):
 
     def rows(self) -> QueueRows:
         """Return the rows held, as views, in storage order: oldest first until the ring has wrapped around."""
-        held = slice(0, self._fill)
-        weight = self._weight[held] if self._has_weights else None
-        return QueueRows(self._logits[held], self._targets[held], self._iid[held], weight)
+        stored = self._logits, self._targets, self._iid, self._weight
+        logits, targets, iid, weight = [one[: self._fill] for one in stored] if self._fill < self.capacity else stored
+        return QueueRows(logits, targets, iid, weight if self._has_weights else None)
 
     @torch.inference_mode(False)
-    @torch.no_grad()
     def enqueue(
         self,
         logits: Tensor,
@@ -161,18 +160,19 @@ class MemoryQueue(nn.Module):
             raise TypeError(expected("targets", "integers or bools", targets))
         if logits.ndim != 2 or logits.shape[1] != (self.num_classes or logits.shape[1]):
             raise ValueError(expected("logits", f"shape (N, {self.num_classes or 'columns'})", logits))
-        shape = tuple(logits.shape) if self.multi_hot else (logits.shape[0],)
-        if tuple(targets.shape) != shape:
+        count = logits.shape[0]
+        shape = tuple(logits.shape) if self.multi_hot else (count,)
+        if targets.shape != shape:
             raise ValueError(expected("targets", f"shape {shape}", targets))
         for name, value in (("iid_mask", iid_mask), ("sample_weight", sample_weight)):
-            if value is not None and tuple(value.shape) != (logits.shape[0],):
-                raise ValueError(expected(name, f"shape ({logits.shape[0]},)", value))
-        if self.capacity == 0 or logits.shape[0] == 0:
+            if value is not None and value.shape != (count,):
+                raise ValueError(expected(name, f"shape ({count},)", value))
+        if self.capacity == 0 or count == 0:
             return
         if self.num_classes is None:
             self.num_classes = logits.shape[1]
             self._allocate(logits.device, self._logits.dtype)
-        rows, count = on_host(self._as_stored(logits, targets, iid_mask, sample_weight)), logits.shape[0]
+        rows = on_host(self._as_stored(logits, targets, iid_mask, sample_weight))
         if num_stored is None or num_stored < count:
             index = self.wanted(*rows[:2])
             if not logits.is_cpu and num_stored is None:
@@ -180,15 +180,16 @@ class MemoryQueue(nn.Module):
             elif not logits.is_cpu:  # the same places, without waiting for the device
                 index = index.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
             if not logits.is_cpu or not index.all():
-                rows = [new[index] for new in rows]
+                rows = [None if new is None else new[index] for new in rows]
         count, checksum = len(rows[0]), self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
-        head = self.capacity - start  # the rest goes to the begin of the ring
-        for old, new in zip(on_host([self._logits, self._targets, self._iid, self._weight]), rows):
-            kept = new[-self.capacity :]
-            old[start : start + len(kept)] = kept[:head]
-            if head < len(kept):
-                old[: len(kept) - head] = kept[head:]
+        num_kept, head = min(count, self.capacity), self.capacity - start  # the rest goes to the begin of the ring
+        for stored, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
+            old: Any = stored.numpy() if stored.is_cpu else stored
+            kept = None if new is None else new[-self.capacity :]
+            old[start : start + num_kept] = 1 if kept is None else kept[:head]
+            if head < num_kept:
+                old[: num_kept - head] = 1 if kept is None else kept[head:]
         vars(self).update(  # an assignment to a module takes as long as an operator
             _checksum=checksum,
             _pointer=(self._pointer + count) % self.capacity,
@@ -199,8 +200,11 @@ class MemoryQueue(nn.Module):
 
     def _as_stored(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
-    ) -> list[Tensor]:
-        """Return the rows as the queue holds them, after it has moved to their device, and to float64 if they are."""
+    ) -> list[Tensor | None]:
+        """Return the rows as the queue holds them, after it has moved to their device, and to float64 if they are.
+
+        None stands for a mask or for weights of ones.
+        """
         dtype = torch.promote_types(self._logits.dtype, logits.dtype)
         if self._logits.is_meta:
             self._allocate(logits.device, dtype)  # nothing was stored on the meta device
@@ -208,21 +212,20 @@ class MemoryQueue(nn.Module):
             self._logits = self._logits.to(logits.device, dtype)
             self._weight = self._weight.to(logits.device, dtype)
             self._move(logits.device)
-        count = logits.shape[0]
-        iid = self._iid.new_ones(count) if iid_mask is None else iid_mask
-        weight = self._weight.new_ones(count) if sample_weight is None else sample_weight
         stored = (self._logits, self._targets, self._iid, self._weight)
-        return [new.to(old) for new, old in zip((logits, targets, iid, weight), stored)]
+        given = (logits, targets, iid_mask, sample_weight)
+        return [None if new is None else new.detach().to(old) for new, old in zip(given, stored)]
 
     def wanted(self, logits: Any, targets: Any) -> Any:
         """Return (N,) bool: the rows that :meth:`enqueue` would store; of tensors or of arrays."""
         taking_part = targets != self.ignore_index
         if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
             taking_part = taking_part & (targets == 0)
-        finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits).all(1)
+        finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits)
+        finite = finite[:, 0] if logits.shape[1] == 1 else finite.all(1)
         return finite & (taking_part.any(1) if self.multi_hot else taking_part)
 
-    def _hash(self, logits: Any, targets: Any, iid: Any, weight: Any) -> Tensor | int:
+    def _hash(self, logits: Any, targets: Any, iid: Any = None, weight: Any = None) -> Tensor | int:
         """Return the sum over a mix of each number of the rows, times a factor of its row and column, modulo 2**64.
 
         Because it is a sum, two parts of a batch give the same as the whole. The factor of a row is a mix of its
@@ -236,11 +239,14 @@ class MemoryQueue(nn.Module):
         words, numbers = kind.empty((size, count), **options), kind.arange(-size, count, **options)
         words[:columns] = logits.view(bits).T
         words[columns:-2] = targets.T if self.multi_hot else targets
-        words[-2], words[-1] = weight.view(bits), iid
+        one = 127 << 23 if bits is kind.int32 else 1023 << 52  # the bits of 1.0
+        words[-2], words[-1] = one if weight is None else weight.view(bits), 1 if iid is None else iid
         numbers[size:] += self._num_enqueued
         factors = _mix(numbers + _MIX[2]) | 1
-        total = ((_mix(words) * factors[size:]).sum(1) * factors[:size]).sum()
-        return total if kind is torch else int(total)
+        if kind is numpy:
+            return int(_mix(words) @ factors[size:] @ factors[:size])
+        total: Tensor = ((_mix(words) * factors[size:]).sum(1) * factors[:size]).sum()
+        return total
 
     @not_compiled
     def assert_synchronized(self, group: Group = None) -> None:
@@ -342,15 +348,16 @@ class MemoryQueue(nn.Module):
         return f"capacity={self.capacity}, num_classes={self.num_classes}, keep={self.keep!r}, fill={self._fill}"
 
 
-def on_host(tensors: list[Tensor]) -> list[Any]:
+def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Return the memory of tensors on the CPU as arrays of numpy, which takes a third of the time for few rows."""
-    return [one.contiguous().numpy(force=True) if one.is_cpu else one.contiguous() for one in tensors]
+    rows = (None if one is None else one.contiguous() for one in tensors)
+    return [one.resolve_neg().numpy() if one is not None and one.is_cpu else one for one in rows]
 
 
 def _mix(values: Any) -> Any:
-    """Return a 64-bit mix of each of ``values``, int64 of torch or of numpy, by products and shifts."""
+    """Mix the 64 bits of each of ``values``, int64 of torch or of numpy, by products and shifts; return them."""
     for factor in _MIX[:2]:
-        values = values * factor
+        values *= factor
         values ^= values >> 32
     return values
 

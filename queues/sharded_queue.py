@@ -179,7 +179,9 @@ class ShardedQueue(MemoryQueue):
         self._gathered = None
         self._trace = digest({"before": str(self._trace), "mark": repr(tuple(mark))})
         wanted = self.wanted(logits, targets)
-        rows = [new[wanted] for new in self._as_stored(logits, targets, iid_mask, sample_weight)]
+        iid_mask = wanted.new_ones(wanted.shape) if iid_mask is None else iid_mask
+        weight = logits.new_ones(wanted.shape) if sample_weight is None else sample_weight
+        rows = [new[wanted] for new in self._as_stored(logits, targets, iid_mask, weight) if new is not None]
         step = _Step(self._num_enqueued, (rows[0].shape[0],) if counts is None else tuple(counts))
         rank = self._place[0]
         self._num_enqueued = first = step.first + sum(step.counts[:rank])
