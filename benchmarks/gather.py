@@ -5,12 +5,16 @@ Usage: python benchmarks/gather.py [--quick] [--repeats 300] [--out FOLDER]
 Compares ``fullrank.gather_rows(logits, targets)``, which starts with the agreement between ranks, with
 ``all_gather_with_grad(logits)`` and ``all_gather_no_grad(targets)`` of the peer, which exchanges only row counts. Two
 processes with one thread each call both in turn, repetition by repetition, on this machine; the result is the ratio of
-the medians. Parts of our gather are timed too: the header alone, and the bare torch collectives that it uses. The full
-run takes about half a minute and writes gather.json; a quick run writes only with ``--out``. Needs the ``test`` extra.
+the medians. Parts of our gather are timed too: the header alone, and the bare torch collectives that it uses.
+
+A second table has the room behind the header with 2, 3 and 8 processes: what it costs a call without rows, and what it
+saves a call whose rows fill it, which needs one all-gather instead of two. Least times of the slowest process. The full
+run takes about a minute and writes gather.json; a quick run writes only with ``--out``. Needs the ``test`` extra.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -38,6 +42,7 @@ class Case(NamedTuple):
     bar: float | None = None
 
 
+ROOMS = (0, 2**12, 2**14, 2**15, 2**16)  # bytes
 FULL = (Case((8_192, 8_192), 0.75), Case((8_192, 6_000)), Case((100_000, 100_000)))
 QUICK = (Case((64, 64)), Case((64, 50)))
 
@@ -83,6 +88,20 @@ def measure(rank: int, cases: tuple[Case, ...], repeats: int) -> list[dict[str, 
     return medians
 
 
+def measure_rooms(rank: int, repeats: int) -> list[float]:
+    """Return the least seconds of an all-gather of a header with each of ``ROOMS``; the sizes take turns."""
+    blocks = [torch.zeros(HEADER_BYTES + room, dtype=torch.uint8) for room in ROOMS]
+    arrived = [torch.zeros(dist.get_world_size() * block.numel(), dtype=torch.uint8) for block in blocks]
+    found = [math.inf] * len(ROOMS)
+    for _ in range(repeats):
+        for place, (block, output) in enumerate(zip(blocks, arrived)):
+            dist.barrier()
+            start = time.perf_counter()
+            all_gather_flat(output, block)
+            found[place] = min(found[place], time.perf_counter() - start)
+    return found
+
+
 def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "gather", repeats=300)
@@ -93,7 +112,14 @@ def main() -> None:
         times = {f"{name}_us": value * 1e6 for name, value in seconds.items()}
         results.append(case._asdict() | times | {"ratio": seconds["ours"] / seconds["peer"]})
     print_records("Gather of float32 logits (N, 1) and int64 targets (N,), two gloo ranks, median", results)
-    script.write(gather=results)
+    rooms = []
+    for world_size in (2,) if options.quick else (2, 3, 8):
+        alone, *others = map(max, zip(*on_ranks(world_size, measure_rooms, options.repeats)))
+        for room, taken in zip(ROOMS[1:], others):  # two collectives have the header alone, then the same bytes
+            times = {"header_us": alone * 1e6, "with_room_us": taken * 1e6, "cost/saved": taken / alone - 1}
+            rooms.append({"processes": world_size, "bytes": room, **times})
+    print_records("An all-gather of headers, and of headers with room for rows", rooms)
+    script.write(gather=results, rooms=rooms)
 
 
 if __name__ == "__main__":

@@ -40,14 +40,15 @@ def counted(call: Callable[[], Any]) -> int:
 def test_limits(num_ranks: int) -> None:
     """At most 64 KiB a rank and 1 MiB of all; more needs leave the room to fall."""
     room, limit = Room(num_ranks), min(MOST, MOST_OF_ALL // num_ranks)
-    for needed, size in ((0, 0), (16, 16), (17, 32), (limit, limit), (limit + 1, limit), (16, limit)):
+    for needed, size in ((0, 0), (16, 16), (17, 32), (limit, limit), (limit + 1, limit)):
         room.adapt(needed)
         assert room.size == size
-    for needed in (100, *[0] * (PATIENCE - 4)):
+    room.adapt(limit)
+    for needed in (100, *[0] * (min(PATIENCE, 2**17 // limit) - 2)):
         room.adapt(needed)
         assert room.size == limit
     room.adapt(0)
-    assert room.size == 128  # the most that the last eight needed
+    assert room.size == 128  # the most that the idle calls needed
 
 
 def test_need_of_more_than_half_keeps_the_room() -> None:
