@@ -187,9 +187,9 @@ class MemoryQueue(nn.Module):
         for stored, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
             old: Any = stored.numpy() if stored.is_cpu else stored
             kept = None if new is None else new[-self.capacity :]
-            old[start : start + num_kept] = 1 if kept is None else kept[:head]
+            _write(old[start : start + num_kept], None if kept is None else kept[:head])
             if head < num_kept:
-                old[: num_kept - head] = 1 if kept is None else kept[head:]
+                _write(old[: num_kept - head], None if kept is None else kept[head:])
         vars(self).update(  # an assignment to a module takes as long as an operator
             _checksum=checksum,
             _pointer=(self._pointer + count) % self.capacity,
@@ -239,8 +239,10 @@ class MemoryQueue(nn.Module):
         words, numbers = kind.empty((size, count), **options), kind.arange(-size, count, **options)
         words[:columns] = logits.view(bits).T
         words[columns:-2] = targets.T if self.multi_hot else targets
-        one = 127 << 23 if bits is kind.int32 else 1023 << 52  # the bits of 1.0
-        words[-2], words[-1] = one if weight is None else weight.view(bits), 1 if iid is None else iid
+        _write(
+            words[-2], None if weight is None else weight.view(bits), 127 << 23 if bits is kind.int32 else 1023 << 52
+        )
+        _write(words[-1], iid)
         numbers[size:] += self._num_enqueued
         factors = _mix(numbers + _MIX[2]) | 1
         if kind is numpy:
@@ -352,6 +354,14 @@ def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Return the memory of tensors on the CPU as arrays of numpy, which takes a third of the time for few rows."""
     rows = (None if one is None else one.contiguous() for one in tensors)
     return [one.resolve_neg().numpy() if one is not None and one.is_cpu else one for one in rows]
+
+
+def _write(place: Any, values: Any, one: int = 1) -> None:
+    """Write ``values`` or, where they are None, ``one`` into a part of an array or of a tensor."""
+    if values is not None:
+        place[:] = values
+    else:
+        (place.fill_ if isinstance(place, Tensor) else place.fill)(one)
 
 
 def _mix(values: Any) -> Any:
