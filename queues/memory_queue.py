@@ -239,9 +239,8 @@ class MemoryQueue(nn.Module):
         words, numbers = kind.empty((size, count), **options), kind.arange(-size, count, **options)
         words[:columns] = logits.view(bits).T
         words[columns:-2] = targets.T if self.multi_hot else targets
-        _write(
-            words[-2], None if weight is None else weight.view(bits), 127 << 23 if bits is kind.int32 else 1023 << 52
-        )
+        one = 127 << 23 if bits is kind.int32 else 1023 << 52  # the bits of 1.0
+        _write(words[-2], None if weight is None else weight.view(bits), one)
         _write(words[-1], iid)
         numbers[size:] += self._num_enqueued
         factors = _mix(numbers + _MIX[2]) | 1
