@@ -53,9 +53,9 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], saved: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], anchors: list[Tensor], *inputs: Tensor) -> Any:
         ctx.plan, ctx.call = plan, plan.call
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*anchors)
         # The local form skips a gradient that was not computed. A collective needs one on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
         return tuple(outputs)
@@ -135,10 +135,9 @@ def gather_after(
             found = Exchange(call, group).rows(present, rows) if present else []
     if places:
         inputs, outputs = [present[place] for place in places], [found[place] for place in places]
-        # Connected to the inputs, for a second derivative. Few outputs may stay in memory until the backward.
-        saved = list(map(anchor_of, inputs)) if agreed.arrived is None else outputs
         plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
-        for place, output in zip(places, _GatherRows.apply(plan, outputs, saved, *inputs)):
+        # Anchors, not the outputs, which may change in place before a backward that creates a graph.
+        for place, output in zip(places, _GatherRows.apply(plan, outputs, list(map(anchor_of, inputs)), *inputs)):
             found[place] = output
     gathered = iter(found)
     return tuple([None if tensor is None else next(gathered) for tensor in agreed.tensors])

@@ -185,16 +185,16 @@ def clip_grad_norm_(
         return reduced.returned
     held = map(held_gradient, measured.plan.entries) if measured.plain is None else measured.plain
     for dtype, grads in by_dtype(grad for grad in held if grad is not None).items():
-        # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
-        exact = reduced.norm.to(torch.float32 if dtype is torch.float32 else torch.float64)
-        factor = torch.clamp(largest / (exact + 1e-6), max=1.0)
+        factor = torch.clamp(largest / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
         if factor.device.type == "cpu" and factor.item() == 1:
             continue  # to look is free on the host, where torch multiplies all gradients by 1
         if foreach is None and measured.plain is not None:
-            multiply_each_(grads, factor)
+            # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
+            multiply_each_(grads, factor.float() if dtype is torch.float32 else factor)
         else:  # apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms
             scaled: Any = [types.SimpleNamespace(grad=grad) for grad in grads]  # of a parameter it reads nothing else
-            clip_grads_with_norm_(scaled, largest, exact, foreach)
+            fused = dtype is torch.float32 and not factor.is_cpu
+            clip_grads_with_norm_(scaled, largest, reduced.norm.float() if fused else reduced.norm, foreach)
     return reduced.returned
 
 

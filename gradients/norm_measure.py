@@ -108,7 +108,11 @@ def _norms_of_long(
         # Converted or divided in parts, without a copy of the whole tensor.
         as_it_is = unit is None and tensor.dtype == dtype
         for chunk in (tensor,) if as_it_is else tensor.reshape(-1).split(_CHUNK):
-            part = chunk if as_it_is else chunk.to(dtype) if unit is None else chunk.to(dtype) / unit
+            part = chunk if as_it_is else chunk.to(dtype)
+            if unit is not None and dtype.is_complex:  # torch would divide by a complex number, whose square is 0
+                part = torch.view_as_complex(torch.view_as_real(part.resolve_conj()) / unit)
+            elif unit is not None:
+                part = part / unit
             if rest := part.numel() % _ROW:
                 part = part.reshape(-1)
                 yield torch.linalg.vector_norm(part[-rest:], norm_type).reshape(1)

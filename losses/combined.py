@@ -259,6 +259,9 @@ class CombinedLoss(LossOfParts):
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
+        if "weights" not in state:
+            fix = "Load the state into a loss of the class that saved it."
+            raise ValueError(expected("state", "that of a CombinedLoss, with weights", Words(sorted(state)), fix))
         self.weights = state["weights"]
 
     def extra_repr(self) -> str:

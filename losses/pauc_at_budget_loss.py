@@ -53,6 +53,8 @@ class PAUCAtBudgetLoss(RankingLoss):
     because nothing would fall while the positives rise.
 
     Args:
+        temperature: > 0, without unit: a multiple of the scale of the reference scores; usually 0.25 to 0.1. Not for
+            ``"dro"``.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
 

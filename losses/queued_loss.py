@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
 from typing_extensions import Unpack
 
 from ..distributed.header import Checksum, State
@@ -173,7 +174,8 @@ class QueuedLoss(HoldsQueue):
         seen += [*self.queue.position, *self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
         seen += [self.temperature] if self.has_temperature else []
         last, facts = self._last_facts
-        if len(seen) != len(last) or not all(map(is_, seen, last)):
+        is_fixed = not any(isinstance(one, (Tensor, list, dict)) for one in seen)  # these change in place
+        if len(seen) != len(last) or not (is_fixed and all(map(is_, seen, last))):
             facts = {**self._state(), **of_call}
             vars(self)["_last_facts"] = seen, facts  # an assignment to a module takes as long as an operator
         return facts

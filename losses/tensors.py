@@ -46,7 +46,7 @@ def checked_rows(name: str, rows: Tensor, width: int | None = None) -> Tensor:
     if rows.ndim != 2 or rows.shape[1] == 0:
         raise ValueError(expected(name, "shape (N, D), D >= 1", rows, f"Use {name}.flatten(1)."))
     if width is not None and rows.shape[1] != width:
-        fix = "Construct the loss anew for rows of another width."
+        fix = "Construct another loss for rows of another width."
         raise ValueError(expected(name, f"shape (N, {width}), as the queue", rows, fix))
     return rows
 

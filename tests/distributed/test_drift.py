@@ -284,6 +284,16 @@ def test_damage_that_no_checksum_sees(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_an_argument_that_changes_in_place(rank: int) -> None:
+    """The same object as in the last call, with another value on one rank: seen in the second step."""
+    loss, logits, targets = fullrank.RecallAtQuantileLoss(1), torch.randn(4, 1), torch.tensor([0, 1, 0, 1])
+    loss.quantile = torch.tensor(0.3)
+    loss(logits, targets)
+    loss.quantile.fill_(0.3 + 0.3 * rank)
+    assert "quantile" in error_of(lambda: loss(logits, targets))[1]
+
+
+@on_ranks(2)
 def test_kernels_of_another_form(rank: int) -> None:
     """Their results differ in the last bits, so ranks must not mix them: in the first step and in the second."""
     loss, logits, targets = fullrank.SmoothAPLoss(queue_size=0), torch.randn(4, 1), torch.tensor([0, 1, 0, 1])

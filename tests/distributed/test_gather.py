@@ -145,12 +145,13 @@ def test_conjugates_negatives_and_changes_in_place(rank: int) -> None:
     plain = values.conj().clone().resolve_conj()
     assert torch.equal(fullrank.all_gather_no_grad(values.conj())[:1], plain)
     assert torch.equal(fullrank.all_gather_no_grad(values.conj().imag)[:1], plain.imag)
-    for count in (2, 2 + rank):  # equal and uneven shards: the result may be changed in place either way
+    # Equal and uneven shards, of which the second travels with the header: the result may be changed in place.
+    for count, create_graph in itertools.product((2, 2 + rank, 2), (False, True)):
         own = torch.ones(count, 2, requires_grad=True)
         gathered = fullrank.all_gather_with_grad(own)
         gathered *= 2
-        gathered.sum().backward()
-        assert bool((own.grad == 4).all())
+        (found,) = torch.autograd.grad(gathered.sum(), own, create_graph=create_graph)
+        assert bool((found == 4).all())
 
 
 COUPLED = {  # a value that depends on the rows of all ranks, and is not linear in them

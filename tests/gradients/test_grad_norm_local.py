@@ -188,6 +188,15 @@ def test_no_power_leaves_the_range(dtype: str, magnitude: float, norm_type: floa
     torch.testing.assert_close(norm_without_looking([grad], norm_type), expected, **tolerance)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_a_norm_beyond_its_dtype_clips(foreach: bool | None) -> None:
+    """float32 holds each element, and neither the norm nor the square of a denormal complex one."""
+    parameter = with_gradient(torch.full((4,), 3e38))
+    assert fullrank.clip_grad_norm_([parameter], 1.0, foreach=foreach) == math.inf
+    torch.testing.assert_close(parameter.grad, torch.full((4,), 0.5))
+    assert of(torch.full((4,), 1e-40 + 0j)).item() == pytest.approx(2e-40, rel=1e-4)
+
+
 def test_small_elements_next_to_large_ones_count() -> None:
     """What a fixed divisor or float32 squares would lose: 1e-19 next to 1e-17, each a thousandfold."""
     grad = torch.full((8192,), 1e-17)

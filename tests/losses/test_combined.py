@@ -139,6 +139,8 @@ def test_state_copies_and_pickles() -> None:
     with pytest.raises(ValueError, match="capacity"):  # a queue of other arguments: nothing has been loaded
         other.load_state_dict(loss.state_dict())
     assert dict(other.weights) == {"ap": 3.0, "ce": 3.0}
+    with pytest.raises(ValueError, match="state: expected that of a CombinedLoss, with weights, got"):
+        other.load_state_dict({**other.state_dict(), "_extra_state": {}})
     assert "weights={'ap': 0.25, 'ce': 1.0}" in repr(loss)
 
 
