@@ -80,7 +80,8 @@ def smooth_ap(
     if not is_usable(scores) or temperature < _LEAST or scores.numel() == 0:
         return None
     num_classes, num_rows = scores.shape
-    scores, positive = scores.detach().contiguous(), positive.contiguous()
+    given = scores.detach()
+    scores, positive = given.contiguous(), positive.contiguous()
     member = None if member is None else member.contiguous()
     weight = None if weight is None else weight.detach().to(scores.dtype).contiguous()
     # Like the scores, because the default device may be another one.
@@ -102,7 +103,11 @@ def smooth_ap(
         gradient.data_ptr() if with_grad else None,
         work.data_ptr(),
     )
-    return (loss, gradient, valid) if found else None
+    if not found:
+        return None
+    if with_grad and not given.is_contiguous():  # the compiler relies on the strides of the scores
+        gradient = torch.empty_like(given).copy_(gradient)
+    return loss, gradient, valid
 
 
 def moments(

@@ -46,6 +46,7 @@ def test_memory_of_any_layout(form: str) -> None:
     expected = native.smooth_ap(scores, positive, member, None, 0.1, True, ALL)
     found = native.smooth_ap(laid_out(scores), laid_out(positive), laid_out(member), None, 0.1, True, ALL)
     assert all(map(torch.equal, found, expected))
+    assert found[1].stride() == torch.empty_like(laid_out(scores)).stride()  # as the compiler is told
 
 
 @needs_extension
