@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_
 
 from ..distributed.exchange import Exchange
 from ..distributed.group import backend_by_device, is_initialized
@@ -151,7 +150,7 @@ def clip_grad_norm_(
         max_norm: the largest norm, >= 0. With None or inf the gradients are only measured.
         norm_type: p > 0, or inf.
         error_if_nonfinite: raise on every rank, before any gradient is touched, when the norm is inf or NaN.
-        foreach: passed to torch's scaling; None uses the faster kernels where they exist.
+        foreach: multiply all gradients in few kernels (True) or one by one (False); None decides by their types.
         shard_groups: see :func:`total_grad_norm`.
         across: see :func:`total_grad_norm`.
 
@@ -188,13 +187,13 @@ def clip_grad_norm_(
         factor = torch.clamp(largest / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
         if factor.device.type == "cpu" and factor.item() == 1:
             continue  # to look is free on the host, where torch multiplies all gradients by 1
-        if foreach is None and measured.plain is not None:
-            # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
-            multiply_each_(grads, factor.float() if dtype is torch.float32 else factor)
-        else:  # apply torch's scaling to plain local tensors: its kernels accept no mix of meshes and norms
-            scaled: Any = [types.SimpleNamespace(grad=grad) for grad in grads]  # of a parameter it reads nothing else
-            fused = dtype is torch.float32 and not factor.is_cpu
-            clip_grads_with_norm_(scaled, largest, reduced.norm.float() if fused else reduced.norm, foreach)
+        # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
+        factor = factor.float() if dtype is torch.float32 else factor
+        if foreach or (foreach is None and all(type(grad) is Tensor for grad in grads)):
+            multiply_each_(grads, factor)
+        else:
+            for grad in grads:
+                grad.mul_(factor)
     return reduced.returned
 
 
