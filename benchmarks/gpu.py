@@ -3,9 +3,9 @@
 Usage: make gpu PYTHON=python3     with the Python of a CUDA build of torch, after ``pip install -e ".[test]"``
        python benchmarks/gpu.py [--quick] [--device cuda] [--out FOLDER]
 
-Takes less than 20 minutes on a machine that does nothing else, and writes gpu.json with the machine: attach it to an
-issue, whatever it says. Without CUDA it says so in one line. Each part has a limit of its own; one that fails or ends
-at its limit is in the file with the end of its output, and the next one runs. Speed is that of forward and backward
+Writes gpu.json with the machine: attach it to an issue, whatever it says. Without CUDA it says so in one line. Each
+part has a limit of its own, 17 minutes in all; one that fails or ends at its limit is in the file with the end of its
+output, and the next one runs. Speed has no limit. Speed is that of forward and backward
 against one ``torch.sort`` of the same scores, memory the most that torch had allocated above the inputs, a row.
 """
 
