@@ -10,8 +10,8 @@ forwarded a second time, with the same random masks and from the same buffers.
 What happens in a window, on every rank and whatever the data::
 
     opening header    number of micro-batches, what must be equal                   open_window
-    1. score          forwards without a graph; header                              _score
-    2. loss           the loss, which gathers over the ranks; header                _evaluate
+    1. score          forwards without a graph; header                              _evaluate
+    2. loss           the loss, which gathers over the ranks; header
     3. replay         forwards with a graph, backwards of all but the last          _replay
        closing header how far the replayed scores are off, any mistake
                       the last backward, in which the wrapper reduces
@@ -23,11 +23,9 @@ would not meet it.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -37,18 +35,9 @@ from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, reading_again
-from ..gradients.parameters import leaves_of
 from ..gradients.wrappers import discard_gradients_
-from .replay_state import (
-    RngState,
-    accelerators_in_use,
-    buffers_kept,
-    largest_difference,
-    largest_score,
-    restore_rng,
-    save_rng,
-)
-from .streamed_scores import StreamedScores, check_scores
+from .replay_state import accelerators_in_use, buffers_kept, restore_rng, save_rng
+from .scores import Scores, StreamedScores
 from .window import Window, open_window
 
 T = TypeVar("T")
@@ -149,54 +138,50 @@ def pooled_backward(
         Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
 
-    def bring(window: Window) -> Offer[tuple[tuple[torch.device, ...], Any]]:
+    def bring(window: Window) -> Offer[Scores]:
         if group is None:
             window.wrappers.check_group(None)
         for name, function in (("forward", forward), ("loss", loss)):
             if not callable(function):
                 raise TypeError(expected(name, "a function", function))
-        table = None
+        given = window, loss, accelerators_in_use(model)
+        scored = Scores(*given)
         if stream:
             open_stream = getattr(loss, "open_stream", None)
             if open_stream is None:
-                given = Words(f"a {type(loss).__name__}") if isinstance(loss, nn.Module) else loss
+                found = Words(f"a {type(loss).__name__}") if isinstance(loss, nn.Module) else loss
                 fix = "A function of all scores, quantiles and queries need them together: leave out stream."
-                raise ValueError(expected("loss", "a SmoothAPLoss with stream=True", given, fix))
+                raise ValueError(expected("loss", "a SmoothAPLoss with stream=True", found, fix))
             if not callable(targets):
                 fix = "Such as targets=lambda batch: batch[1]; the loss is not called with the micro-batches."
                 raise TypeError(expected("targets", "a function of a micro-batch with stream=True", targets, fix))
             if sample_weight is not None and not callable(sample_weight):
                 raise TypeError(expected("sample_weight", "a function of a micro-batch or None", sample_weight))
             table = open_stream(sample_weight is not None)
+            scored = StreamedScores(*given, table=table, targets=targets, sample_weight=sample_weight)
         elif not (targets is None and sample_weight is None):
             fix = "It says which rows a streamed loss has; without stream the loss is called with all micro-batches."
-            name, found = ("sample_weight", sample_weight) if targets is None else ("targets", targets)
-            raise ValueError(expected(name, "None without stream=True", found, fix))
+            name, value = ("sample_weight", sample_weight) if targets is None else ("targets", targets)
+            raise ValueError(expected(name, "None without stream=True", value, fix))
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(expected("scaler", "a torch.amp.GradScaler or None", scaler))
         if not torch.is_grad_enabled():
             mode = Words("torch.no_grad or torch.inference_mode")
             raise RuntimeError(expected(CALL, "gradients to be enabled", mode, "Call it outside of them."))
         facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
-        return Offer((accelerators_in_use(model), table), {**facts, "stream": stream})
+        return Offer(scored, {**facts, "stream": stream})
 
     refuse_in_backward(CALL)
-    window, (devices, table), _ = open_window(
-        CALL, model, micro_batches, sync=sync, group=group, listed=not stream, bring=bring
-    )
+    call = CALL, model, micro_batches
+    window, scored, _ = open_window(*call, sync=sync, group=group, listed=not stream, bring=bring)
     with window.wrappers.restored(quiet=True):
         try:
             # 1. Score every micro-batch without a graph.
             # 2. Compute the loss from all scores, or from the sums of the stream.
-            scored: _Scored | StreamedScores
-            if table is None:
-                scored = _score(window, forward, devices)
-                value, scored.learned = _evaluate(window, loss, scored.leaf)
-            else:
-                scored, value = _stream(window, forward, devices, table, targets, sample_weight)
+            value = _evaluate(window, forward, scored)
             # 3. Repeat each forward, and back-propagate the gradient of its scores.
             with reading_again():
-                _replay(window, forward, devices, scored, value, scaler, check_replay)
+                _replay(window, forward, scored, value, scaler, check_replay)
         except BaseException:
             window.wrappers.reshard()
             window.wrappers.expect_broadcasts(True)
@@ -205,182 +190,35 @@ def pooled_backward(
     return value.detach().reshape(())
 
 
-class _Scored:
-    """The scores of the window as one leaf, and the second pass over the same micro-batches; see StreamedScores."""
+def _evaluate(window: Window, forward: Forward, scored: Scores) -> Tensor:
+    """Steps 1 and 2: return the loss of all scores, which are made without a graph."""
 
-    num_changed = 0.0  # targets and weights are not read by micro-batch
-    learned: Mapping[str, Tensor] = {}  # parameters of the model that the loss uses
-    of_learned: Mapping[str, Tensor] = {}  # their gradients
+    def score_all() -> None:
+        try:
+            with buffers_kept(window.model):
+                for batch in scored.first_pass():
+                    with torch.no_grad():  # not around the reading: a loader may compute with gradients
+                        scores = forward(batch)
+                    scored.add(scores, batch)
+        finally:
+            # Older torch keeps the weights that autocast has cast here, without a graph (pytorch issue 158232).
+            torch.clear_autocast_cache()
 
-    def __init__(self, micro_batches: Collection[Any], scores: list[Tensor], states: list[RngState]) -> None:
-        self._micro_batches, self._states = micro_batches, states
-        self.leaf = torch.cat(scores).requires_grad_()  # [rows of this rank, ...]
-        self.dtype = self.leaf.dtype
-        self._num_rows = [part.shape[0] for part in scores]
-        self._firsts = self.leaf.detach().split(self._num_rows)
-
-    @property
-    def top(self) -> Tensor:
-        return largest_score(self.leaf.detach())
-
-    def start(self, value: Tensor) -> None:
-        slope, *others = torch.autograd.grad(value, [self.leaf, *self.learned.values()])
-        self._slopes = slope.split(self._num_rows)
-        self.of_learned = dict(zip(self.learned, others))
-
-    def second_pass(self) -> Iterator[Any]:
-        for batch, state in zip(self._micro_batches, self._states):
-            restore_rng(state)
-            yield batch
-
-    def form(self, index: int) -> tuple[torch.Size, torch.dtype]:
-        return self._firsts[index].shape, self.dtype
-
-    def difference(self, index: int, scores: Tensor) -> Tensor:
-        return largest_difference(self._firsts[index], scores)
-
-    def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
-        return self._slopes[index]
-
-    def check(self) -> None:
-        pass  # no mistake waits to be raised
-
-
-def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
-    """Step 1: return the scores of all micro-batches, made without a graph."""
-    states: list[RngState] = []
-
-    def score_all() -> list[Any]:
-        scores = []
-        with _first_pass(window):
-            for batch in window.micro_batches:
-                states.append(save_rng(devices))
-                with torch.no_grad():
-                    part = forward(batch)
-                # A copy: the next forward may write its output into the same memory.
-                scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
-        return scores
-
-    def join(scores: list[Any]) -> Offer[_Scored]:
-        for part in scores:
-            check_scores(part)
-        kinds = {f"{part.dtype} ({', '.join(map(str, ('rows', *part.shape[1:])))}) on {part.device}" for part in scores}
-        if len(kinds) > 1:
-            fix, found = "Only the number of rows may differ.", Words(" and ".join(sorted(kinds)))
-            raise ValueError(expected("forward", "scores of one kind from all micro-batches", found, fix))
-        return Offer(_Scored(window.micro_batches, scores, states))
-
-    return _agree_after(window, window.wrappers.is_lockstep, score_all, join).value
-
-
-@contextmanager
-def _first_pass(window: Window) -> Iterator[None]:
-    """Leave the buffers of the model as they are after forwards without a graph."""
-    try:
-        with buffers_kept(window.model):
-            yield
-    finally:
-        # Older torch keeps the weights that autocast has cast here, without a graph (pytorch issue 158232).
-        torch.clear_autocast_cache()
-
-
-def _stream(
-    window: Window, forward: Forward, devices: Sequence[torch.device], table: Any, targets: Any, sample_weight: Any
-) -> tuple[StreamedScores, Tensor]:
-    """Steps 1 and 2 of a stream: return the sums of all scores, and the loss."""
-
-    def rows_of(batch: Any) -> tuple[Tensor, Tensor | None]:
-        return targets(batch), None if sample_weight is None else sample_weight(batch)
-
-    scored = StreamedScores(window.micro_batches, rows_of, table, devices)
-
-    def add_all() -> StreamedScores:
-        with _first_pass(window):
-            for batch in scored.first_pass():
-                with torch.no_grad():  # not around the reading: a loader may compute with gradients
-                    scores = forward(batch)
-                scored.add(scores, batch)
-        return scored
-
-    def bring() -> Offer[Tensor]:
+    def evaluate() -> Offer[Tensor]:
         with gradients_divided_by(window.wrappers.divisor):
-            return Offer(scored.evaluate())
+            return Offer(scored.evaluate(), {"parameters of the loss": sorted(scored.learned)})
 
-    began = save_rng(devices)
     try:
-        _agree_after(window, window.wrappers.is_lockstep, add_all, lambda scored: Offer(scored.check()))
-        return scored, agree_on(CALL, window.ranks, bring).value
+        _agree_after(window, window.wrappers.is_lockstep, score_all, lambda _: Offer(scored.check()))
+        return agree_on(CALL, window.ranks, evaluate).value
     except BaseException:
-        restore_rng(began)
+        restore_rng(scored.began)
         raise
 
 
-def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Step 2: return the loss, a scalar with a graph to ``leaf``, and the parameters of the model in its graph."""
-
-    def bring() -> Offer[tuple[Tensor, dict[str, Tensor]]]:
-        with gradients_divided_by(window.wrappers.divisor):
-            value = loss(leaf, window.micro_batches)
-        if not isinstance(value, Tensor):
-            raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
-        if value.numel() != 1:
-            raise ValueError(expected("loss", "a scalar", value, "Reduce it."))
-        leaves = {id(one): one for one in leaves_of(value)} if value.requires_grad else {}
-        if leaves.pop(id(leaf), None) is None:
-            fix = "Compute it from the scores that loss is given, without detach, item or no_grad."
-            raise ValueError(expected("loss", "a loss with a graph to the scores", Words("one without"), fix))
-        learned: dict[str, Tensor] = {
-            name: one for name, one in window.model.named_parameters() if leaves.pop(id(one), None) is not None
-        }
-        for other in leaves.values():
-            kind = "another tensor that requires grad"
-            if isinstance(other, nn.Parameter):
-                name = next((name for name, one in _parameters_around(loss) if one is other), None)
-                kind = "a parameter outside of model" if name is None else f"the parameter {name!r} outside of model"
-            found = Words(f"a loss of {kind}, of shape {tuple(other.shape)}, too")
-            fix = (
-                "No wrapper would reduce its gradient: register the module that has it in the model before that is "
-                "wrapped, as in model.loss = loss, or use it in forward and return the result in the scores."
-            )
-            raise ValueError(expected("loss", "a function of the scores and of parameters of model", found, fix))
-        return Offer((value, learned), {"parameters of the loss": sorted(learned)})
-
-    return agree_on(CALL, window.ranks, bring).value
-
-
-def _parameters_around(loss: Callable[..., Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that ``loss`` holds or its code names, as far as they are found, with their names."""
-    known: Mapping[str, Any] = {}
-    if isinstance(loss, nn.Module):
-        yield from loss.named_parameters()
-    elif isinstance(loss, functools.partial):
-        yield from _parameters_around(loss.func)
-        with suppress(TypeError, ValueError):  # of a function without a signature
-            known = inspect.signature(loss.func).bind_partial(*loss.args, **loss.keywords).arguments
-    elif inspect.ismethod(loss):
-        yield from _parameters_around(loss.__func__)
-        known = {"self": loss.__self__, **getattr(loss.__self__, "__dict__", {})}
-    elif inspect.isfunction(loss):
-        with suppress(ValueError):  # of a variable without a value
-            found = inspect.getclosurevars(loss)
-            known = {**found.globals, **found.nonlocals}
-    for name, value in known.items():
-        if isinstance(value, nn.Module):
-            yield from value.named_parameters(name)
-        elif isinstance(value, nn.Parameter):
-            yield name, value
-
-
-def _replay(
-    window: Window,
-    forward: Forward,
-    devices: Sequence[torch.device],
-    scored: _Scored | StreamedScores,
-    value: Tensor,
-    scaler: Any,
-    check_replay: bool,
-) -> None:
+def _replay(window: Window, forward: Forward, scored: Scores, value: Tensor, scaler: Any, check_replay: bool) -> None:
     """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began."""
+    devices = scored.devices
     off = torch.zeros(())  # the largest difference between the scores of both passes
     carried: Mapping[str, Tensor] = {}  # gradients of parameters for the last backward
 
@@ -420,8 +258,8 @@ def _replay(
         scored.check()
         if not check_replay:
             return Offer(last, facts)
-        top = scored.top
-        return Offer(last, facts, totals=(off, top * tolerance(scored.dtype), top, scored.num_changed))
+        top = scored.largest()
+        return Offer(last, facts, totals=(off, top * tolerance(scored.form(0)[1]), top, scored.num_changed))
 
     # DDP with find_unused_parameters takes a parameter that the forward does not use for one that is ready. It reduces
     # what the parameter holds by then.
