@@ -28,7 +28,8 @@ from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, no
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, held_gradient
-from ..gradients.wrappers import GradientSync, discard_gradients_, find_ranks, find_sync, shorten
+from ..gradients.when_reduced import discard_gradients_
+from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .accumulate import SUM_UP, check_summed_loss, over_ranks
 from .token_count import check_scalar
 from .window import agree

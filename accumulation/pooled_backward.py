@@ -35,7 +35,7 @@ from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, reading_again
-from ..gradients.wrappers import discard_gradients_
+from ..gradients.when_reduced import discard_gradients_
 from .replay_state import accelerators_in_use, buffers_kept, restore_rng, save_rng
 from .scores import Scores, StreamedScores
 from .window import Window, open_window

@@ -2,7 +2,7 @@
 
 from .all_reduce_grads import all_reduce_grads_, sequence_sync_group
 from .grad_norm import clip_grad_norm_, total_grad_norm
-from .wrappers import discard_gradients_, maybe_no_sync, sum_gradients_
+from .when_reduced import discard_gradients_, maybe_no_sync, sum_gradients_
 
 __all__ = [
     "all_reduce_grads_",
