@@ -282,6 +282,9 @@ rank = dist.get_rank()
 rows, targets = torch.arange(6.0)[:, None].to(DEVICE).requires_grad_(), torch.tensor([0, 1, 0, 1, 0, 1]).to(DEVICE)
 calls = [lambda: fullrank.SmoothAPLoss(1)(rows, targets), lambda: fullrank.global_mean(rows.sum(), 6)]
 print("gathered", [call().isfinite().item() for call in calls])
+loss = fullrank.SmoothAPLoss(1, queue_size=32)
+loss(rows, targets)
+print("queued", len(loss.queue))
 
 # A target or a weight that does not fit, on both ranks, on one, on none, with other reasons on each.
 inputs, softmax, sigmoid = rows.expand(6, 3), fullrank.SoftmaxFocalLoss(), fullrank.SigmoidFocalLoss()
@@ -316,6 +319,7 @@ def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_tensor_on_another_device_than_the_group_raises_on_every_rank(over_ranks: str) -> None:
     assert over_ranks.count("gathered [True, True]") == 2  # the control
+    assert over_ranks.count("queued 12") == 2  # the rows of both
     for name in ("tensor 0", "total"):
         text = f"{name}: expected a tensor on sim:1, the device of the process group, got one on sim:0"
         assert over_ranks.count(text) >= 2, over_ranks

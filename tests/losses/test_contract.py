@@ -223,6 +223,7 @@ VALUES: list[tuple[Sequence[str], str, type[Exception], list[tuple[Any, str]]]] 
         [(TARGETS[:, None], r"\(8, 1\)"), (TARGETS[:3], r"\(3,\)"), (TARGETS.to("meta"), "meta")],
     ),
     (["smooth_ap of queries"], "logits", V, [(LOGITS, r"\(8, 3\)")]),
+    (["RecallAtQuantileLoss", MODULES[-1]], "indexes", T, [(TARGETS, "Use SmoothAPLoss")]),
     (RETRIEVAL, "embeddings", T, [([[1.0]], ""), (LOGITS.long(), "int64")]),
     (RETRIEVAL, "embeddings", V, [(ONES, r"\(8,\)"), (torch.ones(8, 0), r"\(8, 0\)")]),
     (RETRIEVAL, "labels", T, [([0, 1] * 4, ""), (ONES, "float32")]),

@@ -76,6 +76,7 @@ RIGHT_USES = {
     "queue": (AP, {}),
     "wide scores": (partial(AP, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
     "recall": (partial(RECALL, quantile=0.05, temperature=0.1), {}),
+    "recall above one row": (partial(RECALL, quantile=1 / ROWS, temperature=0.1), {}),
     "recall in half of the rows": (partial(RECALL, quantile=0.5, temperature=0.1), {}),
     "recall with a queue": (partial(RECALL, quantile=0.004, temperature=0.1, queue_size=1024), {}),
     "pauc": (partial(BAND, beta=0.05), {}),

@@ -298,6 +298,9 @@ def elsewhere(rank: int, folder: str) -> None:
     assert "pool='gathered'" in text
     assert error_of(lambda: loss.eval()(*rows_of(4, 0, 1)))[0] == "none"  # there the queue takes no part
     assert torch.equal(loss(*rows_of(4, 0, 1)), fullrank.losses.smooth_ap(*rows_of(4, 0, 1)))
+    loss.train().reset_queue()
+    loss(*rows_of(4, 0, 1))
+    load("gathered", loss.state_dict())  # the queue of one process
 
 
 @pytest.mark.parametrize("steps", [1, 2])
