@@ -22,9 +22,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,19 +286,18 @@ class Record(NamedTuple):
         return sorted((test for test in keys if test in self.seconds), key=lambda test: keys[test])
 
 
-def load_record(full: bool) -> Record:
+def load_record() -> Record:
     """Return the record of this state of the package and the tests, made now if there is none."""
     state = hashlib.sha256()
     for path in [*(ROOT / name for name in package_files()), *sorted(TESTS.rglob("*.py"))]:
         state.update(path.read_bytes())
-    path = CACHE / f"{state.hexdigest()[:16]}{'-full' if full else ''}.json"
+    path = CACHE / f"{state.hexdigest()[:16]}.json"
     if not path.exists():
         shutil.rmtree(CACHE, ignore_errors=True)
         CACHE.mkdir(parents=True)
         with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
             print("recording which test executes which line, which takes about twice as long as the tests", flush=True)
-            command = [sys.executable, str(TESTS / "run.py"), *(["--full"] if full else [])]
-            environment = os.environ | {"FULLRANK_LINES": folder}
+            command, environment = [sys.executable, str(TESTS / "run.py")], os.environ | {"FULLRANK_LINES": folder}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode not in (0, 1) or "broke off" in done.stdout:
                 raise SystemExit(f"{done.stdout}\nthe record is not complete: a job of tests/run.py broke off")
@@ -356,8 +355,8 @@ def run_chosen(package: str, names: list[str], output: Path) -> None:
     sys.exit(pytest.main([*options, *files], plugins=[Chosen(names)]))
 
 
-def judge(mutant: Mutant | None, record: Record, names: list[list[str]], folder: Path) -> Iterator[str | None]:
-    """Yield None while the tests run, then how they ended: "" if all passed."""
+def judge(mutant: Mutant | None, record: Record, names: list[list[str]], folder: Path) -> str:
+    """Run the tests and return how they ended: "" if all passed."""
     package = folder / "package"
     for name in package_files():
         target = package / "fullrank" / name
@@ -371,17 +370,13 @@ def judge(mutant: Mutant | None, record: Record, names: list[list[str]], folder:
     for part in filter(None, names):
         process = context.Process(target=run_chosen, args=(str(package), part, folder / "output"))
         process.start()
-        deadline = time.monotonic() + SLACK_S + 3 * sum(record.seconds[name] for name in part)
-        while process.exitcode is None:
-            if time.monotonic() > deadline:
-                process.kill()
-                yield "hangs"
-                return
-            yield None
+        process.join(SLACK_S + 3 * sum(record.seconds[name] for name in part))
+        if process.exitcode is None:
+            process.kill()
+            return "hangs"
         if process.exitcode not in (0, NOTHING_COLLECTED):
-            yield "fails"
-            return
-    yield ""
+            return "fails"
+    return ""
 
 
 def parts_of(record: Record, mutant: Mutant, limit_s: float) -> list[list[str]]:
@@ -403,53 +398,35 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--number", type=int, default=20, help="how many mutants to draw")
     parser.add_argument("--folder", default="", help="a folder or a file of the package; all of it without")
     parser.add_argument("--limit", type=float, default=120, help="seconds of tests for one mutant")
-    parser.add_argument("--full", action="store_true", help="also the tests that only `make full` runs")
     own = parser.parse_args(arguments)
     files = [name for name in package_files() if f"{name}/".startswith(f"{own.folder}/" if own.folder else "")]
     mutants = [mutant for name in files for mutant in Mutator(name, (ROOT / name).read_text("utf-8")).found]
     drawn = random.Random(own.seed).sample(mutants, min(own.number, len(mutants)))
     print(f"{len(drawn)} of {len(mutants)} mutants of {len(files)} files, seed {own.seed}", flush=True)
-    record = load_record(own.full)
-    survivors, killed, reached = [], 0, 0
-    waiting, running = list(enumerate(drawn)), []
-    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
+    record, survivors, reached = load_record(), [], 0
+    names = [parts_of(record, mutant, own.limit) for mutant in drawn]
+    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder, ThreadPoolExecutor(CORES) as threads:
         # The control: without a change the tests pass.
-        control = judge(None, record, parts_of(record, drawn[0], own.limit)[:1], Path(folder, "control"))
-        while (verdict := next(control)) is None:
-            time.sleep(0.05)
-        if verdict:
+        if judge(None, record, names[0][:1], Path(folder, "control")):
             print(Path(folder, "control", "output").read_text("utf-8", "replace"))
             return 1
-        while waiting or running:
-            if waiting and len(running) < CORES:
-                number, mutant = waiting.pop(0)
-                names = parts_of(record, mutant, own.limit)
-                running.append((mutant, names, judge(mutant, record, names, Path(folder, str(number)))))
-            for one in list(running):
-                mutant, names, verdicts = one
-                verdict = next(verdicts)
-                if verdict is None:
-                    continue
-                running.remove(one)
-                count = sum(map(len, names))
-                reached += bool(count)
-                killed += bool(verdict)
-                survivors += [] if verdict else [mutant]
-                print(
-                    f"{verdict or 'SURVIVES':8} {mutant.path}:{mutant.line}  {count} tests  {described(mutant)}",
-                    flush=True,
-                )
-            time.sleep(0.05)
-    print(f"\n{killed} killed, {len(survivors)} survive, of which no test executes {len(drawn) - reached}:")
-    for mutant in sorted(survivors):
-        print(f"{mutant.path}:{mutant.line}: {described(mutant)}")
+        folders = [Path(folder, str(number)) for number in range(len(drawn))]
+        verdicts = threads.map(lambda *given: judge(given[0], record, *given[1:]), drawn, names, folders)
+        for mutant, parts, verdict in zip(drawn, names, verdicts):
+            count = sum(map(len, parts))
+            reached += bool(count)
+            survivors += [] if verdict else [mutant]
+            print(f"{verdict or 'SURVIVES':8} {described(mutant)}  by {count} tests", flush=True)
+    number = len(drawn) - len(survivors)
+    print(f"\n{number} killed, {len(survivors)} survive, of which no test executes {len(drawn) - reached}:")
+    print("\n".join(described(mutant) for mutant in sorted(survivors)))
     return 0
 
 
 def described(mutant: Mutant) -> str:
-    """Return the old text and the new one on one line."""
+    """Return the place, the old text and the new one on one line."""
     old, new = (" ".join(text.split()) or "nothing" for text in (mutant.old, mutant.new))
-    return f"{old[:60]} -> {new[:60]}"
+    return f"{mutant.path}:{mutant.line}: {old[:60]} -> {new[:60]}"
 
 
 if __name__ == "__main__":
