@@ -62,8 +62,13 @@ def make_rows(
     return Rows(features, targets, weight)
 
 
-def split(count: int, world_size: int, step: int) -> list[int]:
-    """Return uneven row counts; in every odd step one rank, a different one each time, has none."""
+def split(count: int, world_size: int, step: int, layout: str = "uneven") -> list[int]:
+    """Return uneven row counts; in every odd step one rank, a different one each time, has none.
+
+    In the layout "last" the last rank has all rows; in "last at first" it has them in the first step.
+    """
+    if layout == "last" or (layout == "last at first" and step == 0):
+        return [0] * (world_size - 1) + [count]
     shares = [1 + (rank + step) % world_size * 2 for rank in range(world_size)]
     if step % 2:
         shares[(step // 2) % world_size] = 0

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import gradient_cases
 import torch
@@ -19,7 +18,6 @@ from gradient_cases import Case
 from torch import Tensor
 
 import fullrank
-from fullrank.losses import sharded_smooth_ap, sharded_threshold
 
 CLASSES = 3
 
@@ -259,8 +257,7 @@ def _by_form(form: str) -> Call:
 
     class SmoothAPLoss(fullrank.SmoothAPLoss):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            costs = {name: 1e-30 if name == form else 1.0 for name in sharded_smooth_ap.COSTS}
-            with mock.patch.dict(sharded_smooth_ap.COSTS, costs | {"gather": 1e30}):
+            with gradient_cases.forced(form):
                 return super().forward(*args, **kwargs)
 
     call = _pooled("smooth_ap", "SmoothAPLoss", pool="sharded")
@@ -271,7 +268,7 @@ def _by_sums(name: str, cls: Any) -> Call:
     """Return a loss at thresholds over a sharded pool that is never gathered."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30}):
+        with gradient_cases.forced("sums"):
             return cls.forward(self, *args, **kwargs)
 
     never_gathered = type(cls.__name__, (cls,), {"forward": forward})

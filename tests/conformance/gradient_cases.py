@@ -6,6 +6,7 @@ pool under a wrapper, and in one process on the whole batch. It returns the grad
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import retrieval
+from fullrank.losses import retrieval, sharded_smooth_ap, sharded_threshold
 
 NUM_STEPS = 4
 COMBINED = ("smooth_ap", "cross_entropy")
@@ -44,6 +45,11 @@ class Case(NamedTuple):
     temperature: float | None = 0.2  # of the losses that have an automatic one, and of the contrastive ones
     threshold_gradient: bool = True  # of recall and partial AUC
     pool: str = "gathered"
+    form: str = ""  # of a sharded pool: how it is computed, where its cost would decide
+    layout: str = "uneven"  # of the rows over the ranks
+    masked: bool = False
+    weighted_steps: int = NUM_STEPS  # the first of all steps, with ``weighted``
+    options: tuple[tuple[str, Any], ...] = ()  # more arguments of a loss over a pool
     by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
     sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
     stream: bool = False  # of pooled_backward
@@ -79,6 +85,7 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
     same = ("queue_size", "max_pool_size", "reduction", "queue_keep", "multi_hot")
     pooled = options | {name: getattr(case, name) for name in same} | ({} if local else {"pool": case.pool})
+    pooled |= dict(case.options)
     if name in ("smooth_ap", "queries"):
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if name == "hard_negative":
@@ -92,8 +99,17 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         pooled["threshold_gradient"] = case.threshold_gradient
     if name == "recall":
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
-    pooled |= {"alpha": 0.05, "beta": 0.5, "n_knots": 3 if surrogate == "trapezoid" else 2, "temperature": 0.3}
-    return fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate=surrogate, **pooled)
+    budgets = {"alpha": 0.05, "beta": 0.5, "n_knots": 3 if surrogate == "trapezoid" else 2, "temperature": 0.3}
+    return fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate=surrogate, **budgets | pooled)
+
+
+def forced(form: str) -> Any:
+    """Let a loss over a sharded pool take ``form`` wherever it can; "sums" is that of the losses at thresholds."""
+    if form in ("", "sums"):
+        return mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30}) if form else nullcontext()
+    # Bins that are too many cost infinitely much, and then the positives travel.
+    costs = {name: 1.0 if name == form else 1e30 for name in sharded_smooth_ap.COSTS}
+    return mock.patch.dict(sharded_smooth_ap.COSTS, costs | {"gather": costs["gather"] ** 2})
 
 
 class Pairs(nn.Module):
@@ -110,7 +126,8 @@ class Pairs(nn.Module):
 def make_step(case: Case, step: int) -> Rows:
     """Return the batch of all ranks; the same in every process, some rows ignored."""
     kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
-    options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": case.weighted}
+    weighted = case.weighted and step < case.weighted_steps
+    options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": weighted}
     return make_rows(100 + step, 37 + 3 * step, dtype=case.dtype, **options)
 
 
@@ -148,9 +165,11 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
         trace.parameters.append({name: value.detach().clone() for name, value in parts.named_parameters()})
         step = make_step(case, index)
         if not local:
-            step = part_of(step, split(step.features.shape[0], world_size, index), rank)
+            step = part_of(step, split(len(step.features), world_size, index, case.layout), rank)
         optimizer.zero_grad()
         options = {} if step.weight is None else {"sample_weight": step.weight}
+        if case.masked:
+            options["iid_mask"] = step.features[:, 0] < 0.8
         if case.loss == "queries":
             options["indexes"] = (2 * step.features[:, 0]).round().long()
         if case.sync and not local:
@@ -198,11 +217,19 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     whole = train(case, rank, 1)
     costs = TABLE["cpu"]._replace(pair=1e9) if case.by_bins else TABLE["cpu"]
     fewest = 0 if case.loss == "retrieval_split" else retrieval.FEWEST_SPLIT
-    with mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
+    with forced(case.form), mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
         spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
+    assert_equal_values([float(found[0]) for found in spread.gradients])
     pairs = list(zip(spread.gradients, whole.gradients))
     value = max(float(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3)) for a, b in pairs)
     return max(error(a[1:], b[1:]) for a, b in pairs), value
+
+
+def assert_equal_values(own: list[float]) -> None:
+    """Assert that every rank has the same values, to the last bit."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    assert all(str(values) == str(own) for values in everyone), everyone
 
 
 def worst_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:

@@ -1,283 +1,71 @@
-"""A sharded pool: the loss and the gradient of one process with all rows, with no rank holding them."""
+"""A sharded pool: no rank holds all rows. Its losses and gradients are in tests/conformance/test_promise.py."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import random
-from contextlib import nullcontext
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from batches import part_of, portion
+from batches import Rows, part_of, split
 from collective_counter import CollectiveCounter
+from gradient_cases import Case, forced, make_loss, make_step
 from on_ranks import on_ranks
 from score_sets import SETS
 from score_sets import generator as score_generator
-from subjects import LIMITS
 from torch import Tensor
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank.distributed.exchange import Exchange
 from fullrank.kernels.soft_ranks import smooth_ap_sums
 from fullrank.kernels.spread import sample_of
-from fullrank.losses import sharded_smooth_ap, sharded_threshold
-
-STEPS = 3
 
 
-class Case(NamedTuple):
-    """One configuration: the loss, its rows, and which form computes it."""
-
-    loss: str = "smooth_ap"
-    form: str = "moments"
-    dtype: str = "float64"
-    split: str = "uneven"
-    num_classes: int = 1
-    queue_size: int = 0
-    weighted: bool = False
-    weighted_steps: int = STEPS  # the first of all steps
-    masked: bool = False
-    multi_hot: bool = False
-    queue_keep: str = "all"
-    temperature: float | None = 0.3
-    reduction: str = "mean"
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-class Step(NamedTuple):
-    """The rows of all ranks in one step."""
-
-    logits: Tensor
-    targets: Tensor
-    iid_mask: Tensor | None
-    weight: Tensor | None
-
-
-def make_loss(case: Case, **options: Any) -> fullrank.losses.RankingLoss:
-    """Return the loss of ``case``."""
-    cls = {"smooth_ap": fullrank.SmoothAPLoss, "recall": fullrank.RecallAtQuantileLoss}.get(
-        case.loss, fullrank.PAUCAtBudgetLoss
-    )
-    if cls is fullrank.PAUCAtBudgetLoss:
-        options |= {"surrogate": case.loss, "beta": 0.4}
-    names = ["queue_size", "multi_hot", "queue_keep", "reduction", *(["temperature"] if case.loss != "dro" else [])]
-    return cls(case.num_classes, **{name: getattr(case, name) for name in names}, **options, **dict(case.options))
-
-
-def make_step(case: Case, index: int, count: int = 90) -> Step:
-    """Return the same rows in every process; some are ignored."""
-    generator = torch.Generator().manual_seed(10 * index + case.num_classes)
-    dtype = getattr(torch, case.dtype)
-    count += 7 * index
-    logits = torch.randn(count, case.num_classes, generator=generator, dtype=torch.float64).to(dtype)
-    logits = (logits * 16).round() / 16 if index == 1 else logits  # ties
-    if case.multi_hot:
-        targets = (torch.rand(count, case.num_classes, generator=generator) < 0.3).long()
-        targets[torch.rand(targets.shape, generator=generator) < 0.1] = -100
-    else:
-        targets = torch.randint(0, max(2, case.num_classes), (count,), generator=generator)
-        targets[::6] = -100
-    iid = torch.rand(count, generator=generator) < 0.8 if case.masked else None
-    weight = torch.rand(count, generator=generator, dtype=torch.float64).to(dtype) if case.weighted else None
-    weight = weight if index < case.weighted_steps else None
-    return Step(logits, targets, iid, weight)
-
-
-def counts_of(split: str, count: int, world_size: int, index: int) -> list[int]:
-    """Return how many rows each rank has."""
-    if split == "last" or (split == "last at first" and index == 0):
-        return [0] * (world_size - 1) + [count]
-    shares = [1 + (rank + index) % world_size * 2 for rank in range(world_size)]
-    if split == "empty":
-        shares[index % world_size] = 0
-    return portion(count, shares)
-
-
-def loss_and_gradient(loss: Any, step: Step, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the loss, or the sum of its elements with factors, and the gradient of the logits."""
-    logits = step.logits.clone().requires_grad_()
-    value = loss(logits, step.targets, step.iid_mask, sample_weight=step.weight, **options)
+def loss_and_gradient(loss: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the loss, or the sum of its elements with factors, of the first features, and their gradient."""
+    logits = rows.features[:, : getattr(loss, "num_classes", 1)].clone().requires_grad_()
+    value = loss(logits, rows.targets, sample_weight=rows.weight)
     factors = torch.arange(1.0, value.numel() + 1, dtype=value.dtype).view(value.shape)
     (value.nan_to_num() * factors).sum().backward()
     assert logits.grad is not None
     return value.detach(), logits.grad
 
 
-class Outcome(NamedTuple):
-    """What a rank has seen of one case."""
-
-    gradient: float  # error relative to the norm of the whole gradient
-    value: float
-    digest: str  # of all values
-    collectives: int  # of the last step
+def own_rows(rank: int, case: Case, index: int) -> Rows:
+    """Return this rank's rows of a step."""
+    step = make_step(case, index)
+    return part_of(step, split(len(step.features), 2, index, case.layout), rank)
 
 
-def forced(form: str) -> Any:
-    """Let a loss take ``form`` wherever it can; "auto" leaves the choice to it, "sums" is that of thresholds."""
-    if form == "sums":
-        return mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30})
-    # Bins that are too many cost infinitely much, and then the positives travel.
-    costs = {name: 1.0 if name == form or form == "auto" else 1e30 for name in sharded_smooth_ap.COSTS}
-    costs["gather"] = costs["gather"] ** 2
-    return mock.patch.dict(sharded_smooth_ap.COSTS, costs)
-
-
-def run_case(rank: int, case: Case) -> Outcome:
-    """Take steps with a sharded pool, and with one process that has all rows in float64."""
-    world_size = dist.get_world_size()
-    loss, alone = make_loss(case, pool="sharded"), make_loss(case, gather_distributed=False)
-    worst_gradient = worst_value = 0.0
-    digest, number = hashlib.blake2b(digest_size=8), 0
-    with forced(case.form):
-        for index in range(STEPS):
-            step = make_step(case, index)
-            counts = counts_of(case.split, step.logits.shape[0], world_size, index)
-            wide = Step(step.logits.double(), step.targets, step.iid_mask, step.weight)
-            expected, whole = loss_and_gradient(alone, wide)
-            with CollectiveCounter() if index == STEPS - 1 else nullcontext() as counter:
-                value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
-            number = counter.total if counter else 0
-            reference = whole.split(counts)[rank]
-            error = (gradient.double() / world_size - reference).norm() / whole.norm().clamp_min(1e-30)
-            worst_gradient = max(worst_gradient, float(error))
-            difference = (value.double().nan_to_num() - expected.nan_to_num()).abs()
-            worst_value = max(worst_value, float(difference.max() / expected.nan_to_num().abs().max().clamp_min(1e-3)))
-            digest.update(value.contiguous().numpy().tobytes())
-    return Outcome(worst_gradient, worst_value, digest.hexdigest(), number)
-
-
-def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
-    """Run several cases in one task."""
-    return [run_case(rank, case) for case in cases]
-
-
-def assert_exact(pool: WorkerPool, cases: list[Case]) -> list[Outcome]:
-    """Assert that the promise holds, and that all ranks have the same value to the last bit."""
-    of_ranks = pool(run_cases, cases)
-    for case, *outcomes in zip(cases, *of_ranks):
-        assert len({outcome.digest for outcome in outcomes}) == 1, case
-        for outcome in outcomes:
-            assert outcome.gradient <= LIMITS[case.dtype], (case, outcome)
-            assert outcome.value <= LIMITS[case.dtype], (case, outcome)
-    return of_ranks[0]
-
-
-ROWS_OF: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "weighted": {"weighted": True, "split": "last"},
-    "masked": {"masked": True, "split": "empty"},
-    "classes": {"num_classes": 4, "split": "empty"},
-    "multi_hot": {"num_classes": 3, "multi_hot": True, "weighted": True},
-    "queue": {"queue_size": 130, "split": "empty"},
-    "queue_of_classes": {"queue_size": 130, "num_classes": 3, "weighted": True, "reduction": "none"},
-    "queue_on_one_rank": {"queue_size": 130, "multi_hot": True, "num_classes": 2, "split": "last"},
-    # After the first step the queued rows of one rank have weights, and the others hold no queued row.
-    "once_weighted": {"queue_size": 500, "weighted": True, "weighted_steps": 1, "split": "last at first"},
-    "negatives": {"queue_size": 50, "queue_keep": "negatives", "temperature": None},
-    "automatic": {"temperature": None, "num_classes": 2, "queue_size": 64, "split": "empty"},
-}
-
-
-FEW = ("multi_hot", "queue", "queue_of_classes", "automatic")
-
-
-def cases_of(loss: str, form: str) -> list[Case]:
-    """Return every kind of rows in float64, and a few in float32."""
-    cases = [Case(loss, form, **kind) for kind in ROWS_OF.values()]
-    return cases + [Case(loss, form, "float32", **ROWS_OF[kind]) for kind in FEW]
-
-
-@pytest.mark.parametrize(
-    "form", ["moments", *(pytest.param(form, marks=pytest.mark.slow) for form in ("positives", "gather"))]
-)
-def test_smooth_ap_equals_one_process(pool_of_two: WorkerPool, form: str) -> None:
-    assert_exact(pool_of_two, cases_of("smooth_ap", form))
-
-
-def random_case(seed: int) -> Case:
-    """Return a configuration at random."""
-    draw = random.Random(seed)
-    loss = draw.choice(["smooth_ap", "smooth_ap", "recall", "trapezoid"])
-    num_classes = draw.choice([1, 1, 2, 5])
-    return Case(
-        loss,
-        draw.choice(["moments", "positives", "gather", "auto"]) if loss == "smooth_ap" else "sums",
-        draw.choice([*LIMITS]),
-        draw.choice(["uneven", "empty", "last"]),
-        num_classes,
-        draw.choice([0, 20, 130, 1000]),
-        weighted=draw.random() < 0.5,
-        weighted_steps=draw.choice([1, STEPS]),
-        masked=draw.random() < 0.3,
-        multi_hot=draw.random() < 0.3,
-        queue_keep=draw.choice(["all", "all", "negatives"]),
-        # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
-        temperature=draw.choice([0.3, 2.0] if loss == "trapezoid" else [0.3, 2.0, None]),
-        reduction=draw.choice(["mean", "sum", "none"]),
-    )
-
-
-@pytest.mark.slow
-def test_random_configurations(pool_of_four: WorkerPool) -> None:
-    assert_exact(pool_of_four, [random_case(seed) for seed in range(10)])
-
-
-THRESHOLDS: dict[str, dict[str, Any]] = {
-    "linear": {"options": (("quantile_interpolation", "linear"),)},
-    "linear_queue": {"options": (("quantile_interpolation", "linear"),), "queue_size": 90, "num_classes": 2},
-    "detached": {"options": (("threshold_gradient", False),), "queue_size": 40},
-}
-BANDS: dict[str, dict[str, Any]] = {
-    "population": {"options": (("budget_basis", "population"), ("n_knots", 4)), "num_classes": 3, "masked": True},
-    "live": {"options": (("pos_numerator", "live"), ("tau_scale", "band")), "queue_size": 90, "weighted": True},
+AP = Case("smooth_ap", pool="sharded", form="moments", queue_size=0)
+RECALL, PAUC = (AP._replace(loss=loss, form="sums") for loss in ("recall", "pauc_trapezoid"))
+COLLECTIVES = {
+    "header, moments": (AP, 2),
+    "header, sample, moments": (AP._replace(temperature=None), 3),
+    "header, ranges, moments": (AP._replace(num_classes=3), 3),
+    "header, moments with a queue": (AP._replace(queue_size=40), 2),
+    "header, positives, sums, gradients": (AP._replace(form="positives"), 4),
+    "header, rows": (AP._replace(form="gather"), 2),
+    "header, rows, queued rows": (AP._replace(form="gather", queue_size=40), 3),
+    "header, three digits, sums": (RECALL._replace(dtype="float32"), 5),
+    "header, six digits, sums": (RECALL, 8),
+    "header, three digits, sums with a queue": (PAUC._replace(dtype="float32", queue_size=40), 5),
+    "header, three digits, sums of classes": (PAUC._replace(dtype="float32", num_classes=3), 5),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["recall", "trapezoid"])
-def test_losses_at_thresholds_equal_one_process(pool_of_two: WorkerPool, loss: str) -> None:
-    kinds = [*THRESHOLDS.values(), *(BANDS.values() if loss == "trapezoid" else [])]
-    more = [Case(loss, "sums", **kind) for kind in kinds]
-    cases = cases_of(loss, "sums") + more
-    if loss == "trapezoid":
-        cases = [case._replace(temperature=case.temperature or 0.3) for case in cases]
-    assert_exact(pool_of_two, cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["recall", "trapezoid", "pairwise", "dro"])
-def test_other_losses_gather_the_rows(pool_of_two: WorkerPool, loss: str) -> None:
-    kinds = [{"queue_size": 90}, {"num_classes": 3, "weighted": True, "masked": True, "split": "empty"}]
-    assert_exact(pool_of_two, [Case(loss, "gather", dtype, **kind) for dtype in LIMITS for kind in kinds])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "number"),
-    [
-        (Case(), 2),  # header, moments
-        (Case(temperature=None), 3),  # header, sample, moments
-        (Case(num_classes=3), 3),  # header, ranges, moments
-        (Case(queue_size=40), 2),
-        (Case(form="positives"), 4),  # header, positives, sums, gradients
-        (Case(form="gather"), 2),
-        (Case(form="gather", queue_size=40), 3),
-        (Case("recall", "sums", "float32"), 5),  # header, three digits, sums
-        (Case("recall", "sums"), 8),
-        (Case("trapezoid", "sums", "float32", queue_size=40), 5),
-        (Case("trapezoid", "sums", "float32", num_classes=3), 5),
-    ],
-    ids=str,
-)
-def test_number_of_collectives(pool_of_two: WorkerPool, case: Case, number: int) -> None:
-    for kind in ("uneven", "last"):
-        (outcome,) = assert_exact(pool_of_two, [case._replace(split=kind)])
-        assert outcome.collectives == number
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_ranks(2)
+def test_number_of_collectives(rank: int, name: str) -> None:
+    case, number = COLLECTIVES[name]
+    for layout in ("uneven", "last"):
+        loss = make_loss(case, local=False)
+        with forced(case.form):
+            for index in range(40, 43):  # of 160 rows
+                with CollectiveCounter() as counter:
+                    loss_and_gradient(loss, own_rows(rank, case._replace(layout=layout), index))
+        assert counter.total == number
 
 
 # Score sets
@@ -298,7 +86,7 @@ def whole_recall(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
 def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]:
     """Compare every set of scores, and every value that is not finite, with one process; return what differs."""
-    dtype, world_size, wrong = getattr(torch, dtype_name), dist.get_world_size(), []
+    dtype, wrong = getattr(torch, dtype_name), []
     is_float32 = dtype == torch.float32
     limit, of_value = (2e-6, 6e-8) if is_float32 else (1e-12, 1e-13)
     if form == "sums":
@@ -313,16 +101,16 @@ def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]
                 targets[:3] = torch.tensor([0, kind == "both", 1])
                 for row, value in EXTREMES[kind].items():
                     scores[row] = value
-                step, leaf = Step(scores, targets, None, None), scores.double().clone().requires_grad_()
+                leaf = scores.double().clone().requires_grad_()
                 expected = define(leaf, targets, temperature)
                 expected.backward()
-                counts, options = counts_of("uneven", len(scores), world_size, 0), {"quantile": 0.1}
+                counts, options = split(len(scores), 2, 0), {"quantile": 0.1}
                 with forced(form):
                     loss = make(1, temperature=temperature, pool="sharded", **options if form == "sums" else {})
-                    value, gradient = loss_and_gradient(loss, part_of(step, counts, rank))
+                    value, gradient = loss_and_gradient(loss, part_of(Rows(scores, targets), counts, rank))
                 assert leaf.grad is not None
                 size, reference = leaf.grad.norm(), leaf.grad.split(counts)[rank]
-                error = (gradient.double() / world_size - reference).norm()
+                error = (gradient.double() / 2 - reference).norm()
                 # The pair of a positive with itself cancels between two float64 numbers, and may be far larger.
                 rounding = 1e-15 * 0.25 / temperature / float(targets.sum())
                 right = bool(error <= limit * size + rounding or size <= 1e-12)
@@ -348,21 +136,20 @@ def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str, sets: list[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["recall", "trapezoid"])
+@pytest.mark.parametrize("case", [RECALL, PAUC], ids=["recall", "trapezoid"])
 @on_ranks(2)
-def test_nan_is_where_a_gathered_pool_has_it(rank: int, name: str) -> None:
+def test_nan_is_where_a_gathered_pool_has_it(rank: int, case: Case) -> None:
     """Infinite scores at a threshold, where differences are NaN, or a NaN; with and without its gradient."""
     for kind, carried, queue_size in itertools.product(("inf", "nan", "finite"), (True, False), (0, 20)):
-        case = Case(name, queue_size=queue_size, options=(("threshold_gradient", carried),), temperature=0.3)
-        step = make_step(case, 0)
+        sharded = case._replace(queue_size=queue_size, threshold_gradient=carried)
+        own = own_rows(rank, case, 40)
         if kind == "inf":
-            step.logits[::7] = torch.inf  # and so a threshold
-        elif kind == "nan":
-            step.logits[-1] = torch.nan
-        own = part_of(step, counts_of("uneven", len(step.logits), 2, 0), rank)
-        gathered = loss_and_gradient(make_loss(case), own)
+            own.features[::3] = torch.inf  # and so a threshold
+        elif kind == "nan" and rank == 1:
+            own.features[-2] = torch.nan  # a row that counts
+        gathered = loss_and_gradient(make_loss(sharded._replace(pool="gathered"), local=False), own)
         with forced("sums"):
-            value, gradient = loss_and_gradient(make_loss(case, pool="sharded"), own)
+            value, gradient = loss_and_gradient(make_loss(sharded, local=False), own)
         for found, expected in zip((value, gradient), gathered):
             torch.testing.assert_close(found, expected, equal_nan=True)
         assert bool(value.isnan()) == bool(gradient.isnan().any()) == (kind != "finite")
@@ -373,18 +160,16 @@ def test_nan_is_where_a_gathered_pool_has_it(rank: int, name: str) -> None:
 @on_ranks(2)
 def test_calls_without_gradient(rank: int, form: str) -> None:
     """They give the values of those with one. In training mode their rows enter the queue that the next step reads."""
-    for name in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
-        case = Case(name, queue_size=60)
-        steps = [make_step(case, index) for index in range(3)]
-        split = [counts_of("empty", len(step.logits), dist.get_world_size(), index) for index, step in enumerate(steps)]
-        owns = [part_of(step, counts, rank) for step, counts in zip(steps, split)]
+    for base in (RECALL, PAUC) if form == "sums" else (AP,):
+        case = base._replace(queue_size=60)
+        owns = [own_rows(rank, case, index) for index in range(3)]
         with forced(form):
-            clean = make_loss(case, pool="sharded")
+            clean = make_loss(case, local=False)
             expected = [loss_and_gradient(clean, own) for own in owns]
             for context in (torch.no_grad, torch.inference_mode):
-                loss = make_loss(case, pool="sharded")
+                loss = make_loss(case, local=False)
                 with context():
-                    values = [loss(own.logits, own.targets) for own in owns[:2]]
+                    values = [loss(own.features[:, :1], own.targets) for own in owns[:2]]
                 last = loss_and_gradient(loss, owns[2])
                 assert all(bool(value == wanted[0]) for value, wanted in zip(values, expected))
                 assert all(map(torch.equal, last, expected[2]))
@@ -409,14 +194,14 @@ DEGENERATE = {
 def test_rows_without_a_valid_class(rank: int, form: str) -> None:
     """They give what one process gives."""
     for count, num_classes, target, is_infinite in DEGENERATE.values():
-        for loss in ("recall", "trapezoid") if form == "sums" else ("smooth_ap",):
-            case = Case(loss, num_classes=num_classes, reduction="none", queue_size=10)
-            losses = [make_loss(case, gather_distributed=False), make_loss(case, pool="sharded")]
+        for base in (RECALL, PAUC) if form == "sums" else (AP,):
+            case = base._replace(num_classes=num_classes, reduction="none", queue_size=10)
+            losses = [make_loss(case, local) for local in (True, False)]
             for index in range(2):
                 logits = torch.randn(count, num_classes, generator=torch.Generator().manual_seed(index)).double()
                 logits[: 2 * is_infinite] = torch.inf
-                step = Step(logits, torch.full((count,), target), None, None)
-                counts = counts_of("last" if index else "uneven", count, 2, index)
+                step = Rows(logits, torch.full((count,), target))
+                counts = split(count, 2, index, "last" if index else "uneven")
                 expected, whole = loss_and_gradient(losses[0], step)
                 with forced(form):
                     value, gradient = loss_and_gradient(losses[1], part_of(step, counts, rank))
@@ -459,33 +244,6 @@ def test_a_sample_without_spread_is_not_the_pool(rank: int) -> None:
     assert found[0] == found[1] > 0.2
 
 
-# Controls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "case"), [("table", Case()), ("ranges", Case()), ("table", Case("recall", "sums"))], ids=str
-)
-def test_control_what_one_rank_knows_is_not_enough(pool_of_two: WorkerPool, what: str, case: Case) -> None:
-    assert max(pool_of_two(without_the_others, what, case)) > 1e-3
-
-
-def without_the_others(rank: int, what: str, case: Case) -> float:
-    """Return the error of the gradient when a rank takes one thing from its own rows."""
-    if what == "table":  # that of one rank, and so its thresholds
-        patched: Any = mock.patch.object(Exchange, "sum", lambda self, tensor, named: tensor)
-    else:  # bins that begin where this rank's rows do
-        original = sharded_smooth_ap.cover
-
-        def shifted(*arguments: Any) -> Any:
-            bins = original(*arguments)
-            return bins._replace(first=bins.first - rank, window=bins.window + 1)
-
-        patched = mock.patch.object(sharded_smooth_ap, "cover", shifted)
-    with patched:
-        return run_case(rank, case).gradient
-
-
 @on_ranks(2)
 def test_bytes_do_not_grow_with_the_rows(rank: int) -> None:
     """Of one forward and backward at a tenth of the spread."""
@@ -507,22 +265,21 @@ def test_bytes_do_not_grow_with_the_rows(rank: int) -> None:
 @on_ranks(2)
 def test_a_warm_up_before_a_sharded_loss(rank: int) -> None:
     """Value and gradient in a warm-up, a blend and with the main loss, whose queue is reset."""
-    case, schedule = Case(queue_size=130), {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
+    case, schedule = AP._replace(queue_size=130), {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
     losses = [
         fullrank.LossWarmupWrapper(
-            fullrank.SigmoidFocalLoss(), make_loss(case, **options), warmup_steps=2, blend_steps=2, **schedule
+            fullrank.SigmoidFocalLoss(), make_loss(case, local), warmup_steps=2, blend_steps=2, **schedule
         )
-        for options in ({"pool": "sharded"}, {})
+        for local in (False, True)
     ]
     losses[1].gather_distributed = False
     for index in range(6):
         step = make_step(case, index)
-        step = step._replace(targets=(torch.arange(len(step.logits)) % 3 // 2)[:, None])
-        counts, found = counts_of("empty", len(step.logits), 2, index), []
+        step = step._replace(targets=(torch.arange(len(step.targets)) % 3 // 2)[:, None])
+        counts, found = split(len(step.targets), 2, index), []
         for loss, rows in zip(losses, (part_of(step, counts, rank), step)):
             loss.on_train_batch_start(index)
-            plain = lambda logits, targets, *_, loss=loss, **__: loss(logits, targets)  # noqa: E731
-            found.append(loss_and_gradient(plain, rows))
+            found.append(loss_and_gradient(loss, rows))
         (value, gradient), (expected, whole) = found
         reference = whole.split(counts)[rank]
         assert abs(float(value - expected)) <= 1e-12
