@@ -6,11 +6,4 @@ from .pooled_backward import pooled_backward
 from .token_count import count_valid_tokens
 from .window import windows
 
-__all__ = [
-    "DeferredMean",
-    "Step",
-    "accumulate",
-    "count_valid_tokens",
-    "pooled_backward",
-    "windows",
-]
+__all__ = ["DeferredMean", "Step", "accumulate", "count_valid_tokens", "pooled_backward", "windows"]

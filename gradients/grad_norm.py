@@ -43,15 +43,7 @@ from ..distributed.torch_private import count_unreduced, holds_unreduced, multip
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
-from .parameters import (
-    Plain,
-    counted_gradient,
-    held_gradient,
-    is_elsewhere,
-    list_entries,
-    read_once,
-    read_plain,
-)
+from .parameters import Plain, counted_gradient, held_gradient, is_elsewhere, list_entries, read_once, read_plain
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]

@@ -49,11 +49,7 @@ def sum_gradients_(model: nn.Module) -> float:
 
 @contextmanager
 def maybe_no_sync(
-    model: nn.Module,
-    micro_step: int,
-    num_micro_steps: int | None = None,
-    *,
-    grad_accum_steps: int | None = None,
+    model: nn.Module, micro_step: int, num_micro_steps: int | None = None, *, grad_accum_steps: int | None = None
 ) -> Iterator[None]:
     """Reduce gradients only in the last micro-step of a window; forward and backward run inside.
 

@@ -162,10 +162,7 @@ class QueuedLoss(HoldsQueue):
         return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
     def _state(self) -> dict[str, object]:
-        return {
-            **super()._state(),
-            "draws": State(self._num_draws, "Load the same checkpoint on every rank."),
-        }
+        return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
 
     def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
         """Return :meth:`_state` and ``of_call``; the object of the last call, whose hash is known, if all are equal."""
