@@ -138,6 +138,13 @@ def check_positive(name: str, value: float) -> float:
     return value
 
 
+def check_amount(name: str, value: float) -> float:
+    """Return ``value`` unchanged, or raise when it is not a finite number >= 0."""
+    if not 0 <= check_number(name, value) < math.inf:
+        raise ValueError(expected(name, "a finite number >= 0", value))
+    return value
+
+
 def check_int(name: str, value: int) -> int:
     """Return ``value`` unchanged, or raise TypeError when it is not an int."""
     if isinstance(value, bool) or not isinstance(value, int):

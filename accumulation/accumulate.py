@@ -42,11 +42,11 @@ from torch.autograd.graph import Node
 from ..distributed.group import Group, is_initialized
 from ..distributed.header import Offer
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
-from ..errors import RankValueError, Words, check_positive, expected
+from ..errors import RankValueError, Words, check_amount, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import unseen_forward
-from .token_count import as_numbers, check_amount, check_scalar, counts_of, token_rule
+from .token_count import as_numbers, check_scalar, counts_of, token_rule
 from .window import Window, agree, open_window
 
 B = TypeVar("B")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, agree_on, public_class, reason_of
-from ..errors import Words, check_int, expected, is_from_a_check
+from ..errors import Words, check_amount, check_int, expected, is_from_a_check
 from ..kernels.documents import SHIFTED_DOCUMENTS, check_tokens, same_document
 from .window import list_micro_batches
 
@@ -183,13 +183,6 @@ def check_scalar(name: str, value: Any) -> Tensor | float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(expected(name, "a number or a tensor of one element", value))
     return value
-
-
-def check_amount(name: str, number: float) -> float:
-    """Return ``number`` unchanged, or raise ValueError when it is negative or not finite."""
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(expected(name, "a finite number >= 0", number))
-    return number
 
 
 def as_numbers(values: Sequence[Tensor | float]) -> list[float]:

@@ -23,8 +23,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     .. math:: L = -\frac{1}{n} \sum_i w_i \left(p \, y_i \log \sigma(x_i) + (1 - y_i) \log (1 - \sigma(x_i))\right)
 
-    with p the ``pos_weight`` and n the number of elements of all ranks. There are two differences. Without elements
-    torch gives NaN, and this loss 0 with zero gradients. Half precision is returned in float32.
+    with p the ``pos_weight`` and n the number of elements of all ranks. Half precision is returned in float32.
 
     Args:
         weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
@@ -39,14 +38,12 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         ``sample_weight`` of the forward has dim 0 of the inputs, and ``"mean"`` then divides by the sum of it. N may
         differ between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
 
-    Degenerate: no element on any rank gives 0 with zero gradients.
+    Degenerate: no element on any rank gives 0 with zero gradients, where torch gives NaN.
 
     Example:
         >>> import torch
         >>> BCEWithLogitsLoss(pos_weight=torch.tensor(3.0))(torch.zeros(2), torch.tensor([1, 0]))
         tensor(1.3863)
-
-    Reference: ``torch.nn.BCEWithLogitsLoss``.
     """
 
     weight: Tensor | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..distributed.global_mean import local_mean
 from ..distributed.torch_private import note_kind
-from ..errors import Words, check_choice, check_int, check_number, check_tensor, expected
+from ..errors import Words, check_amount, check_choice, check_int, check_tensor, expected
 from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
 from .arguments import completed
 from .distributed_loss import DistributedLoss
@@ -124,9 +123,7 @@ def causal_lm_loss(
         if num_items.numel() != 1:
             raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))
         return local_mean(total, num_items.detach().reshape(()))
-    if not 0 <= check_number("num_items", num_items) < math.inf:
-        raise ValueError(expected("num_items", "a finite number >= 0", num_items))
-    return total / (num_items or 1)
+    return total / (check_amount("num_items", num_items) or 1)
 
 
 def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ..distributed.group import check_gather_distributed
 from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import is_mean, not_compiled, note_kind
-from ..errors import Words, check_number, expected
+from ..errors import Words, check_amount, expected
 from ..queues.memory_queue import check_saved_queues
 from .distributed_loss import DistributedLoss
 from .focal import aligned
@@ -180,8 +179,7 @@ class CombinedLoss(LossOfParts):
             kind = ValueError if isinstance(weights, Mapping) else TypeError
             raise kind(expected("weights", f"a number for each of {', '.join(map(repr, names))}", weights))
         for name, weight in weights.items():
-            if not 0 <= check_number(f"weights[{name!r}]", weight) < math.inf:
-                raise ValueError(expected(f"weights[{name!r}]", "a finite number >= 0", weight))
+            check_amount(f"weights[{name!r}]", weight)
         self._weights = {name: float(weights[name]) for name in names}
 
     def _members(self) -> Iterable[Any]:
@@ -200,11 +198,8 @@ class CombinedLoss(LossOfParts):
         """Return the weighted sum of the parts.
 
         Args:
-            logits: passed to all parts.
-            targets: passed to all parts.
-            iid_mask: passed to the parts that take it; None for none.
-            sample_weight: passed to the parts that take it; None for none. The losses of torch do not.
-            indexes: passed to the parts that take it; None for none.
+            logits, targets: passed to all parts.
+            iid_mask, sample_weight, indexes: passed to the parts that take it, which losses of torch do not; or None.
 
         Raises:
             TypeError: when no part takes an argument that is given.

@@ -70,9 +70,9 @@ class CrossEntropyLoss(TorchLikeLoss):
     .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
 
     Both sums are over the elements of all ranks that are not ignored. With probabilities as targets the divisor is the
-    number of elements. There are five differences. Without a valid element torch gives NaN, and this loss 0 with zero
-    gradients. Ignored elements may have NaN for logits. Half precision is returned in float32. Class indices may be
-    floats that are whole numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise.
+    number of elements. There are five differences. Without a valid element torch gives NaN. Ignored elements may have
+    NaN for logits. Half precision is returned in float32. Class indices may be floats that are whole numbers. Inputs
+    (N, 1), whose loss is always 0, and inputs (C,) raise.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
@@ -93,8 +93,6 @@ class CrossEntropyLoss(TorchLikeLoss):
         >>> import torch
         >>> CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([1, -100]))
         tensor(1.3863)
-
-    Reference: ``torch.nn.CrossEntropyLoss``.
     """
 
     weight: Tensor | None

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
-from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, combined, refuse_in_backward
 from ..distributed.torch_private import note_kind
-from ..errors import check_number, check_tensor, expected
+from ..errors import check_tensor, expected
 from .arguments import completed
-from .distributed_loss import DistributedLoss
+from .distributed_loss import DistributedLoss, GroupOptions
 from .tensors import check_device, weight_unit
 
 
@@ -102,18 +102,9 @@ def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
     return f"Use {name}.unsqueeze({value.ndim})." if (*value.shape, 1) == shape else ""
 
 
-def check_gamma(gamma: float) -> None:
-    """Raise when ``gamma`` is not a number >= 0."""
-    check_number("gamma", gamma)
-    if not gamma >= 0:
-        raise ValueError(expected("gamma", "a number >= 0", gamma))
-
-
 @completed()
 class FocalLoss(DistributedLoss):
-    """Base of the focal losses and of cross-entropy.
-
-    The header carries the sum of the element losses and their count between the ranks.
+    """Base of the focal losses and of cross-entropy: the header carries the sum of the elements and their count.
 
     Args:
         reduction: see the subclass.
@@ -122,16 +113,8 @@ class FocalLoss(DistributedLoss):
     Distributed: one collective forward, the header, and none backward. Logits do not travel.
     """
 
-    def __init__(
-        self,
-        reduction: str,
-        gather_distributed: bool | None = None,
-        group: Group = None,
-        gradient_reduction: str | int = "mean",
-        validate_args: bool = True,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(gather_distributed, group, gradient_reduction, validate_args, name)
+    def __init__(self, reduction: str, gather_distributed: bool | None = None, **options: Unpack[GroupOptions]) -> None:
+        super().__init__(gather_distributed, **options)
         self.reduction = reduction
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:

@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..distributed.header import DeviceCheck
-from ..errors import check_choice, check_number, check_tensor, expected
+from ..errors import check_amount, check_choice, check_number, check_tensor, expected
 from .arguments import completed
 from .batch import weight_and_check
 from .distributed_loss import GroupOptions
-from .focal import Elements, FocalLoss, aligned, check_gamma, check_inputs, focus, local_loss, power
+from .focal import Elements, FocalLoss, aligned, check_inputs, focus, local_loss, power
 from .pool import local_pool
 from .tensors import compute_dtype, has_values
 
@@ -51,8 +51,7 @@ def sigmoid_focal(
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their sum.
 
     Under ``"mean"`` the effective learning rate changes with the share of positives that happens to be in the batch,
-    because the weights of positives and negatives differ. ``"mean_weighted"`` divides by the sum of the weights, as
-    weighted binary cross-entropy should.
+    unless their weight is that of the negatives. ``"mean_weighted"`` divides by the sum of the weights.
 
     Degenerate: no elements give 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
@@ -153,15 +152,14 @@ def _check_alpha_gamma(alpha: float, gamma: float) -> None:
     check_number("alpha", alpha)
     if not (0 <= alpha <= 1 or alpha == -1):
         raise ValueError(expected("alpha", "a number in [0, 1], or -1 for no weighting", alpha))
-    check_gamma(gamma)
+    check_amount("gamma", gamma)
 
 
 @completed(sigmoid_focal)
 class SigmoidFocalLoss(FocalLoss):
     """Focal loss of independent binary problems, averaged over the elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.sigmoid_focal`. With ``gamma=0`` it is cross-entropy
-    weighted by class; without weights that is :class:`~fullrank.BCEWithLogitsLoss`.
+    The formula is that of :func:`~fullrank.losses.sigmoid_focal`.
 
     Args:
         reduction: ``"mean"``, ``"mean_weighted"``, ``"sum"`` over all ranks, or ``"none"`` for this rank's elements.

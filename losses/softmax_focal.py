@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..distributed.header import DeviceCheck
-from ..errors import check_between, check_choice, check_int, check_number, check_tensor, expected
+from ..errors import check_amount, check_between, check_choice, check_int, check_number, check_tensor, expected
 from .arguments import completed
 from .batch import weight_and_check
 from .distributed_loss import GroupOptions
-from .focal import Elements, FocalLoss, check_gamma, check_inputs, focus, local_loss, squeeze_advice
+from .focal import Elements, FocalLoss, check_inputs, focus, local_loss, squeeze_advice
 from .pool import local_pool
 from .targets import check_exact, check_of_classes
 from .tensors import compute_dtype, has_values
@@ -56,9 +56,8 @@ def softmax_focal(
         sample_weight: (N, *) >= 0; the counts become sums of weights.
 
     With class weights, ``"mean"`` lets the effective learning rate change with the classes that happen to be in the
-    batch. Take weights 1 and 50 and batches of 100 rows: the weights add up to 100 without a row of the rare class, and
-    to 247 with three. ``"mean_weighted"`` divides by this sum. With ``gamma=0`` and no label smoothing it equals
-    ``torch.nn.CrossEntropyLoss(weight=alpha)``. With many classes it matters most, because their weights differ most.
+    batch: at weights 1 and 50 the weights of 100 rows add up to 100 without a row of the rare class, and to 247 with
+    three. ``"mean_weighted"`` divides by this sum, as ``torch.nn.CrossEntropyLoss(weight=alpha)`` does.
 
     Degenerate: no valid element gives 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
@@ -102,7 +101,7 @@ def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
         for weight in alpha:
             if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
                 raise ValueError(expected("alpha", "weights >= 0", alpha))
-    check_gamma(rule.gamma)
+    check_amount("gamma", rule.gamma)
     check_between("label_smoothing", rule.label_smoothing, 0, 1)
     check_int("ignore_index", rule.ignore_index)
     check_int("background_class", rule.background_class)
@@ -193,8 +192,7 @@ def check_element_weight(
 class SoftmaxFocalLoss(FocalLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.softmax_focal`. With ``gamma=0`` it is cross-entropy, and
-    with ``reduction="mean_weighted"`` too that of torch, which :class:`~fullrank.CrossEntropyLoss` is more directly.
+    The formula is that of :func:`~fullrank.losses.softmax_focal`.
 
     Args:
         reduction: ``"mean"``, ``"mean_positive"``, ``"mean_weighted"``, which is better with class weights, ``"sum"``
