@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.header import refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import check_positive, expected, first_order_only
 from ..kernels import native
@@ -18,7 +17,9 @@ from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.soft_ranks_plain import scaled
 from ..kernels.spread import MOST_SCORES, spread_of
 from ..kernels.torch_private import func_transforms_are_active
+from ..queues.memory_queue import QueueRows
 from .arguments import completed
+from .batch import Batch
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
 from .ranking import Given, RankingLoss
 from .rectangles import group_rows
@@ -127,31 +128,38 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _of_small_pool(
-    logits: Tensor, targets: Tensor, temperature: float | None, ignore_index: int
+    rows: Given | Batch, queued: QueueRows | None, temperature: float | None, ignore_index: int
 ) -> tuple[Tensor, float] | None:
     """Return the loss of one class of at most 4,096 rows in C and the temperature, in few small steps.
 
     None for all but an ordinary call: finite scores in contiguous memory of the host, int64 targets of 0 and 1.
     """
+    logits, targets = rows[:2]
     is_one = type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and targets.is_cpu
     if not is_one or torch.compiler.is_compiling() or func_transforms_are_active() or not native.is_usable(logits):
         return None
     count = targets.numel()
-    shaped = 0 < count <= MOST_SCORES and targets.shape == (count,) and logits.shape in ((count,), (count, 1))
+    shaped = count > 0 and targets.shape == (count,) and logits.shape in ((count,), (count, 1))
     if not (shaped and logits.is_contiguous()) or 0 <= ignore_index <= 1:
         return None
+    scores = logits.detach().view(1, -1)
+    if queued is not None:
+        if queued.sample_weight is not None:
+            return None
+        scores = torch.cat([scores, queued.logits.t().to(scores)], 1)
+        targets = torch.cat([targets, queued.targets.to(targets)])
     low, high = targets.aminmax()
-    if int(low) != 0 or int(high) != 1:
+    if int(low) != 0 or int(high) != 1 or targets.numel() > MOST_SCORES:
         return None
-    scores, positive = logits.detach().view(1, -1), torch.from_numpy(targets.numpy() == 1)[None]
+    positive = torch.from_numpy(targets.numpy() == 1)[None]
     width = SPREAD_MULTIPLE * spread_of(scores, None) if temperature is None else temperature
     with_grad = logits.requires_grad and torch.is_grad_enabled()
-    most = costs_of(logits.device).most_native_pairs(1, count)
+    most = costs_of(logits.device).most_native_pairs(1, targets.numel())
     found = native.smooth_ap(scores, positive, None, None, width, with_grad, most)
     if found is None or math.isnan(found[0].item()):
         return None
     loss = found[0][0].to(logits.dtype)
-    return _WithGradient.apply(logits, loss, found[1].view(logits.shape)) if with_grad else loss, width
+    return _WithGradient.apply(logits, loss, found[1][0, :count].view(logits.shape)) if with_grad else loss, width
 
 
 @completed(smooth_ap)
@@ -183,26 +191,28 @@ class SmoothAPLoss(RankingLoss):
         """Return one minus the smooth average precision of each class, or of each query."""
         return _per_class(*self._at_temperature(pool))
 
-    def _at_once(self, given: Given) -> Tensor | None:
-        has_more = given.iid_mask is not None or given.sample_weight is not None or given.indexes is not None
-        keeps = self.queue_size or self.max_pool_size is not None or self.pool_counts is not None
+    def _at_once(self, rows: Given | Batch) -> Tensor | None:
+        has_more = rows.iid_mask is not None or rows.sample_weight is not None or rows.indexes is not None
+        keeps = self.queue_keep != "all" or self.max_pool_size is not None or self.pool_counts is not None
         is_ordinary = self.num_classes == 1 and not (self.multi_hot or self.reduction == "none")
-        is_watched = self.validate_args and self.training
+        is_watched, over_ranks = self.validate_args and self.training, isinstance(rows, Batch)
         if has_more or keeps or not is_ordinary or (is_watched and self._hints.looks_at_rows):
             return None
         temperature = self.temperature
         if temperature is not None and not (type(temperature) is float and 0 < temperature < math.inf):
             return None
-        if torch.compiler.is_compiling() or self._resolve_group() is not None:
+        if self.pool == "sharded" or torch.compiler.is_compiling():
             return None
-        refuse_in_backward(type(self).__name__)
-        found = _of_small_pool(given.logits, given.targets, temperature, self.ignore_index)
+        found = _of_small_pool(rows, self._queued_rows(), temperature, self.ignore_index)
         if found is None:
             return None
         loss, self._last_temperature = found
+        if self._enqueues:
+            self.queue.enqueue(rows.logits.view(-1, 1), rows.targets)
         if is_watched:
             self._hints.observe_valid_class()
-        return note_kind(loss) if self.reduction == "mean" else loss
+        loss = note_kind(loss) if self.reduction == "mean" else loss
+        return note_kind(loss, over_ranks=True) if over_ranks else loss
 
     def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         temperature = self._shared_temperature(pool, shared)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor
 
 import fullrank
@@ -120,6 +121,37 @@ def test_a_small_pool_in_few_steps(
     assert loss(scores[0].detach().fill_(torch.nan), targets).isnan()
     with pytest.raises(ValueError, match="targets"):
         loss(logits[0], targets[:-1])
+
+
+class TheLongWay(fullrank.SmoothAPLoss):
+    def _at_once(self, rows: object) -> None:
+        return None
+
+
+@needs_extension
+@pytest.mark.parametrize("queue_size", [0, 60])
+@on_ranks()
+def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int) -> None:
+    """Loss, gradient and queue are those of the long way to the last bit, alone and over the ranks."""
+    file = sys.modules[fullrank.SmoothAPLoss.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        counted, plain = [], file._of_small_pool
+        patch.setattr(file, "_of_small_pool", lambda *given: counted.append(plain(*given)) or counted[-1])
+        for gathers in (False, True):
+            losses = [kind(1, queue_size, gather_distributed=gathers) for kind in (fullrank.SmoothAPLoss, TheLongWay)]
+            counted.clear()
+            for seed, count in enumerate((30, 30, 50, 9, 20, 0, 30, 9, 3000, 40)):
+                count = 0 if seed == 4 and rank == 0 else count * (rank + 1)
+                scores, positive, _ = rows(1, count, torch.float32, seed + rank)
+                given = [scores.t().clone().requires_grad_() for _ in losses]
+                found = [loss(logits, positive[0].long()) for loss, logits in zip(losses, given)]
+                for value in found:
+                    (value / 3).backward()
+                assert torch.equal(*found)
+                assert torch.equal(*[logits.grad for logits in given])
+                assert all(map(torch.equal, *([*loss.queue.rows()[:3], loss.queue.checksum] for loss in losses)))
+                assert losses[0].current_temperature == losses[1].current_temperature
+            assert sum(one is not None for one in counted) >= 3  # not in calls 1, 2, 4 and 8, nor without rows
 
 
 @needs_extension

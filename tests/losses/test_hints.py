@@ -189,7 +189,8 @@ def test_values_that_arrive_late_give_the_same_hint(monkeypatch, make, steps, fi
 def test_control_nonsense_is_read_where_nothing_is_waited_for(monkeypatch):
     """A loss that is used rightly, of which every number is read as 0."""
     monkeypatch.setattr(hints, "start_copy", lambda values: Copy(lambda: True, torch.zeros_like(values)))
-    assert "no class was valid" in texts_of(SmoothAPLoss(1, queue_size=64, temperature=0.1), 40)[0]
+    loss = SmoothAPLoss(1, queue_size=64, temperature=0.1, queue_keep="negatives")
+    assert "no class was valid" in texts_of(loss, 40)[0]
 
 
 @pytest.mark.slow
