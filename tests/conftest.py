@@ -18,8 +18,8 @@ import pytest
 import torch
 from workers import WorkerPool, close_pools, get_pool
 
-# The shared subjects, data and tables of the tests over ranks. The workers inherit the path.
-sys.path.insert(0, str(Path(__file__).parent / "conformance"))
+# The shared subjects, data and tables of the tests over ranks, and the trainings. The workers inherit the path.
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("conformance", "integrations")]
 
 
 def pytest_configure() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score
+from subjects import error, whole
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from workers import WorkerPool
@@ -54,14 +55,9 @@ def launch(rank: int, module: str) -> None:
     import_module(module)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest number."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def flat(model: nn.Module) -> Tensor:
-    """Return all parameters, one after another."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    """Return all parameters, one after another; collective if they are sharded."""
+    return torch.cat([whole(parameter).detach().reshape(-1) for parameter in model.parameters()])
 
 
 def change(model: nn.Module, before: Tensor, expected: Tensor) -> float:

@@ -20,7 +20,6 @@ from integration_cases import (
     alone,
     average_precision,
     change,
-    error,
     flat,
     make_encoder,
     make_tokens,
@@ -33,6 +32,7 @@ from integration_cases import (
     worst,
 )
 from pages import blocks, run_block
+from subjects import error
 from torch import Tensor, nn
 from workers import WorkerPool, error_of
 

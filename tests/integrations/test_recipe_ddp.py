@@ -41,55 +41,37 @@ def queued(names: dict[str, Any]) -> nn.Module:
     return names["CombinedLoss"]({"ce": names["BCEWithLogitsLoss"](), "ap": ap})
 
 
-SHUFFLED = DEFINITIONS.replace("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 1)")
-
-
 @pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
 @on_ranks(2)
-def test_it_trains_and_validates_as_one_process(rank: int, tmp_path: Path, is_control: bool) -> None:
-    """The control trains with other batches."""
-    names = run_block(SHUFFLED if is_control else DEFINITIONS, {})
+def test_it_trains_validates_and_resumes_as_one_process(rank: int, tmp_path: Path, is_control: bool) -> None:
+    """Not without the state of the loss. The control trains with other batches."""
+    epoch = "sampler.set_epoch(epoch + 1)" if is_control else "sampler.set_epoch(epoch)"
+    names = run_block(DEFINITIONS.replace("sampler.set_epoch(epoch)", epoch), {})
     train, val = make_rows(96, 0), make_rows(75, 1)
-    network, reference = make_network(), make_network()
-    before, sets = flat(network), (TensorDataset(*train), TensorDataset(*val))
-    history = names["fit"](network, queued(names), *sets, tmp_path, epochs=2, batch_size=SIZE)
+
+    def job(place: str, epochs: int, forgets: bool = False) -> tuple[nn.Module, list[float]]:
+        (tmp_path / place).mkdir(exist_ok=True)
+        network, loss_fn, sets = make_network(), queued(names), (TensorDataset(*train), TensorDataset(*val))
+        if forgets:
+            loss_fn.load_state_dict = lambda *args: None
+        history = names["fit"](network, loss_fn, *sets, tmp_path / place, epochs=epochs, batch_size=SIZE)
+        torch.distributed.barrier()  # the files are there
+        return network, history
+
+    (network, history), reference = job("through", 2), make_network()
     epochs = [dealt(96, SIZE, epoch) for epoch in range(2)]
     adam = partial(torch.optim.AdamW, lr=1e-2)
     expected, *_ = train_alone(reference, of_rows(alone(queued(names)), reference, *train), epochs, make_optimizer=adam)
-    wrong = change(network, before, expected)
+    wrong = change(network, flat(make_network()), expected)
     assert wrong > 1e-3 if is_control else wrong <= LIMIT
     assert history[0] < history[1]  # the first epoch improves the metric
     assert is_control or history[-1] == pytest.approx(average_precision(reference, *val), rel=LIMIT)
-    torch.distributed.barrier()  # the files are there
-    assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "best.pt"}
-
-
-@pytest.mark.parametrize("keeps_loss", [True, pytest.param(False, marks=pytest.mark.full)])
-@on_ranks(2)
-def test_it_resumes_bit_for_bit(rank: int, tmp_path: Path, keeps_loss: bool) -> None:
-    """Not without the state of the loss."""
-    names = run_block(DEFINITIONS, {})
-    sets = [TensorDataset(*make_rows(*of)) for of in ((96, 0), (75, 1))]
-
-    def job(place: str, epochs: int) -> tuple[Tensor, list[float]]:
-        (tmp_path / place).mkdir(exist_ok=True)
-        network = make_network()
-        history = names["fit"](network, queued(names), *sets, tmp_path / place, epochs=epochs, batch_size=SIZE)
-        return flat(network), history
-
-    through, history = job("through", 2)
-    job("killed", 1)
-    if not keeps_loss:
-        path = tmp_path / "killed" / "last.pt"
-        saved = torch.load(path, weights_only=True)
-        saved["loss"] = queued(names).state_dict()
-        torch.distributed.barrier()
-        torch.save(saved, path.with_name(f"{rank}.pt"))
-        path.with_name(f"{rank}.pt").replace(path)
-        torch.distributed.barrier()
-    again, continued = job("killed", 2)
-    assert torch.equal(through, again) == keeps_loss
-    assert history == continued or not keeps_loss
+    assert {path.name for path in (tmp_path / "through").iterdir()} == {"last.pt", "best.pt"}
+    for forgets in (False, True):
+        job(f"killed {forgets}", 1)
+        again, continued = job(f"killed {forgets}", 2, forgets)
+        assert torch.equal(flat(network), flat(again)) != forgets
+        assert forgets or history == continued
 
 
 @on_ranks(2)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import alone, average_precision, change, error, flat, make_encoder, make_rows
+from integration_cases import alone, average_precision, change, flat, make_encoder, make_rows
 from on_ranks import on_ranks
 from pages import blocks, output_of, run_block
-from subjects import gradient
+from subjects import error, gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import error_of

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, error, flat, gathered, own_pool, reset_accelerate, train, worst
+from integration_cases import change, flat, gathered, own_pool, reset_accelerate, train, worst
 from on_ranks import on_ranks
 from pages import blocks, run_block
+from subjects import error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import WorkerPool

@@ -10,8 +10,9 @@ import pages
 import pytest
 import torch
 import torch.distributed as dist
-from batches import LENGTH, Batch, halves, make_batch, num_valid, sum_loss
+from batches import LENGTH, Batch, halves, make_batch, one_process
 from experts import Experts
+from integration_cases import flat as parameters
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import run_block
@@ -41,17 +42,10 @@ def steps_of_one_process(model: nn.Module, windows: list[list[Batch]], max_norm:
     """Take an optimizer step for each window, and return the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batches in windows:
-        optimizer.zero_grad()
-        (torch.stack([sum_loss(model, batch) for batch in batches]).sum() / sum(map(num_valid, batches))).backward()
+        one_process(model, batches)
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return parameters(model)
-
-
-def parameters(model: nn.Module) -> Tensor:
-    """Return all parameters, flattened, whole ones of sharded ones."""
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in whole])
 
 
 def training(rank: int, kind: str, blocks: list[str], size: int) -> float:
@@ -85,9 +79,7 @@ def gradient(rank: int, kind: str, blocks: list[str]) -> float:
 
 def whole(batches: list[Batch], model: nn.Module | None = None) -> Tensor:
     """Return the gradient of one process with all of ``batches``."""
-    model = Model(torch.float64) if model is None else model
-    (torch.stack([sum_loss(model, batch) for batch in batches]).sum() / sum(map(num_valid, batches))).backward()
-    return flat(model)
+    return one_process(Model() if model is None else model, batches).gradient
 
 
 LIMIT = 1e-12  # float64
