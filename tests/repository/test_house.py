@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -179,3 +180,16 @@ def test_imports_point_one_way(name):
 )
 def test_control_a_forbidden_import_is_seen(source):
     assert _forbidden_imports(source, "fullrank.distributed", set()) != []
+
+
+def test_the_tests_that_the_page_of_reliability_names_exist():
+    """In a cell `::name` alone stands for the file named before it; the base names of files are unique."""
+    missing, file = [], None
+    texts = {path.name: path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    page = (ROOT / "docs" / "reliability.md").read_text("utf-8")
+    for found in re.findall(r"`((?:test_\w+\.py)?(?:::\w+)?)`", page):
+        head, _, function = found.partition("::")
+        file = head or file
+        if file not in texts or (function and f"\ndef {function}(" not in texts[file]):
+            missing.append(f"{file}::{function}")
+    assert missing == []

@@ -5,6 +5,8 @@ What the page says of this package alone is shown by the tests of the folders.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +41,128 @@ def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
     return torch.autograd.grad(loss, leaf)[0]
 
 
-# imbalanced-losses
+# imbalanced-losses: the same constructors and calls, the same numbers in one process
+
+RANKING = ["SmoothAPLoss", "RecallAtQuantileLoss", "PAUCAtBudgetLoss"]
+# Defaults that differ on purpose; docs/migrating.md names them.
+CHANGED = {
+    **{(name, "queue_size"): 0 for name in RANKING},
+    **{(name, "num_classes"): 1 for name in RANKING},
+    ("SmoothAPLoss", "temperature"): None,
+    ("RecallAtQuantileLoss", "temperature"): None,
+    ("PAUCAtBudgetLoss", "surrogate"): "dro",
+    ("PAUCAtBudgetLoss", "tau_scale"): None,
+    ("LossWarmupWrapper", "temp_start"): None,
+    ("LossWarmupWrapper", "temp_end"): None,
+}
+
+
+def test_every_name_and_argument_is_there() -> None:
+    """Arguments have the same names, order and defaults; ours come after them, in a forward keyword-only."""
+    for name in peer("imbalanced_losses").__all__:
+        theirs, ours = getattr(peer("imbalanced_losses"), name), getattr(fullrank, name)
+        expected, given = (inspect.signature(one).parameters for one in (theirs, ours))
+        assert list(given)[: len(expected)] == list(expected)
+        for parameter in expected.values():
+            assert given[parameter.name].default == CHANGED.get((name, parameter.name), parameter.default)
+            assert given[parameter.name].kind == parameter.kind
+        if inspect.isclass(theirs):
+            expected, given = (inspect.signature(one.forward).parameters for one in (theirs, ours))
+            assert list(given)[: len(expected)] == list(expected)
+            assert {parameter.kind for parameter in list(given.values())[len(expected) :]} <= {parameter.KEYWORD_ONLY}
+
+
+def steps_of(module: Any, name: str, options: dict[str, Any], *, weighted: bool = False) -> list[Tensor]:
+    """Return losses, per-class losses and gradients of six steps, the queue filling; thresholds have no gradient."""
+    if module is fullrank and name != "SmoothAPLoss" and options.get("surrogate") != "pairwise":
+        options = options | {"threshold_gradient": False}
+    loss = getattr(module, name)(queue_size=256, **options)
+    if module is not fullrank:
+        loss.double()  # its queue is a buffer of the module's dtype
+    results, columns = [], options["num_classes"]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        logits = torch.randn(40, columns, dtype=torch.float64, generator=generator, requires_grad=True)
+        targets = torch.randint(0, max(2, columns), (40,), generator=generator)
+        targets[::7] = -100
+        iid_mask = torch.rand(40, generator=generator) > 0.2
+        weight = torch.rand(40, dtype=torch.float64, generator=generator) if weighted else None
+        value, *others = loss(logits, targets, iid_mask, True, sample_weight=weight)
+        results += [value.detach(), *(other.detach() for other in others), torch.autograd.grad(value, logits)[0]]
+    return results
+
+
+PAUC = {"alpha": 0.05, "beta": 0.4, "quantile_interpolation": "linear"}
+CASES = [("SmoothAPLoss", {"temperature": 0.3}), ("RecallAtQuantileLoss", {"temperature": 0.3, "quantile": 0.2})]
+CASES += [
+    ("PAUCAtBudgetLoss", PAUC | surrogate | {"tau_scale": scale, "pos_numerator": numerator, "budget_basis": basis})
+    for surrogate in ({"surrogate": "trapezoid", "n_knots": 4}, {"surrogate": "pairwise"})
+    for scale, numerator, basis in itertools.product(("iqr", "band"), ("pool", "live"), ("fpr", "population"))
+]
+
+
+@pytest.mark.parametrize("num_classes", [1, 4])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_same_numbers(name: str, options: dict[str, Any], num_classes: int) -> None:
+    options = options | {"num_classes": num_classes}
+    for weighted in (False, True):
+        ours, theirs = (
+            steps_of(module, name, options, weighted=weighted) for module in (fullrank, peer("imbalanced_losses"))
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            # Rounding: the same sums in another order.
+            assert_close(a, b, rtol=1e-12, atol=1e-14, equal_nan=True)
+    if "temperature" in options:  # the control
+        other = steps_of(fullrank, name, options | {"temperature": 0.31}, weighted=True)
+        assert not torch.allclose(other[0], theirs[0], rtol=1e-6)
+        assert not torch.allclose(other[-1], theirs[-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", loss_cases.FOCAL)
+def test_same_focal_losses(name: str) -> None:
+    case = loss_cases.FOCAL[name]
+    inputs, targets, weight = case.inputs()
+    for options, reduction, given in itertools.product(case.settings.values(), ["mean", "sum", "none"], (None, weight)):
+        ours, theirs = (
+            getattr(module, case.module.__name__)(**options, reduction=reduction)(inputs, targets, sample_weight=given)
+            for module in (fullrank, peer("imbalanced_losses"))
+        )
+        rounded = isinstance(options.get("alpha"), list)  # theirs are float32
+        assert_close(ours, theirs, rtol=1e-7 if rounded else 1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
+def test_same_diagnostics(surrogate: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(60, 3, generator=generator).double(), torch.randint(0, 3, (60,), generator=generator)
+    both = fullrank, peer("imbalanced_losses")
+    losses = [module.PAUCAtBudgetLoss(3, beta=0.3, surrogate=surrogate, queue_size=0) for module in both]
+    ours, theirs = (loss(*rows, return_diagnostics=True)[1] for loss in losses)
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        assert_close(ours[name].double(), value.double(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "lengths", [{"warmup_steps": 3, "blend_steps": 2}, {"warmup_epochs": 1, "blend_epochs": 2}], ids=str
+)
+def test_same_schedule(lengths: dict[str, int]) -> None:
+    """Phases, weights, temperatures and losses of the wrapper, step by step."""
+    traces: list[list[tuple[Any, ...]]] = [[], []]
+    for trace, module in zip(traces, (fullrank, peer("imbalanced_losses"))):
+        losses = torch.nn.CrossEntropyLoss(), module.SmoothAPLoss(4, queue_size=0)
+        temperatures = {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 6}
+        wrapper = module.LossWarmupWrapper(*losses, **temperatures, final_main_weight=0.75, **lengths)
+        for step in range(16):
+            if step % 4 == 0:
+                wrapper.on_train_epoch_start(step // 4)
+            wrapper.on_train_batch_start(step)
+            logits = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            loss = wrapper(logits, torch.arange(12) % 4).item()
+            temperature = -1.0 if wrapper.in_warmup else wrapper.current_temperature
+            trace.append((wrapper.in_warmup, wrapper.in_blend, wrapper.main_weight, temperature, loss))
+    for ours, theirs in zip(*traces):
+        assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 def imbalanced_on_a_rank(rank: int) -> dict[str, tuple[Any, Any]]:
@@ -162,7 +285,7 @@ def test_the_lines_about_transformers() -> None:
         given = torch.randn(1, 3, 4, dtype=dtype), torch.tensor([[0, 1, 2]]), 4
         found = fullrank.causal_lm_loss(*given), theirs(*given)
         assert [loss.dtype for loss in found] == [ours, torch.float32]
-        torch.testing.assert_close(found[0].float(), found[1], rtol=1e-6, atol=0)
+        assert_close(found[0].float(), found[1], rtol=1e-6, atol=0)
     outside = logits, torch.tensor([[0, 9, 1]])
     assert [error_of(lambda: fullrank.causal_lm_loss(*outside))[0]] == ["ValueError"]
     with pytest.raises(IndexError):
