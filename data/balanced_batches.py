@@ -131,7 +131,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Return an iterator over the batches of this rank, without those that were done before a restart."""
         rank, world_size = self._ranks()
         if world_size > 1 and get_worker_info() is None:  # a worker of a loader shares no group with the others
-            agree_on("BalancedBatchSampler", resolve_group(self.group), self._offer)
+            facts = {name: State(value, _SAME_ARGUMENTS) for name, value in self._arguments().items()}
+            facts |= {"epoch": State(self.epoch, _SAME_PLACE), "batches done": State(self.batches_done, _SAME_PLACE)}
+            agree_on("BalancedBatchSampler", resolve_group(self.group), lambda: Offer(None, facts))
         length, self._num_skipped = self._length(world_size), self.batches_done
         if self.batches_done >= length:
             warn(f"BalancedBatchSampler: epoch {self.epoch} has no batches left. Call set_epoch({self.epoch + 1}).")
@@ -155,11 +157,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for batch in batches:
             yield batch.tolist()
         self._is_complete = True
-
-    def _offer(self) -> Offer[None]:
-        facts = {name: State(value, _SAME_ARGUMENTS) for name, value in self._arguments().items()}
-        place = {"epoch": self.epoch, "batches done": self.batches_done}
-        return Offer(None, facts | {name: State(value, _SAME_PLACE) for name, value in place.items()})
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0. A new epoch starts with its first batch; the current one stays where it is."""

@@ -20,9 +20,10 @@ from ..distributed.exchange import Exchange, check_rows
 from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
 from ..distributed.torch_private import func_transforms_are_active, note_kind
-from ..errors import Words, anchor_of, expected, first_order_only
+from ..errors import Words, expected
 from ..kernels.costs import costs_of
 from .arguments import completed
+from .attached import attach
 from .distributed_loss import GroupOptions
 from .queued_loss import HoldsQueue
 from .tensors import checked_rows, compute_dtype, unit_rows
@@ -98,33 +99,6 @@ class Part(NamedTuple):
     of_scale: Tensor  # () float64
     of_own: list[Tensor | None]  # [N, D] each: of the own rows alone
     of_all: list[Tensor | None]  # [sum of N, D] each: of the rows of all ranks, to be added up over the ranks
-
-
-class _Attached(torch.autograd.Function):
-    """A value with gradients that were computed with it.
-
-    ======== ======= =====================================================
-    tensor   shape   meaning
-    ======== ======= =====================================================
-    value    ()      the loss, equal on all ranks
-    x_i      any     input i of this rank
-    g_i      of x_i  gradient of the value, times k for the rows of a rank
-    dx_i     of x_i  dvalue * g_i
-    ======== ======= =====================================================
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: str, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
-        ctx.call, ctx.count = call, len(gradients)
-        ctx.save_for_backward(*gradients, *inputs[len(gradients) :])  # those are anchors
-        return value.clone()
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors[: ctx.count]
-        found = (None if one is None else (grad * one).to(one.dtype) for one in gradients)
-        return None, None, None, *found, *[None] * (len(ctx.saved_tensors) - ctx.count)
 
 
 @completed()
@@ -222,6 +196,5 @@ class ContrastiveLoss(HoldsQueue):
                 found.append(k * sum(present[1:], present[0]) if present else None)
             slope = sums[1] if is_held is None else torch.where(is_held, sums[1].clamp_min(0.0), sums[1])
             found += [(slope * share).to(one).reshape(one.shape) for one in learned]
-            anchors = [anchor_of(one) for one in (*own, *learned) if one.requires_grad]
-            value = _Attached.apply(type(self).__name__, value, found, *own, *learned, *anchors)
+            value = attach(type(self).__name__, value, (*own, *learned), found)
         return note_kind(value, over_ranks=exchange is not None)

@@ -44,11 +44,6 @@ class Pool(NamedTuple):
         """(C, M) bool: the members, as a tensor even where all rows are members."""
         return torch.ones_like(self.positive) if self.member is None else self.member
 
-    @property
-    def has_negative(self) -> Tensor:
-        """(C,) bool: the class has a negative."""
-        return self.negative.any(dim=1)
-
 
 class PerClass(NamedTuple):
     """A loss before its reduction."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..distributed.exchange import Exchange
-from ..distributed.gather import gather_agreed
-from ..distributed.header import Offer, refuse_in_backward
+from ..distributed.gather import gather_after
+from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import anchor_of, check_choice, check_int, check_tensor, expected
 from ..kernels.registration import check_not_batched
@@ -139,27 +139,22 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools.
         """
-        call = type(self).__name__
+        call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def check() -> tuple[Tensor, Tensor]:
-            check_temperature(self.temperature, automatic=True)
-            rows = checked_rows("embeddings", embeddings, self.queue.num_classes if self.queue_size else None)
-            return rows, checked_labels(labels, rows)
-
-        def bring() -> Offer[None]:
+        def bring() -> Offer[tuple[Tensor, Tensor]]:
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
-            return Offer(None, self._state(), checksum=self._checksum, tensors=check())
+            check_temperature(self.temperature, automatic=True)
+            width = self.queue.num_classes if self.queue_size else None
+            own = checked_rows("embeddings", embeddings, width), checked_labels(labels, embeddings)
+            return Offer(own, self._state(), checksum=self._checksum, tensors=own)
 
-        group = self._resolve_group()
-        split = None
-        if group is None:
-            rows = check()
-        else:
-            gathered = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
-            rows = gathered.tensors
-            if sum(gathered.rows) >= FEWEST_SPLIT:
-                split = Split(Exchange(call, group), gathered.rows)
+        agreed, split = agree_on(call, group, bring), None
+        rows = agreed.value
+        if group is not None:
+            rows = gather_after(call, group, agreed, self.gradient_reduction)
+            if sum(agreed.rows) >= FEWEST_SPLIT:
+                split = Split(Exchange(call, group), agreed.rows)
         loss, used, unit, names = _loss(
             *rows, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
         )

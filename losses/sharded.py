@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..distributed.exchange import Exchange
 from ..distributed.header import Agreement
-from ..errors import anchor_of, first_order_only
 from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
 from ..queues.sharded_queue import ShardedQueue
+from .attached import attach
 from .pool import Pool
 
 
@@ -120,41 +120,12 @@ def agreed_temperature(pool: Pool, shared: PoolFacts, temperature: float | None,
     return multiple * (1.0 if spread is None else spread)
 
 
-class _OwnGradient(torch.autograd.Function):
-    """Attach a gradient that the forward has computed.
-
-    ======== ======== ==========================================
-    tensor   shape    meaning
-    ======== ======== ==========================================
-    scores   (C, N)   live rows of this rank
-    values   (C,)     the loss of each class, equal on all ranks
-    gradient (C, N)   of ``values`` with respect to ``scores``
-    dscores  (C, N)   k * dvalues * gradient
-    ======== ======== ==========================================
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: str, scale: int, anchor: Tensor, scores: Tensor, values: Tensor, gradient: Tensor
-    ) -> Tensor:
-        ctx.call, ctx.scale = call, scale
-        ctx.save_for_backward(gradient, anchor)
-        return values.clone()
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = ctx.saved_tensors[0]
-        return None, None, None, (grad * ctx.scale).to(gradient.dtype)[:, None] * gradient, None, None
-
-
 def with_gradient(values: Tensor, gradient: Tensor | None, pool: Pool, shared: PoolFacts) -> Tensor:
     """Return ``values`` (C,) with ``gradient`` (C, N) for the live rows of this rank; None is no gradient."""
     if gradient is None or not needs_gradient(pool):
         return values
     live = pool.scores[:, : shared.num_live] if shared.num_live < pool.scores.shape[1] else pool.scores
-    connected: Tensor = _OwnGradient.apply(shared.exchange.call, shared.scale, anchor_of(live), live, values, gradient)
-    return connected
+    return attach(shared.exchange.call, values, [live], [gradient], shared.scale)
 
 
 class Positives(NamedTuple):

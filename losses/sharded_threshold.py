@@ -118,7 +118,7 @@ class _Sums(NamedTuple):
 
 @exact
 def _found_at_levels(
-    scores: Tensor, pool: Pool, shared: PoolFacts, positives: Positives, share: Tensor, sums: _Sums, with_grad: bool
+    scores: Tensor, shared: PoolFacts, positives: Positives, share: Tensor, sums: _Sums, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss (C,) float64, and the gradient of the live rows (C, N), None unless ``with_grad``."""
     levels, weights, taus, reference, threshold_gradient = sums
@@ -213,8 +213,8 @@ def _loss_at_levels(
     """Return the mean over the positives of the weighted sums of ``s((level - x) / tau)``."""
     factor = torch.where(valid, total, 1.0).reciprocal() * valid
     share = positives.mass * factor.masked_fill(has_nan, math.nan)[positives.class_of]
-    given = pool.scores.detach(), pool, shared, positives, share, sums, needs_gradient(pool)
-    loss, gradient = _found_at_levels(*given)
+    given = shared, positives, share, sums, needs_gradient(pool)
+    loss, gradient = _found_at_levels(pool.scores.detach(), *given)
     loss = loss.masked_fill(has_nan, math.nan)
     if gradient is not None and sums.threshold_gradient:  # else only positives have one
         gradient.masked_fill_(loss.isnan()[:, None], math.nan)  # also of inf - inf, on any rank

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,23 +115,16 @@ class GatheredMetric(Metric):
         dtypes even without rows.
         """
         group = self.process_group if process_group is None else process_group
+        rows: Sequence[Any]
         if dist_sync_fn is not gather_all_tensors:
-            logits, targets = (torch.cat(list(dist_sync_fn(rows, group=group))) for rows in self.rows())
+            rows = [torch.cat(list(dist_sync_fn(one, group=group))) for one in self.rows()]
+        elif dist.get_world_size(resolved := resolve_group(group, name="process_group")) == 1:
+            rows = self.rows()
         else:
-            logits, targets = self._gather(group)
+            call, facts = f"{type(self).__name__}.sync", {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
+            rows = gather_agreed(call, resolved, lambda: Offer(None, facts, tensors=self.rows())).tensors
         # New lists: the old ones may be shared with other metrics of a MetricCollection.
-        self.logits, self.targets = [logits], [targets]
-
-    def _gather(self, group: Group) -> tuple[Tensor, Tensor]:
-        resolved = resolve_group(group, name="process_group")
-        if dist.get_world_size(resolved) == 1:
-            return self.rows()
-        facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
-        call = f"{type(self).__name__}.sync"
-        logits, targets = gather_agreed(call, resolved, lambda: Offer(None, facts, tensors=self.rows())).tensors
-        assert logits is not None
-        assert targets is not None
-        return logits, targets
+        self.logits, self.targets = [rows[0]], [rows[1]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatheredMetric:
         """Copy everything except the process group, which cannot be copied. The copy shares it, as with the losses."""
