@@ -1,8 +1,4 @@
-"""Batches that hold a fixed number of rows of rare classes, on every rank.
-
-torch has no sampler for this: ``WeightedRandomSampler`` draws positives at random, so a batch may have none, and it
-knows no ranks; ``DistributedSampler`` knows ranks and no classes.
-"""
+"""Batches that hold a fixed number of rows of rare classes, on every rank."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
 """Add gradients over ranks that no wrapper reduces over, such as ranks that share a sequence or copies of an expert.
 
-Every rank of the group makes the same collectives, whatever its data::
-
-    header    number of parameters, and whether this rank failed its checks
-    words     a hash of all layouts, and one bit per parameter: whether it has a gradient on this rank
-    buckets   all-reduces of at most 25 MiB, over the gradients that at least one rank has
-
-The ranks compare layouts before the first bucket, so a mismatch raises on every rank with the gradients untouched.
+The ranks compare layouts before the first sum, so a mismatch raises on every rank with the gradients untouched.
 """
 
 from __future__ import annotations
@@ -246,11 +240,8 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
             held = _memory(created[index])
         tensors.append(held)
     for bucket in buckets(tensors):
-        first, dtype, staged = (
-            bucket[0],
-            torch.promote_types(bucket[0].dtype, torch.float32),
-            is_staged(bucket[0], group),
-        )
+        first, staged = bucket[0], is_staged(bucket[0], group)
+        dtype = torch.promote_types(first.dtype, torch.float32)
         if len(bucket) == 1 and first.dtype == dtype and first.is_contiguous() and not staged:
             _all_reduce(first, group)
             continue
@@ -274,10 +265,8 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        kind, size = (
-            (tensor.device, tensor.dtype),
-            tensor.numel() * torch.promote_types(tensor.dtype, torch.float32).itemsize,
-        )
+        kind = tensor.device, tensor.dtype
+        size = tensor.numel() * torch.promote_types(tensor.dtype, torch.float32).itemsize
         if kind in filling and sizes[kind] + size > BUCKET_BYTES:
             yield filling.pop(kind)
         sizes[kind] = size + (sizes[kind] if kind in filling else 0)

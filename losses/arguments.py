@@ -1,8 +1,5 @@
-"""Arguments that losses share are described once; a docstring describes only its own.
+"""Arguments that losses share are described once; ``@completed`` lets ``help`` and signatures show them everywhere.
 
-``@completed(...)`` gives a function or a class what its docstring leaves out: the descriptions of arguments, and whole
-sections. They come from the bases of the class, and from the functions and classes that are named. In the signature of
-a class, ``**options`` becomes the arguments that a base takes. So ``help(SmoothAPLoss)`` shows everything.
 docs/tools/docstrings.py does the same for the site, which is made without importing the package.
 """
 
@@ -26,7 +23,10 @@ T = TypeVar("T")
 
 
 def completed(*sources: Any) -> Callable[[T], T]:
-    """Return a decorator that completes a docstring from those of ``sources``, and of a class first from its bases."""
+    """Return a decorator that completes a docstring from those of ``sources``, and of a class first from its bases.
+
+    It adds the descriptions of arguments and whole sections, and replaces ``**options`` by the arguments of a base.
+    """
 
     def complete(item: T) -> T:
         bases: tuple[Any, ...] = ()
@@ -46,8 +46,7 @@ def completed(*sources: Any) -> Callable[[T], T]:
 def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[str]) -> str:
     """Return ``docstring`` with what it lacks and one of ``sources`` has, the first of them before the others.
 
-    The text before the sections stays first, and the sections are put in order. Each argument of ``names``, which are
-    in the order of the signature, must be described.
+    Each argument of ``names``, which are in the order of the signature, must be described.
     """
     entries: dict[str, str] = {}
     sections: dict[str, str] = {}

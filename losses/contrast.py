@@ -1,8 +1,6 @@
 """What the contrastive losses share: own rows against the rows of all ranks, block by block, and a queue of past rows.
 
-Each rank computes the terms of its own rows. The gradient of its own rows as candidates of other ranks' rows comes back
-by one reduce-scatter. All of it happens in the forward, so the backward communicates nothing and no rank can miss it.
-The time of a rank falls with the number of ranks. Its memory is that of all candidates and of a block of similarities.
+The gradient of own rows as candidates of other ranks' rows comes back by one reduce-scatter, which the forward makes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Entries in rectangles: the rows of queries, and the positives of classes with their rivals.
-
-The rows of a rectangle are queries, so that a sum over classes is a sum over queries.
-
-Queries may have any number of rows. They are sorted into blocks by length: 1, 2, 3 to 4, 5 to 8 and so on. Within a
-block the shorter queries are padded to the longest. So there are at most twice as many places as rows, and 64 blocks.
-"""
+"""Entries in rectangles: the rows of queries, and the positives of classes with their rivals."""
 
 from __future__ import annotations
 
@@ -33,8 +27,9 @@ class Block(NamedTuple):
 def group_rows(indexes: Tensor) -> tuple[int, list[Block]]:
     """Return the number of queries, and their rows in blocks.
 
-    Rows with the same index (M,) are one query; queries are numbered in sorted order. Waits for the device three times,
-    however many queries there are: for their number, the widths of the blocks, and their sizes.
+    Rows with the same index (M,) are one query; queries are numbered in sorted order. A block has queries of similar
+    length: 1, 2, 3 to 4, 5 to 8 and so on. The shorter ones are padded to the longest, so there are at most twice as
+    many places as rows, and 64 blocks. Waits for the device three times, however many queries there are.
     """
     distinct, query = indexes.unique(return_inverse=True)
     count = torch.bincount(query, minlength=distinct.numel())

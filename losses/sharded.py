@@ -1,10 +1,7 @@
 """A pool that no rank holds: each rank keeps its own rows, and class-wise sums travel instead of rows.
 
-What the ranks know of each other comes from the header, and from exchanges that every rank makes. So which way a loss
-is computed depends on numbers that are equal on all ranks, and every rank makes the same calls, whatever its own rows.
-
-A rank has the gradient of its own rows from the same sums, and its backward multiplies it by k, as that of a gather
-does, see :mod:`fullrank.distributed.gather`.
+Which way a loss is computed depends on numbers that are equal on all ranks, so every rank makes the same calls. A rank
+has the gradient of its own rows from the same sums, and its backward multiplies it by k, as that of a gather does.
 """
 
 from __future__ import annotations
