@@ -338,7 +338,6 @@ def test_a_tensor_on_another_device_than_the_group_raises_on_every_rank(over_ran
 )
 def test_values_that_do_not_fit_raise_the_same_on_every_rank(over_ranks: str, name: str, reasons: list[str]) -> None:
     """Although they are read together with the headers."""
-    print(over_ranks)
     texts = {line.partition(": ")[2] for line in over_ranks.splitlines() if line.startswith(f"{name} on")}
     (text,) = texts
     assert text.startswith("RankValueError"), text

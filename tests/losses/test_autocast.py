@@ -12,28 +12,22 @@ from gradient_cases import Case
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from fullrank import RetrievalSmoothAPLoss, SmoothAPLoss
-
 NAMES = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative")
-NAMES += ("softmax_focal", "sigmoid_focal", "queries", "embeddings")
+NAMES += ("softmax_focal", "sigmoid_focal", "queries", "retrieval")
 # The losses whose sums are matrix products, which is what autocast rounds.
-OF_PRODUCTS = ("recall", "pauc_trapezoid", "embeddings")
+OF_PRODUCTS = ("recall", "pauc_trapezoid", "retrieval")
 
 
 def rows(name: str, rank: int, count: int) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
     """Return a loss with logits, targets and keywords, on a pool that half precision cannot sum."""
-    generator = torch.Generator().manual_seed(rank)
-    if name == "embeddings":
-        targets = torch.randint(0, 40, (count,), generator=generator)
-        return RetrievalSmoothAPLoss(0.2), torch.randn(count, 8, generator=generator), targets, {}
-    case = Case("smooth_ap" if name == "queries" else name, queue_size=0)
-    logits = torch.randn(count, gradient_cases.num_outputs(case), generator=generator)
+    generator, case = torch.Generator().manual_seed(rank), Case(name, queue_size=0)
+    loss, columns = gradient_cases.make_loss(case, local=False), gradient_cases.num_outputs(case)
+    logits = torch.randn(count, columns, generator=generator)
+    if name == "retrieval":
+        return loss, logits, torch.randint(0, 40, (count,), generator=generator), {}
     targets = (torch.rand(count, generator=generator) < 0.1).long()
-    if name == "queries":
-        indexes = torch.randint(0, 9, (count,), generator=generator)
-        return SmoothAPLoss(1, temperature=0.2), logits, targets, {"indexes": indexes}
-    loss = gradient_cases.make_loss(case, local=False)
-    return loss, logits, targets[:, None] if name == "sigmoid_focal" else targets, {}
+    options = {"indexes": torch.randint(0, 9, (count,), generator=generator)} if name == "queries" else {}
+    return loss, logits, targets[:, None] if name == "sigmoid_focal" else targets, options
 
 
 def autocast_errors(rank: int, names: tuple[str, ...], guarded: bool, count: int) -> dict[str, float]:
@@ -42,7 +36,7 @@ def autocast_errors(rank: int, names: tuple[str, ...], guarded: bool, count: int
     for name in names:
         outcomes = []
         for enabled in (False, True):
-            loss, logits, targets, options = rows(name, rank, 600 if name == "embeddings" and count > 600 else count)
+            loss, logits, targets, options = rows(name, rank, 600 if name == "retrieval" and count > 600 else count)
             blind = nullcontext() if guarded else mock.patch.object(torch, "is_autocast_enabled", return_value=False)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), blind:
                 leaf = logits.requires_grad_()

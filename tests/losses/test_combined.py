@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from loss_cases import draw
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
-from workers import WorkerPool, error_of
+from workers import error_of
 
 from fullrank import BCEWithLogitsLoss, CombinedLoss, CrossEntropyLoss, LossWarmupWrapper
 from fullrank.losses import RecallAtQuantileLoss, SmoothAPLoss
@@ -168,48 +170,24 @@ def test_a_part_must_return_a_tensor() -> None:
         CombinedLoss({"pair": Pair()})(*draw(ROWS))
 
 
-# Over ranks
-
-
-def combined(kind: str) -> CombinedLoss:
-    """Return a loss whose parts are of this package, or one of torch."""
-    ce = nn.BCEWithLogitsLoss() if kind == "torch" else BCEWithLogitsLoss()
-    return CombinedLoss({"ap": SmoothAPLoss(1, queue_size=30), "ce": ce})
-
-
-def spoiled(rank: int, kind: str, fault: str, step: int) -> tuple[str, str, float, float]:
-    """Return what rank 1 makes all ranks raise in ``step``, and the next loss here and without the spoiled step."""
-    found, twin = combined(kind), combined(kind)
-    error = ("none", "")
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("fault", ["weights", "soft targets"])
+@on_ranks()
+def test_a_fault_of_one_rank_raises_on_all(rank: int, fault: str, step: int) -> None:
+    """What tests/conformance does not have: weights that differ, and a loss of torch that has taken what AP refuses."""
+    ce = nn.BCEWithLogitsLoss if fault == "soft targets" else BCEWithLogitsLoss
+    found, twin = (CombinedLoss({"ap": SmoothAPLoss(1, queue_size=30), "ce": ce()}) for _ in range(2))
     for index in range(step + 2):
         logits, targets = draw(ROWS + rank, seed=10 * index + rank)
-        if index == step:
-            odd = rank == 1
-            if fault == "weights" and odd:
-                found.weights = {"ap": 1.0, "ce": 0.5}
-            if fault == "soft" and odd:
-                targets = targets.double() * 2  # AP refuses it, after the loss of torch has taken it
-            error = error_of(lambda given=(logits, targets): found(*given))
+        if index != step:
+            assert torch.equal(found(logits, targets), twin(logits, targets))  # no queue has seen the spoiled step
+        elif fault == "weights":
+            found.weights = {"ap": 1.0, "ce": 0.5 if rank == 1 else 1.0}
+            error, text = error_of(partial(found, logits, targets))
             found.weights = twin.weights
-            continue
-        after = found(logits, targets).item()
-        expected = twin(logits, targets).item()
-    return *error, after, expected
-
-
-# What tests/conformance does not have: weights that differ, and a part that is not of this package.
-FAULTS = {
-    "weights": ("package", "RuntimeError", "weights: {'ap': 1.0, 'ce': 1.0} on "),
-    "soft": ("torch", "ValueError", " failed on rank 1: "),
-}
-
-
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_one_rank_raises_on_all(pool: WorkerPool, fault: str, step: int) -> None:
-    kind, error, text = FAULTS[fault]
-    outcomes = pool(spoiled, kind, fault, step)
-    assert {outcome[:2] for outcome in outcomes} == {outcomes[0][:2]}
-    assert outcomes[0][0] == error
-    assert text in outcomes[0][1]
-    assert all(after == expected for *_, after, expected in outcomes)  # no queue has seen the spoiled step
+            assert error == "RuntimeError"
+            assert "weights: {'ap': 1.0, 'ce': 1.0} on " in text
+        else:
+            error, text = error_of(partial(found, logits, targets.double() * (2 if rank == 1 else 1)))
+            assert error == "ValueError"
+            assert " failed on rank 1: " in text

@@ -104,7 +104,6 @@ MODULES = [loss.module.__name__ for loss in POOLED.values()]
 RANKING = [*MODULES, *POOLED]
 WITH_TEMPERATURE = [*(POOLED[name].module.__name__ for name in ORDER), *ORDER]
 RETRIEVAL = ["RetrievalSmoothAPLoss", "retrieval_smooth_ap"]
-OF_QUERIES = ["SmoothAPLoss of queries", "smooth_ap of queries"]
 RECALL = ["RecallAtQuantileLoss", "recall_at_quantile"]
 PAUC = ["PAUCAtBudgetLoss", "pauc_at_budget"]
 SIGMOID, SOFTMAX = ["SigmoidFocalLoss", "sigmoid_focal"], ["SoftmaxFocalLoss", "softmax_focal"]
@@ -191,13 +190,12 @@ TOGETHER: list[tuple[Sequence[str], str, dict[str, Any], str]] = [
     (["causal_lm_loss"], "num_items_in_batch", {"num_items": 1, "num_items_in_batch": 1}, "both"),
     (["causal_lm_loss"], "document_ids", {"document_ids": NEXT, "shift": False}, "Labels that were shifted before"),
 ]
-# subjects, argument, tensors that do not fit each with what the message says was given
+# subjects, argument, tensors that do not fit each with what the message says was given; more are in
+# tests/conformance/fault_calls.py, where one of several ranks passes them
 VALUES: list[tuple[Sequence[str], str, type[Exception], list[tuple[Any, str]]]] = [
     (RANKING, "logits", T, [(LOGITS.tolist() * 100, r"\.\.\. \(list\)\. Use torch\.as_tensor\(logits\)")]),
     (RANKING, "logits", T, [(numpy.zeros((8, 3)), r"numpy.ndarray of dtype float64 and shape \(8, 3\)\. Use ")]),
-    (RANKING, "logits", T, [(LOGITS.long(), "an int64 tensor")]),
     (RANKING, "logits", V, [(LOGITS[..., None], r"\(8, 3, 1\)")]),
-    (MODULES, "logits", V, [(LOGITS[:, :2], r"\(8, 2\)"), (LOGITS.flatten(), r"\(24,\)")]),
     (RANKING, "targets", T, [(TARGETS.tolist(), ""), (TARGETS * 1j, "complex64")]),
     (RANKING, "targets", V, [(ends(TARGETS.double(), 0.5), "0.5"), (ends(TARGETS.float(), NAN), "nan")]),
     (RANKING, "targets", V, [(ends(TARGETS.half(), -INF), "-inf"), (ends(TARGETS.float(), 3.0), r"3\.0")]),
@@ -213,20 +211,10 @@ VALUES: list[tuple[Sequence[str], str, type[Exception], list[tuple[Any, str]]]] 
     (RANKING, "sample_weight", V, [(torch.ones(8, 3), r"\(8, 3\)"), (ends(ONES, -1.0), "-1")]),
     (RANKING, "sample_weight", V, [(ONES[:, None], r"Use sample_weight\.squeeze\(1\)")]),
     (RANKING, "sample_weight", V, [(ends(ONES, NAN), "nan"), (ends(ONES, INF), "inf")]),
-    (MODULES, "iid_mask", T, [([True] * 8, ""), (ONES, "Weights go to sample_weight=")]),
-    (MODULES, "iid_mask", V, [(torch.ones(5, dtype=torch.bool), r"\(5,\)")]),
-    (OF_QUERIES, "indexes", T, [([0] * 8, ""), (ONES, "float32"), (ONES > 0, "bool")]),
-    (
-        OF_QUERIES,
-        "indexes",
-        V,
-        [(TARGETS[:, None], r"\(8, 1\)"), (TARGETS[:3], r"\(3,\)"), (TARGETS.to("meta"), "meta")],
-    ),
+    (MODULES, "iid_mask", T, [(ONES, "Weights go to sample_weight=")]),
+    (["SmoothAPLoss of queries"], "indexes", V, [(TARGETS[:, None], r"\(8, 1\)")]),
     (["smooth_ap of queries"], "logits", V, [(LOGITS, r"\(8, 3\)")]),
     (["RecallAtQuantileLoss", MODULES[-1]], "indexes", T, [(TARGETS, "Use SmoothAPLoss")]),
-    (RETRIEVAL, "embeddings", T, [([[1.0]], ""), (LOGITS.long(), "int64")]),
-    (RETRIEVAL, "embeddings", V, [(ONES, r"\(8,\)"), (torch.ones(8, 0), r"\(8, 0\)")]),
-    (RETRIEVAL, "labels", T, [([0, 1] * 4, ""), (ONES, "float32")]),
     (RETRIEVAL, "labels", V, [(torch.ones(8, 2).long(), r"\(8, 2\)")]),
     (RETRIEVAL, "labels", V, [(TARGETS.to("meta"), r"one on meta\. Use labels\.to\(embeddings\.device\)")]),
     (SOFTMAX[1:], "inputs", T, [([[0.0]], ""), (PIXELS.long(), "int64")]),

@@ -9,25 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from loss_cases import IGNORED, normal
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss
 
-IGNORED = -100
 SHAPES = [(37, 5), (6, 3, 4), (4, 3, 2, 3), (301, 11)]
 REDUCTIONS = ["mean", "sum", "none"]
-
-
-def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return normal numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def classes(shape: tuple[int, ...], ignored: int = IGNORED) -> Tensor:
     """Return class indices for logits of ``shape``, about a fifth of them ignored."""
     targets = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(1))
-    return targets.masked_fill(numbers(*targets.shape, seed=2) > 0.84, ignored)
+    return targets.masked_fill(normal(*targets.shape, seed=2) > 0.84, ignored)
 
 
 def both(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -57,17 +52,17 @@ def assert_as_torch(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 def test_cross_entropy_is_that_of_torch(kind: str, weighted: bool, smoothing: float) -> None:
     for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), SHAPES, REDUCTIONS):
-        logits = 3 * numbers(*shape, dtype=dtype)
-        targets = classes(shape) if kind == "classes" else numbers(*shape, seed=3, dtype=dtype).softmax(dim=1)
-        weight = numbers(shape[1], seed=4, dtype=dtype).abs() if weighted else None
+        logits = 3 * normal(*shape).to(dtype)
+        targets = classes(shape) if kind == "classes" else normal(*shape, seed=3).to(dtype).softmax(dim=1)
+        weight = normal(shape[1], seed=4).to(dtype).abs() if weighted else None
         options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
         assert_as_torch(CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options), logits, targets)
 
 
 @pytest.mark.parametrize("ignored", [IGNORED, -1, 0, 2, 255])
 def test_cross_entropy_ignores_as_torch_does(ignored: int) -> None:
-    logits, targets = numbers(37, 5), classes((37, 5), ignored)
-    for weight, reduction in itertools.product((None, numbers(5, seed=4).abs()), REDUCTIONS):
+    logits, targets = normal(37, 5), classes((37, 5), ignored)
+    for weight, reduction in itertools.product((None, normal(5, seed=4).abs()), REDUCTIONS):
         options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
         assert_as_torch(CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options), logits, targets)
 
@@ -80,18 +75,16 @@ def test_cross_entropy_ignores_as_torch_does(ignored: int) -> None:
 def test_binary_cross_entropy_is_that_of_torch(kind: str, weight: str | None, pos_weight: str | None) -> None:
     shapes = [(7,), (7, 1), (5, 3), (4, 3, 2)]
     for dtype, shape, reduction in itertools.product((torch.float32, torch.float64), shapes, REDUCTIONS):
-        logits, targets = 3 * numbers(*shape, dtype=dtype), numbers(*shape, seed=3, dtype=dtype).sigmoid()
+        logits, targets = 3 * normal(*shape).to(dtype), normal(*shape, seed=3).to(dtype).sigmoid()
         targets = (targets > 0.6).to(dtype) if kind == "hard" else targets
         sizes = {"full": shape[1:], "last": shape[-1:], "one": ()}
-        made = [
-            None if one is None else numbers(*sizes[one], seed=5, dtype=dtype).abs() for one in (weight, pos_weight)
-        ]
+        made = [None if one is None else normal(*sizes[one], seed=5).to(dtype).abs() for one in (weight, pos_weight)]
         options: dict[str, Any] = {"weight": made[0], "pos_weight": made[1], "reduction": reduction}
         assert_as_torch(BCEWithLogitsLoss(**options), nn.BCEWithLogitsLoss(**options), logits, targets)
 
 
 def test_controls_other_means_are_seen() -> None:
-    logits, targets, weight = numbers(37, 5), classes((37, 5)), numbers(5, seed=4).abs()
+    logits, targets, weight = normal(37, 5), classes((37, 5)), normal(5, seed=4).abs()
     ours = CrossEntropyLoss(weight)(logits, targets)
     elements = CrossEntropyLoss(weight, reduction="none")(logits, targets)
     for wrong in (elements.mean(), elements.sum() / (targets >= 0).sum(), CrossEntropyLoss()(logits, targets)):
@@ -102,14 +95,14 @@ def test_controls_other_means_are_seen() -> None:
 
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])
 def test_sample_weights_become_the_counts(kind: str) -> None:
-    logits, given, weight = numbers(37, 5), numbers(37, seed=6).abs(), numbers(5, seed=4).abs()
+    logits, given, weight = normal(37, 5), normal(37, seed=6).abs(), normal(5, seed=4).abs()
     if kind == "binary":
-        targets = numbers(37, 5, seed=3).sigmoid()
+        targets = normal(37, 5, seed=3).sigmoid()
         elements = BCEWithLogitsLoss(weight, reduction="none")(logits, targets)
         ours = BCEWithLogitsLoss(weight)(logits, targets, sample_weight=given)
         expected, count = (elements * given[:, None]).sum(), 5 * given.sum()
     else:
-        targets = classes((37, 5)) if kind == "classes" else numbers(37, 5, seed=3).softmax(dim=1)
+        targets = classes((37, 5)) if kind == "classes" else normal(37, 5, seed=3).softmax(dim=1)
         elements = CrossEntropyLoss(weight, reduction="none")(logits, targets)
         ours = CrossEntropyLoss(weight)(logits, targets, sample_weight=given)
         mass = torch.ones(37, dtype=torch.float64)
@@ -135,8 +128,8 @@ def test_the_weights_are_those_of_torch_in_every_respect() -> None:
         ours.weight.mul_(2)
         assert "2.0, 4.0, 1.0" in ours.extra_repr()
         assert ours.double().weight.dtype == torch.float64
-        logits, targets = numbers(8, 3), torch.arange(8) % 3
-        targets = targets if isinstance(ours, CrossEntropyLoss) else numbers(8, 3, seed=3).sigmoid()
+        logits, targets = normal(8, 3), torch.arange(8) % 3
+        targets = targets if isinstance(ours, CrossEntropyLoss) else normal(8, 3, seed=3).sigmoid()
         for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             assert torch.equal(twin(logits, targets), ours(logits, targets))
             twin.weight.zero_()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loss_cases import POOLED, VARIANTS, normal, step
+from loss_cases import POOLED, VARIANTS, normal
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
 from fullrank.kernels import sigmoid_sums as sums
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import pauc_at_budget, recall_at_quantile, sigmoid_focal, softmax_focal
+from fullrank.losses import pauc_at_budget, sigmoid_focal, softmax_focal
 from fullrank.metrics import RecallAtQuantile
 
 FLOAT32, FLOAT64 = 2e-6, 1e-12  # relative errors of a gradient
@@ -171,34 +171,6 @@ def test_an_infinite_band_leaves_out_its_class_and_no_other(surrogate: str) -> N
         assert module(scores, positive.long()).isfinite()
     scores[row, 0] = math.nan
     assert pauc_at_budget(scores, positive.long(), tau_scale="band", **options).isnan()
-
-
-@DTYPES
-@pytest.mark.parametrize("offset", [0.0, 1e6])
-@pytest.mark.parametrize("interpolation", ["linear", "midpoint"])
-@pytest.mark.parametrize("num_classes", [1, 3])
-def test_interpolated_recall_far_from_zero(
-    num_classes: int, interpolation: str, offset: float, dtype: torch.dtype, limit: float
-) -> None:
-    scores, positive = (normal(301, num_classes) + offset).float().double(), normal(301, num_classes, seed=1) > 1
-
-    def by_thresholds(of_dtype: torch.dtype) -> Tensor:
-        """Return the gradient, the thresholds being rounded to ``of_dtype``."""
-        found = torch.zeros_like(scores)
-        for c in range(num_classes):
-            threshold = scores[:, c].quantile(1 - 0.123, interpolation=interpolation).to(of_dtype).double()
-            rows = positive[:, c]
-            found[rows, c] = -slope((threshold - scores[rows, c]) / 0.3) / 0.3 / rows.sum()
-            found[:, c] -= found[rows, c].sum() * shares((scores[:, c] - threshold) / 0.3)
-        return found
-
-    exact = by_thresholds(torch.float64)
-    options = {"quantile_interpolation": interpolation, "reduction": "sum", "multi_hot": num_classes > 1}
-    targets = positive.long() if num_classes > 1 else positive[:, 0].long()
-    call = functools.partial(recall_at_quantile, quantile=0.123, temperature=0.3, **options)
-    assert error(step(call, scores.to(dtype), targets)[1], exact) <= max(limit, 1e-9 if offset else 0)
-    if offset and num_classes == 1:
-        assert error(by_thresholds(torch.float32), exact) > 1e-3  # the control
 
 
 def test_a_threshold_between_two_large_scores_counts_only_those_above() -> None:

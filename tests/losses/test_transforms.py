@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from loss_cases import CLASSES, FUNCTIONS
+from loss_cases import CLASSES, FUNCTIONS, normal
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -51,11 +51,6 @@ over_summed = pytest.mark.parametrize("name", SUMMED)
 over_modules = pytest.mark.parametrize("name", MODULES)
 
 
-def scores(columns: int = 3) -> Tensor:
-    """Return (60, columns) normal scores."""
-    return torch.randn(60, columns, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
 def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return the gradient by autograd."""
     leaf = x.clone().requires_grad_()
@@ -64,7 +59,7 @@ def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @over_functions
 def test_func_grad_gives_the_plain_gradient(name: str) -> None:
-    function, x = FUNCTIONS[name], scores()
+    function, x = FUNCTIONS[name], normal(60, 3)
     gradient, value = torch.func.grad_and_value(function)(x)
     assert torch.equal(value, function(x))
     assert torch.equal(gradient, gradient_of(function, x))
@@ -75,7 +70,7 @@ def test_func_grad_gives_the_plain_gradient(name: str) -> None:
 @over_modules
 def test_func_grad_and_meta_tensors_through_a_module(name: str) -> None:
     make, targets = MODULES[name]
-    x = scores(1 if targets is BINARY or targets.ndim == 2 else 3)
+    x = normal(60, 1 if targets is BINARY or targets.ndim == 2 else 3)
     expected = gradient_of(lambda x: make()(x, targets), x)
     assert torch.equal(torch.func.grad(lambda x: make()(x, targets))(x), expected)
     loss, leaf = make(), x.float().to("meta").requires_grad_()
@@ -92,7 +87,7 @@ def test_func_grad_and_meta_tensors_through_a_module(name: str) -> None:
 
 @over_functions
 def test_meta_tensors_have_shapes(name: str) -> None:
-    leaf = scores().float().to("meta").requires_grad_()
+    leaf = normal(60, 3).float().to("meta").requires_grad_()
     with FlopCounterMode(display=False):
         value = FUNCTIONS[name](leaf)
         value.backward()  # type: ignore[no-untyped-call]
@@ -104,7 +99,7 @@ def test_meta_tensors_have_shapes(name: str) -> None:
 @over_kernels
 def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
     """Second derivatives, forward mode and vmap."""
-    function, x = FUNCTIONS[name], scores()
+    function, x = FUNCTIONS[name], normal(60, 3)
     with pytest.raises(RuntimeError, match="expected a first derivative, got a second one"):
         torch.func.grad(lambda x: torch.func.grad(function)(x).square().sum())(x)
     forward = "expected reverse-mode differentiation, got forward mode"
@@ -119,7 +114,7 @@ def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
 
 @over_summed
 def test_forward_mode_and_vmap_of_the_summed_losses(name: str) -> None:
-    function, x = FUNCTIONS[name], scores()
+    function, x = FUNCTIONS[name], normal(60, 3)
     tangent = torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
     _, slope = torch.func.jvp(function, (x,), (tangent,))
     torch.testing.assert_close(slope, (gradient_of(function, x) * tangent).sum(), rtol=1e-12, atol=1e-14)
