@@ -15,7 +15,6 @@ from ..kernels.costs import costs_of
 from ..kernels.registration import refuse_forward_mode
 from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.soft_ranks_plain import scaled
-from ..kernels.spread import MOST_SCORES, spread_of
 from ..kernels.torch_private import func_transforms_are_active
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
@@ -112,54 +111,62 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
 
 
 class _WithGradient(torch.autograd.Function):
-    """``loss`` (), with the ``gradient`` of the logits that was computed with it."""
+    """The number ``loss``, with the ``gradient`` of the logits that was computed with it, divided by ``count``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, loss: float, gradient: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(logits, gradient)
-        return loss
+        ctx.count = count
+        return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled(ctx.saved_tensors[1], grad), None, None
+        # As in a mean of float64 numbers.
+        return scaled(ctx.saved_tensors[1], grad if ctx.count == 1 else grad.double() / ctx.count), None, None, None
 
     jvp = staticmethod(refuse_forward_mode)
 
 
 def _of_small_pool(
-    rows: Given | Batch, queued: QueueRows | None, temperature: float | None, ignore_index: int
+    rows: Given | Batch,
+    queued: QueueRows | None,
+    temperature: float | None,
+    ignore_index: int,
+    num_classes: int,
+    is_mean: bool,
 ) -> tuple[Tensor, float] | None:
-    """Return the loss of one class of at most 4,096 rows in C and the temperature, in few small steps.
+    """Return the loss of a small pool in one call of C, and the temperature.
 
-    None for all but an ordinary call: finite scores in contiguous memory of the host, int64 targets of 0 and 1.
+    None for all but an ordinary call: finite scores in contiguous memory of the host, int64 indices of the classes, and
+    pairs that take less time than bins.
     """
     logits, targets = rows[:2]
-    is_one = type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and targets.is_cpu
-    if not is_one or torch.compiler.is_compiling() or func_transforms_are_active() or not native.is_usable(logits):
+    is_plain = type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and targets.is_cpu
+    if not is_plain or torch.compiler.is_compiling() or func_transforms_are_active() or not native.is_usable(logits):
         return None
-    count = targets.numel()
-    shaped = count > 0 and targets.shape == (count,) and logits.shape in ((count,), (count, 1))
-    if not (shaped and logits.is_contiguous()) or 0 <= ignore_index <= 1:
+    count = targets.shape[0] if targets.ndim == 1 else 0
+    shaped = logits.shape == (count, num_classes) or (num_classes == 1 and logits.shape == (count,))
+    if not (count and shaped and logits.is_contiguous() and targets.is_contiguous()):
         return None
-    scores = logits.detach().view(1, -1)
+    scores = logits.detach()
     if queued is not None:
         if queued.sample_weight is not None:
             return None
-        scores = torch.cat([scores, queued.logits.t().to(scores)], 1)
+        scores = torch.cat([scores.view(count, num_classes), queued.logits.to(scores)])
         targets = torch.cat([targets, queued.targets.to(targets)])
-    low, high = targets.aminmax()
-    if int(low) != 0 or int(high) != 1 or targets.numel() > MOST_SCORES:
-        return None
-    positive = torch.from_numpy(targets.numpy() == 1)[None]
-    width = SPREAD_MULTIPLE * spread_of(scores, None) if temperature is None else temperature
+    most = costs_of(logits.device).most_native_pairs(num_classes, scores.numel())
     with_grad = logits.requires_grad and torch.is_grad_enabled()
-    most = costs_of(logits.device).most_native_pairs(1, targets.numel())
-    found = native.smooth_ap(scores, positive, None, None, width, with_grad, most)
-    if found is None or math.isnan(found[0].item()):
+    found = native.smooth_ap_step(scores, targets, ignore_index, temperature, SPREAD_MULTIPLE, with_grad, most)
+    if found is None:
         return None
-    loss = found[0][0].to(logits.dtype)
-    return _WithGradient.apply(logits, loss, found[1][0, :count].view(logits.shape)) if with_grad else loss, width
+    loss, divisor = found.losses[0], found.num_valid if is_mean else 1
+    if num_classes > 1:  # the sum in the order of torch
+        loss = torch.tensor(found.losses, dtype=torch.float64, device=logits.device).sum().item() / divisor
+    if found.gradient is None:
+        return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device), found.temperature
+    gradient = found.gradient if queued is None else found.gradient[:count].view(logits.shape)
+    return _WithGradient.apply(logits, loss, gradient, divisor), found.temperature
 
 
 @completed(smooth_ap)
@@ -194,7 +201,7 @@ class SmoothAPLoss(RankingLoss):
     def _at_once(self, rows: Given | Batch) -> Tensor | None:
         has_more = rows.iid_mask is not None or rows.sample_weight is not None or rows.indexes is not None
         keeps = self.queue_keep != "all" or self.max_pool_size is not None or self.pool_counts is not None
-        is_ordinary = self.num_classes == 1 and not (self.multi_hot or self.reduction == "none")
+        is_ordinary, is_mean = not (self.multi_hot or self.reduction == "none"), self.reduction == "mean"
         is_watched, over_ranks = self.validate_args and self.training, isinstance(rows, Batch)
         if has_more or keeps or not is_ordinary or (is_watched and self._hints.looks_at_rows):
             return None
@@ -203,15 +210,16 @@ class SmoothAPLoss(RankingLoss):
             return None
         if self.pool == "sharded" or torch.compiler.is_compiling():
             return None
-        found = _of_small_pool(rows, self._queued_rows(), temperature, self.ignore_index)
+        given = rows, self._queued_rows(), temperature, self.ignore_index, self.num_classes, is_mean
+        found = _of_small_pool(*given)
         if found is None:
             return None
         loss, self._last_temperature = found
         if self._enqueues:
-            self.queue.enqueue(rows.logits.view(-1, 1), rows.targets)
+            self.queue.enqueue(rows.logits.view(-1, self.num_classes), rows.targets)
         if is_watched:
             self._hints.observe_valid_class()
-        loss = note_kind(loss) if self.reduction == "mean" else loss
+        loss = note_kind(loss) if is_mean else loss
         return note_kind(loss, over_ranks=True) if over_ranks else loss
 
     def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:

@@ -12,18 +12,18 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_LEAST = 1e-30  # temperature: the kernel multiplies by its reciprocal
+_LEAST = 1e-30  # temperature, as in sums.c
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 _MANY_ROWS = 200_000  # from which parts are worth a thread
 
-_ABI = 3  # as in sums.c, which counts changes of its arguments
+_ABI = 4  # as in sums.c, which counts changes of its arguments
 
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
@@ -43,14 +43,15 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
     for dtype, real in _REALS.items():
         rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
-            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_double, _NUMBER, *[_POINTER] * 4],
+            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, _DOUBLE, _NUMBER, *[_POINTER] * 3],
+            "smooth_ap_step": [*[_POINTER] * 2, *[_NUMBER] * 3, *[_DOUBLE] * 2, _NUMBER, *[_POINTER] * 2],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 3],
         }
         functions[dtype] = {name: getattr(library, f"{name}_{str(dtype)[6:]}") for name in arguments}
         for name, function in functions[dtype].items():
             function.argtypes = arguments[name]
-            function.restype = _NUMBER if name == "smooth_ap" else None
+            function.restype = _NUMBER if name.startswith("smooth_ap") else None
     return functions
 
 
@@ -74,8 +75,8 @@ def smooth_ap(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return what :func:`~fullrank.kernels.soft_ranks.smooth_ap_and_gradient` returns, or None.
 
-    None stands for more than ``most`` pairs, and for what the library does not compute, such as a temperature below
-    1e-30.
+    None stands for more than ``most`` pairs, and for what the library does not compute: scores that are not finite, and
+    a temperature below 1e-30.
     """
     if not is_usable(scores) or temperature < _LEAST or scores.numel() == 0:
         return None
@@ -87,7 +88,6 @@ def smooth_ap(
     # Like the scores, because the default device may be another one.
     loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
-    work = scores.new_empty(2 * num_rows)
     found = FUNCTIONS[scores.dtype]["smooth_ap"](
         scores.data_ptr(),
         positive.data_ptr(),
@@ -101,13 +101,62 @@ def smooth_ap(
         loss.data_ptr(),
         valid.data_ptr(),
         gradient.data_ptr() if with_grad else None,
-        work.data_ptr(),
     )
     if not found:
         return None
     if with_grad and not given.is_contiguous():  # the compiler relies on the strides of the scores
         gradient = torch.empty_like(given).copy_(gradient)
     return loss, gradient, valid
+
+
+class Step(NamedTuple):
+    """What :func:`smooth_ap_step` returns."""
+
+    losses: list[float]  # of each class, 0 where it is not valid
+    num_valid: int  # classes
+    gradient: Tensor | None  # (N, C), that of the sum of the losses; None unless it was asked for
+    temperature: float
+
+
+def smooth_ap_step(
+    scores: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    temperature: float | None,
+    multiple: float,
+    with_grad: bool,
+    most: int,
+) -> Step | None:
+    """Return the loss of each class and the gradient of an ordinary pool, whose checks and temperature are C too.
+
+    None for other pools: targets outside of the classes or ignored, scores that are not finite or whose spread is not
+    the usual one of kernels/spread.py, no valid class, more than ``most`` pairs, and no library.
+
+    Args:
+        scores: (N, C), or (N,) for one class; on the host, contiguous.
+        targets: (N,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
+        ignore_index: the target of rows to leave out.
+        temperature: > 0; None for ``multiple`` times the spread of the scores.
+    """
+    functions = FUNCTIONS.get(scores.dtype)
+    num_rows, num_classes = targets.numel(), scores.numel() // max(1, targets.numel())
+    if functions is None or num_classes == 0 or (temperature is not None and temperature < _LEAST):
+        return None
+    losses = (_DOUBLE * (num_classes + 1))()
+    gradient = torch.empty_like(scores) if with_grad else None
+    num_valid = functions["smooth_ap_step"](
+        scores.data_ptr(),
+        targets.data_ptr(),
+        num_rows,
+        num_classes,
+        ignore_index,
+        temperature or 0.0,
+        multiple if temperature is None else 0.0,
+        most,
+        losses,
+        _place(gradient),
+    )
+    return Step(losses[:num_classes], num_valid, gradient, losses[num_classes]) if num_valid else None
 
 
 def moments(

@@ -3,16 +3,26 @@
 // smooth_ap:
 //   scores, positive, member  (classes, rows); member may be NULL for all rows
 //   weight                    (rows) with stride 0, (classes, rows) with stride `rows`, or NULL
-//   most                      with more pairs nothing is computed, and 0 is returned; else 1
-//   loss, valid               (classes), written; loss is NaN where a score is, else 0 where the class is not valid
+//   most                      with more pairs nothing is computed
+//   loss, valid               (classes), written; loss is 0 where the class is not valid
 //   gradient                  (classes, rows), written; NULL for the loss alone
-//   work                      2 * rows numbers, overwritten
+//   returns 1, or 0 for what is left to torch: too many pairs, and scores that are not finite
+//
+// smooth_ap_step: all of that for an ordinary pool, as it is given
+//   scores                    (rows, classes)
+//   targets                   (rows), indices of classes, or 0 and 1 for one class
+//   temperature, multiple     if multiple > 0, the temperature is this multiple of the spread of the scores
+//   loss                      (classes + 1), written; the last is the temperature
+//   gradient                  (rows, classes), written; NULL for the loss alone
+//   returns the number of valid classes, or 0 for what is left to others: also other targets, and a spread that is not
+//   usual
 //
 // moments, evaluate: see bins.inc and kernels/bins.py.
 //
 // A call is one thread.
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
 #define MANY __attribute__((target_clones("avx512f", "avx2,fma", "default")))  // the fastest that the processor has
@@ -25,21 +35,31 @@
 #define INLINE static inline
 #endif
 #define BLOCK 512  // sums of REAL are this long; longer ones are of double
+#define LANES 16   // parts of these sums, and what arrays of keys are padded to
+#define PADDED(size) (((size) + LANES - 1) / LANES * LANES)
+#define WORK(num_rows) (7 * (num_rows) + 6 * LANES)  // numbers: the positives are some of the rows
+#define NEAR (FAR - 55)  // temperatures: exp(-55) is nothing next to 1
+#define LEAST 1e-30      // temperature: 1 / LEAST is a number of REAL
+#define MAGIC 6755399441055744.0  // 1.5 * 2^52
+#define LN2_HIGH 6.93147180369123816490e-01
+#define LN2_LOW 1.90821492927058770002e-10
 
 #define REAL float
 #define UINT uint32_t
-#define MAGIC 12582912.0f  // 1.5 * 2^23
 #define BIAS 127
 #define MANTISSA 23
-#define FARTHEST 87.0f
-#define LN2_HIGH 0.693145751953125f
-#define LN2_LOW 1.42860682030941723212e-6f
+#define FAR 85.0
 static const float series_float[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040};
 #define SERIES series_float
-#define EXP_NEG exp_neg_float
+#define EXP exp_float
+#define KEYS keys_float
 #define ABOVE above_float
 #define SPEND spend_float
+#define CLASS class_float
+#define SELECT select_float
+#define SPREAD spread_float
 #define NAME smooth_ap_float32
+#define STEP smooth_ap_step_float32
 #include "pairs.inc"
 #define NEAREST rintf
 #define PLACE place_32
@@ -51,20 +71,22 @@ static const float series_float[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1.
 
 #define REAL double
 #define UINT uint64_t
-#define MAGIC 6755399441055744.0  // 1.5 * 2^52
 #define BIAS 1023
 #define MANTISSA 52
-#define FARTHEST 708.0
-#define LN2_HIGH 6.93147180369123816490e-01
-#define LN2_LOW 1.90821492927058770002e-10
+#define FAR 700.0
 static const double series_double[] = {1,          1,           1. / 2,        1. / 6,         1. / 24,
                                        1. / 120,   1. / 720,    1. / 5040,     1. / 40320,     1. / 362880,
                                        1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
 #define SERIES series_double
-#define EXP_NEG exp_neg_double
+#define EXP exp_double
+#define KEYS keys_double
 #define ABOVE above_double
 #define SPEND spend_double
+#define CLASS class_double
+#define SELECT select_double
+#define SPREAD spread_double
 #define NAME smooth_ap_float64
+#define STEP smooth_ap_step_float64
 #include "pairs.inc"
 #define NEAREST rint
 #define PLACE place_64
@@ -75,4 +97,4 @@ static const double series_double[] = {1,          1,           1. / 2,        1
 #include "bins.inc"
 
 // Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 3; }
+int64_t fullrank_abi(void) { return 4; }

@@ -16,6 +16,7 @@ from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.sigmoid_sums import sigmoid_sums
 from fullrank.kernels.soft_ranks import smooth_ap_and_gradient
+from fullrank.kernels.spread import spread_of
 
 needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
 
@@ -68,6 +69,7 @@ def test_what_it_leaves_to_torch() -> None:
         (scores.half(), positive, None, None, 0.1, True, ALL),
         (scores.to("meta"), positive.to("meta"), None, None, 0.1, True, ALL),
         (scores, positive, None, None, 1e-38, True, ALL),
+        (scores.index_fill(1, torch.tensor([7]), torch.inf), positive, None, None, 0.1, True, ALL),
         (scores[:, :0], positive[:, :0], None, None, 0.1, True, ALL),
     ):
         assert native.smooth_ap(*given) is None
@@ -91,34 +93,37 @@ def test_the_same_bits_with_any_number_of_threads() -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("num_classes", [1, 3, 70])
 @pytest.mark.parametrize("temperature", [None, 0.3])
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_a_small_pool_in_few_steps(
-    temperature: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_a_small_pool_in_one_step(
+    dtype: torch.dtype, temperature: float | None, num_classes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the third call on the module takes the short way, which is that of the function to the last bit."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     counted, plain = [], file._of_small_pool
     monkeypatch.setattr(file, "_of_small_pool", lambda *given: counted.append(plain(*given)) or counted[-1])
-    loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=temperature)
-    for seed, count in enumerate((64, 64, 300, 64, 2)):
-        scores, positive, _ = rows(1, count, dtype, seed)
-        targets = positive[0].long().index_fill(0, torch.tensor([0]), 1).index_fill(0, torch.tensor([1]), 0)
-        logits = [scores[0].clone().requires_grad_(), scores.t().clone().requires_grad_()]
+    loss = fullrank.SmoothAPLoss(num_classes, queue_size=0, temperature=temperature)
+    for seed, count in enumerate((64, 64, 300, 64, 1400)):  # with several classes the spread is that of a sample
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.randn(count, num_classes, generator=generator, dtype=torch.float64).to(dtype)
+        # The last of several classes has no positive.
+        targets = torch.randint(max(2, num_classes - 1), (count,), generator=generator)
+        logits = [scores.clone().requires_grad_() for _ in range(2)]
         values = loss(logits[0], targets), fullrank.losses.smooth_ap(logits[1], targets, temperature)
         for value in values:
             (value / 3).backward()
         assert torch.equal(*values)
-        assert torch.equal(logits[0].grad, logits[1].grad[:, 0])
-    assert loss.current_temperature == pytest.approx(0.3 if temperature else counted[-1][1])
+        assert torch.equal(logits[0].grad, logits[1].grad)
+    assert loss.current_temperature == pytest.approx(0.3 if temperature else counted[-1][1], rel=0)
     assert [found is not None for found in counted] == [True, True]  # calls 3 and 5; hints look at calls 1, 2 and 4
     kept = loss(logits[0], targets)
     (gradient,) = torch.autograd.grad(kept, logits[0], create_graph=True)
     with pytest.raises(RuntimeError, match="second"):
         torch.autograd.grad(gradient.sum(), logits[0])
     # What is not ordinary goes the long way, with its errors.
-    assert loss(scores[0].detach(), torch.zeros_like(targets)) == 0
-    assert loss(scores[0].detach().fill_(torch.nan), targets).isnan()
+    assert loss(scores.detach(), torch.zeros_like(targets)) == 0
+    assert loss(scores.detach().fill_(torch.nan), targets).isnan()
     with pytest.raises(ValueError, match="targets"):
         loss(logits[0], targets[:-1])
 
@@ -129,22 +134,23 @@ class TheLongWay(fullrank.SmoothAPLoss):
 
 
 @needs_extension
-@pytest.mark.parametrize("queue_size", [0, 60])
+@pytest.mark.parametrize(("queue_size", "num_classes"), [(0, 1), (60, 1), (60, 3)])
 @on_ranks()
-def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int) -> None:
+def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int, num_classes: int) -> None:
     """Loss, gradient and queue are those of the long way to the last bit, alone and over the ranks."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     with pytest.MonkeyPatch.context() as patch:
         counted, plain = [], file._of_small_pool
         patch.setattr(file, "_of_small_pool", lambda *given: counted.append(plain(*given)) or counted[-1])
         for gathers in (False, True):
-            losses = [kind(1, queue_size, gather_distributed=gathers) for kind in (fullrank.SmoothAPLoss, TheLongWay)]
+            kinds = fullrank.SmoothAPLoss, TheLongWay
+            losses = [kind(num_classes, queue_size, gather_distributed=gathers) for kind in kinds]
             counted.clear()
             for seed, count in enumerate((30, 30, 50, 9, 20, 0, 30, 9, 3000, 40)):
                 count = 0 if seed == 4 and rank == 0 else count * (rank + 1)
-                scores, positive, _ = rows(1, count, torch.float32, seed + rank)
-                given = [scores.t().clone().requires_grad_() for _ in losses]
-                found = [loss(logits, positive[0].long()) for loss, logits in zip(losses, given)]
+                scores, positive, _ = rows(num_classes, count, torch.float32, seed + rank)
+                given = [scores.t().contiguous().requires_grad_() for _ in losses]
+                found = [loss(logits, positive.sum(dim=0) % max(2, num_classes)) for loss, logits in zip(losses, given)]
                 for value in found:
                     (value / 3).backward()
                 assert torch.equal(*found)
@@ -152,6 +158,32 @@ def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int) ->
                 assert all(map(torch.equal, *([*loss.queue.rows()[:3], loss.queue.checksum] for loss in losses)))
                 assert losses[0].current_temperature == losses[1].current_temperature
             assert sum(one is not None for one in counted) >= 3  # not in calls 1, 2, 4 and 8, nor without rows
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
+    """To the last bit, in samples of rows and classes; what is not usual is left to torch."""
+    generator = torch.Generator().manual_seed(0)
+    for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (90_000, 1), (500, 9), (90, 65), (200, 151)):
+        scores = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).exp().to(dtype)
+        targets = torch.arange(num_rows) % max(2, num_classes)
+        found = native.smooth_ap_step(scores, targets, -100, None, 1.0, False, ALL)
+        assert found.temperature == spread_of(scores.t().contiguous(), None)
+    for scores, targets in (
+        (torch.ones(8, dtype=dtype), torch.arange(8) % 2),
+        (torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 1], dtype=dtype), torch.arange(8) % 2),
+        (1000 + torch.arange(8, dtype=dtype) / 100, torch.arange(8) % 2),
+        (torch.arange(8, dtype=dtype) / 0, torch.arange(8) % 2),
+        (torch.arange(8, dtype=dtype), torch.arange(8)),
+        (torch.arange(8, dtype=dtype), -(torch.arange(8) % 2)),
+        (torch.arange(8, dtype=dtype), torch.zeros(8, dtype=torch.int64)),
+    ):
+        assert native.smooth_ap_step(scores, targets, -100, None, 1.0, False, ALL) is None
+    ordinary = torch.arange(8, dtype=dtype), torch.arange(8) % 2
+    assert native.smooth_ap_step(*ordinary, -100, None, 1.0, True, 4 * 8).num_valid == 1
+    for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
+        assert native.smooth_ap_step(*ordinary, ignored, temperature, 1.0, True, most) is None
 
 
 @needs_extension
