@@ -1,6 +1,7 @@
 """pooled_backward(stream=True): the loss and the gradient of all rows, of which no list of scores is kept.
 
-Under each wrapper it equals one process: tests/conformance/test_promise.py.
+Under each wrapper it equals one process: tests/conformance/test_promise.py. Mistakes of one rank are in
+test_faults_of_verbs.py there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from subjects import LIMITS, NUM_FEATURES, Model, error, gradient, wrap
+from subjects import LIMITS, NUM_FEATURES, Model, error, gradient
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -303,6 +304,17 @@ def test_micro_batches_that_are_fewer_than_their_length() -> None:
         streamed(model, iter(Lazy(3, 10)), make_loss(PLAIN))
 
 
+class At:
+    """Calls one function, but another one in its last of ``number`` calls."""
+
+    def __init__(self, usual: Callable[[Any], Any], other: Callable[[Any], Any], number: int) -> None:
+        self.usual, self.other, self.left = usual, other, number
+
+    def __call__(self, batch: Any) -> Any:
+        self.left -= 1
+        return self.other(batch) if self.left == 0 else self.usual(batch)
+
+
 @pytest.mark.parametrize("rows", [slice(None), slice(4, 5)], ids=str)
 def test_a_replay_with_other_scores_raises(rows: slice) -> None:
     """In one row of the last micro-batch, or in all."""
@@ -403,82 +415,3 @@ def test_a_score_beyond_the_table_is_read_at_its_end(beyond: float) -> None:
     assert found[row].isfinite()
     expected[row] = found[row]
     assert torch.equal(found, expected)
-
-
-# Mistakes of one rank
-
-
-def _raise(values: Tensor) -> Any:
-    raise LookupError("a mistake")
-
-
-class At:
-    """Calls one function, but another one in its last of ``number`` calls."""
-
-    def __init__(self, usual: Callable[[Any], Any], other: Callable[[Any], Any], number: int) -> None:
-        self.usual, self.other, self.left = usual, other, number
-
-    def __call__(self, batch: Any) -> Any:
-        self.left -= 1
-        return self.other(batch) if self.left == 0 else self.usual(batch)
-
-
-# The argument that rank 1 passes, what it makes of the usual value in one of the calls, which call, and the error.
-MISTAKES: dict[str, tuple[str, Callable[[Tensor], Tensor], int, str]] = {
-    "forward": ("forward", _raise, 2, "a mistake"),
-    "replay": ("forward", _raise, 5, "a mistake"),
-    "targets": ("targets", _raise, 3, "a mistake"),
-    "targets of the replay": ("targets", _raise, 5, "a mistake"),
-    "changed": ("targets", lambda y: (y == 0).long(), 6, "in both passes over the window, got others on rank 1"),
-    "target": ("targets", lambda y: y + 7.5, 1, "targets: expected 0, 1 or ignore_index=-100, got 7.5"),
-    "form": ("forward", lambda x: x.float(), 3, "scores of one kind from all micro-batches"),
-    "wide": (
-        "forward",
-        lambda x: x * 1e6,
-        3,
-        "finite scores in a range of 8,192 temperatures, got scores from",
-    ),
-    "infinite": ("forward", lambda x: x / 0, 1, "finite scores in a range of 8,192 temperatures"),
-    "other": ("forward", lambda x: x + 1, 6, "the same scores in both passes over the window"),
-}
-OTHER_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "weights": (
-        {"sample_weight": lambda batch: torch.ones(len(batch.targets))},
-        "weighted: False on rank 0, True on rank 1",
-    ),
-    "not streamed": (
-        {"stream": False, "targets": None, "loss": lambda scores, _: scores.sum()},
-        "stream: True on rank 0, False on rank 1",
-    ),
-}
-DISCARDED = ("replay", "targets of the replay", "other", "changed")  # found when there are gradients already
-# A forward that communicates cannot tell the others: they wait inside the model.
-CASES_OF_MISTAKES = [("ddp", name) for name in (*MISTAKES, *OTHER_OPTIONS)]
-CASES_OF_MISTAKES += [("fsdp2", name) for name in MISTAKES if name not in ("forward", "replay")]
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "name"),
-    [pytest.param(*case, marks=[pytest.mark.full] if case[0] == "fsdp2" else []) for case in CASES_OF_MISTAKES],
-)
-@on_ranks(2)
-def test_a_mistake_of_one_rank_is_raised_on_all(rank: int, wrapper: str, name: str) -> None:
-    """After a clean window, and before one."""
-    model, loss = wrap(make_model(PLAIN), wrapper), make_loss(PLAIN)
-    batches = cut(part_of(rows_of(PLAIN), split(37, 2, 0), rank), 3)
-    streamed(model, batches, loss)
-    before, state = gradient(model), torch.get_rng_state()
-    if name in OTHER_OPTIONS:
-        given, part_of_text = OTHER_OPTIONS[name]
-    else:
-        argument, change, place, part_of_text = MISTAKES[name]
-        usual = (lambda batch: model(batch.features)) if argument == "forward" else (lambda batch: batch.targets)
-        given = {argument: At(usual, lambda batch: change(usual(batch)), place)}
-    kind, text = error_of(lambda: streamed(model, batches, **{"loss": loss, **(given if rank else {})}))
-    assert kind != "none"
-    assert part_of_text in text
-    assert torch.equal(gradient(model), torch.zeros_like(before) if name in DISCARDED else before)
-    assert torch.equal(state, torch.get_rng_state())
-    model.zero_grad()
-    streamed(model, batches, loss)
-    assert error(gradient(model), before) <= 1e-12

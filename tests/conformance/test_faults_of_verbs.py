@@ -18,13 +18,16 @@ import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, make_window, one_process
 from faults import Arguments, Fault
-from subjects import Model, error, gradient, has_gradients, switches, wrap
+from subjects import NUM_FEATURES, Model, error, gradient, has_gradients, switches, wrap
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verbs import accumulated, deferred, deferred_of, mean_over_ranks, pooled, reduction_of, scores_of
 from workers import get_pool
 
+import fullrank
 from fullrank import count_valid_tokens, global_mean
+
+STREAM = "pooled_backward streamed"
 
 # --- what every rank passes if it does nothing wrong
 
@@ -48,9 +51,26 @@ def arguments_of(verb: str, model: nn.Module, rank: int) -> Arguments:
     arguments: Arguments = {"model": model, "batches": make_window("full", rank), "through": lambda index: model}
     if verb.startswith("accumulate"):
         arguments |= {"count": count_valid_tokens, "use": loop(), "sync": "each" if "each" in verb else "last"}
-    if verb == "pooled_backward":
+    if verb.startswith("pooled_backward"):
         arguments |= {"forward": partial(scores_of, model), "loss": partial(mean, model), "context": nullcontext}
+    if verb == STREAM:
+        arguments |= {"loss": fullrank.SmoothAPLoss(NUM_FEATURES, 0, 0.3), "targets": labels_of, "stream": True}
     return arguments
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """Return the class of each row of ``scores_of``."""
+    return batch["labels"][:, 1:].flatten()
+
+
+def expected_of(verb: str) -> Tensor:
+    """Return the gradient of one process with the rows of all ranks."""
+    model, batches = Model(), all_batches("full")
+    if verb != STREAM:
+        return one_process(model, batches).gradient
+    scores, labels = (torch.cat([*map(part, batches)]) for part in (partial(scores_of, model), labels_of))
+    fullrank.losses.smooth_ap(scores, labels, 0.3).backward()
+    return gradient(model)
 
 
 def mean(model: nn.Module, scores: Tensor, batches: list[Batch]) -> Tensor:
@@ -65,7 +85,7 @@ def take(verb: str, arguments: Arguments) -> None:
     given.pop("use" if verb == "DeferredMean" else "call", None)  # a fault of several verbs passes both
     if verb == "DeferredMean":
         deferred(model, batches, **given)
-    elif verb == "pooled_backward":
+    elif verb.startswith("pooled_backward"):
         context, through = given.pop("context"), given.pop("through")
         if through(0) is not model or through(2) is not model:
             modules = iter([through(index) for _ in range(2) for index in range(3)])
@@ -226,14 +246,14 @@ def _fail(*arguments: Any) -> Any:
     raise Mistake("this is mine")
 
 
-def _raising(number: int) -> Callable[[Any], Any]:
-    """Return a change of ``forward`` that lets its call ``number`` raise."""
+def at(number: int, change: Callable[[Tensor], Any] = _fail) -> Callable[[Any], Any]:
+    """Return a function whose call ``number`` returns what ``change`` makes of it; by default it raises."""
 
-    def change(forward: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    def changed(function: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         calls = iter(range(100))
-        return lambda batch: _fail() if next(calls) == number else forward(batch)
+        return lambda batch: (change if next(calls) == number else lambda value: value)(function(batch))
 
-    return change
+    return changed
 
 
 _OUTSIDE = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -258,8 +278,8 @@ POOLED = {
     "scaler": passed("scaler", torch.amp.GradScaler("cpu"), "ValueError", "scaler: False on rank 0, True on rank 1"),
     "check_replay": passed("check_replay", False, "ValueError", "check_replay: True on rank 0, False on rank 1"),
     "no_grad": passed("context", torch.no_grad, "RuntimeError", "rank 1: pooled_backward: expected gradients to be"),
-    "forward": changed("forward", _raising(1), *_MINE),
-    "first forward": changed("forward", _raising(0), *_MINE),
+    "forward": changed("forward", at(1), *_MINE),
+    "first forward": changed("forward", at(0), *_MINE),
     "scores of two kinds": _scored(
         lambda scores, batch: scores[:, : 1 + int(batch["tokens"][0, 0]) % 3], "ValueError", "scores of one kind"
     ),
@@ -277,11 +297,37 @@ POOLED = {
 # In it, with the gradients dropped.
 REPLAYED = {
     "replay": _scored(lambda scores, _: scores * (1 + random.random()), "RuntimeError", "the same scores in both"),
-    "again": changed("forward", _raising(3), *_MINE),
-    "later": changed("forward", _raising(4), *_MINE),
-    "last": changed("forward", _raising(5), *_MINE),
+    "again": changed("forward", at(3), *_MINE),
+    "later": changed("forward", at(4), *_MINE),
+    "last": changed("forward", at(5), *_MINE),
     "frozen": _scored(lambda scores, _: scores.detach(), "ValueError", "forward: expected scores with a graph"),
 }
+
+# With stream=True, in the first pass over three micro-batches and in the second.
+STREAMED = {
+    "forward": changed("forward", at(1), *_MINE),
+    "replay": changed("forward", at(4), *_MINE),
+    "targets": changed("targets", at(2), *_MINE),
+    "targets of the replay": changed("targets", at(4), *_MINE),
+    "changed": changed("targets", at(5, lambda y: (y == 0).long()), "RuntimeError", "window, got others on rank 1"),
+    "target": changed("targets", at(0, lambda y: y + 7.5), "ValueError", "rank 1: targets: expected class indices in"),
+    "form": changed("forward", at(2, Tensor.float), "ValueError", "scores of one kind from all micro-batches"),
+    "wide": changed("forward", at(2, lambda x: x * 1e6), "ValueError", "in a range of 8,192 temperatures, got"),
+    "infinite": changed("forward", at(0, lambda x: x / 0), "ValueError", "finite scores in a range of 8,192 temp"),
+    "other": changed("forward", at(5, lambda x: x + 1), "RuntimeError", "the same scores in both passes over the"),
+    "weights": passed(
+        "sample_weight",
+        lambda batch: torch.ones(len(labels_of(batch))),
+        "ValueError",
+        "weighted: False on rank 0, ",
+    ),
+    "not streamed": Fault(
+        lambda given: {"stream": False, "targets": None, "loss": lambda scores, _: scores.sum()},
+        "ValueError",
+        "stream: True on rank 0, False on rank 1",
+    ),
+}
+IN_THE_REPLAY = ("replay", "targets of the replay", "changed", "other")
 
 
 def called(change: Callable[[Any, Tensor, int], Any], kind: str, text: str, place: int = 1) -> Fault:
@@ -376,6 +422,7 @@ FAULTS = {
     "accumulate": OPENINGS | LOOPS | LOCAL_LOOPS | SKIPPED | UNSEEN,
     "accumulate each": UNSEEN,
     "pooled_backward": POOLED | REPLAYED | UNSEEN,
+    STREAM: STREAMED,
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
 }
 
@@ -389,7 +436,7 @@ class Seen(NamedTuple):
     kind: str
     text: str
     left: str  # of the gradients: "kept" as they were, "dropped", or "exact", those of the step
-    restored: bool  # the switches of the wrappers
+    restored: bool  # the switches of the wrappers, and the random state
     next_error: float
     tracebacks: int  # that an uncaught exception would print
 
@@ -406,7 +453,7 @@ def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list
 
 
 def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, num_before: int) -> Seen:
-    expected = one_process(Model(), all_batches("full")).gradient
+    expected = expected_of(verb)
     for _ in range(num_before):
         take(verb, arguments_of(verb, model, rank))
         model.zero_grad()
@@ -414,13 +461,14 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, n
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
     given, before, found, printed = arguments_of(verb, model, rank), switches(model), ("none", ""), ""
+    state = torch.get_rng_state()
     given |= fault.common(given)
     given |= fault.change(given) if is_bad else {}
     try:
         take(verb, given)
     except Exception as raised:
         found, printed = (type(raised).__name__, str(raised)), "".join(traceback.format_exception(raised))
-    left, restored = _left(model, expected), switches(model) == before
+    left, restored = _left(model, expected), switches(model) == before and torch.equal(torch.get_rng_state(), state)
     if verb == "DeferredMean":
         deferred_of(model).discard()
     model.zero_grad()
@@ -484,12 +532,14 @@ def rows() -> list[Any]:
     # What FSDP2 and HSDP hold unreduced is discarded too.
     found += [("pooled_backward", "replay", kind, 2, "dropped", False) for kind in ("fsdp2", "plain")]
     found += [("pooled_backward", "replay", "hsdp", 4, "dropped", False)]
+    found += [(STREAM, name, "ddp", 2, "dropped" if name in IN_THE_REPLAY else "kept", False) for name in STREAMED]
     # The step continues, and its gradient is exact.
     found += [("DeferredMean", name, kind, 2, "exact", False) for name, kind in CALLED]
     found += [("DeferredMean", name, "plain", 2, "exact", False) for name in FINISHED]
     found += [
         (verb, name, "ddp", 2, "exact" if verb == "DeferredMean" else "dropped", is_everyone)
         for verb in FAULTS
+        if verb != STREAM
         for name in UNSEEN
         for is_everyone in (False, True)
         # A replay has scores; with sync="each" the first micro-batch raises on that rank alone.
@@ -513,7 +563,9 @@ def test_a_mistake(verb: str, name: str, kind: str, world_size: int, left: str, 
             assert seen.left == left, seen
             assert seen.restored
             assert seen.next_error <= 1e-12, seen
-            assert seen.tracebacks == 1 or verb == "pooled_backward", seen  # whose cause may be the user's own error
+            assert seen.tracebacks == 1 or verb.startswith("pooled_backward"), (
+                seen
+            )  # whose cause may be the user's own error
 
 
 @pytest.mark.slow
