@@ -408,11 +408,13 @@ def test_unequal_numbers_of_micro_batches(rank: int, kind: str, sync: str, passe
 
 @on_ranks(2)
 def test_groups_in_every_form(rank: int) -> None:
-    """A mistake in front of the loss is that of one rank for groups given in different forms."""
-    for group in (mesh_of("fsdp2"), dist.group.WORLD, dist.new_group([0, 1])):
+    """A mistake in front of the loss is that of one rank for groups given in different forms, or found in the model."""
+    pair = dist.new_group([0, 1])
+    for group, process_group in ((mesh_of("fsdp2"), None), (dist.group.WORLD, None), (pair, None), (None, pair)):
         loss = joined_loss(make_loss(Case("smooth_ap"), local=False, group=group))
         wrong = loss if rank else lambda scores, given: 1 / 0
-        call = functools.partial(pool_window, wrap(make_model(), "ddp"), own_window(rank, 2), wrong, group=group)
+        model = wrap(make_model(), "ddp", process_group=process_group)
+        call = functools.partial(pool_window, model, own_window(rank, 2), wrong, group=group)
         assert error_of(call)[1] == "pooled_backward failed on rank 0: ZeroDivisionError: division by zero"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +262,12 @@ def test_copies_share_the_group_and_pickles_drop_it(rank: int) -> None:
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=8, group=group, temperature=0.5)
     logits, targets = torch.tensor([[0.1 * rank], [0.3]]), torch.tensor([0, 1])
     first = loss(logits, targets).item()
-    twin, loaded = copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))
-    again = [module(logits, targets).item() for module in (loss, twin, loaded)]
+    twin, loaded = copy.deepcopy(loss), pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(loss))))
+    alone = pickle.loads(pickle.dumps(fullrank.SmoothAPLoss(num_classes=1)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = [module(logits, targets).item() for module in (alone, loss, twin, loaded)][1:]
+    assert ["lost its process group" in str(warning.message) for warning in caught] == [True]
     assert again[0] == again[1] == again[2] != first  # the queue holds the first step's rows
     assert twin.group is group
     assert loaded.group is None

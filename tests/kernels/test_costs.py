@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from fullrank.kernels.bins import num_lanes
 from fullrank.kernels.costs import TABLE, costs_of
+from fullrank.kernels.spread import sampled_places
 
 
 def test_a_device_type_that_is_not_listed_is_an_accelerator():
@@ -18,3 +21,14 @@ def test_bins_take_over_when_their_cost_is_less_than_that_of_the_pairs():
     assert costs.pairs_are_faster(num_pairs=119, num_rows=10)
     assert not costs.pairs_are_faster(num_pairs=121, num_rows=10)
     assert costs.pairs_are_faster(num_pairs=121, num_rows=10, num_bins=1)
+
+
+def test_one_class_with_many_rows_is_added_up_in_several_tables() -> None:
+    lanes = TABLE["cpu"].lanes
+    for num_classes, num_rows, expected in ((1, 5 * lanes, 1), (1, 5 * lanes + 1, lanes), (2, 9 * lanes, 1)):
+        assert num_lanes(torch.empty(num_classes, num_rows), 5) == expected
+
+
+@pytest.mark.parametrize(("num_classes", "num_rows"), [(2, 9), (9000, 9), (2, 9000)])
+def test_places_of_a_sample_are_on_the_device_of_the_scores(num_classes: int, num_rows: int) -> None:
+    assert all(places.is_meta for places in sampled_places(num_classes, num_rows, torch.device("meta")))

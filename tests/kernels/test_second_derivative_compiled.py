@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from loss_cases import FUNCTIONS, normal
 from torch import Tensor
+from torch._subclasses.fake_utils import CrossRefFakeMode
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +67,15 @@ def test_a_penalty_asked_for_the_inputs_alone(form: str) -> None:
     else:
         with pytest.raises(RuntimeError, match=rf"double backward|{REFUSED}"):
             penalised.backward() if form == "compiled, backward" else torch.autograd.grad(penalised, leaf)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the comparison reads
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_compiler_knows_the_shapes_and_dtypes_of_what_kernels_return(name: str) -> None:
+    """Of forward and backward, each operator next to the one that stands for it."""
+    leaf = scores()
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True), CrossRefFakeMode():
+        FUNCTIONS[name](leaf).backward()
 
 
 def test_a_compiled_loss_without_gradient_needs_none() -> None:

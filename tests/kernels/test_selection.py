@@ -25,7 +25,7 @@ def scores_of(kind: str, num_classes: int, dtype: torch.dtype) -> Tensor:
     if kind == "tied":
         scores = scores.round()
     if kind == "zeros":
-        scores = torch.where(scores > 0.5, 0.0, -0.0).to(torch.float64) + (scores > 1) * 1e-310
+        scores = torch.where(scores > 1, 1e-310, torch.where(scores > 0.5, 0.0, -0.0)).to(torch.float64)
     if kind == "wide":
         scores = (scores * 40).exp() * scores.sign()
     if kind == "not finite":
