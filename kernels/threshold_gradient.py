@@ -132,7 +132,7 @@ def _on_host(
     sums = slopes.sum(axis=2)
     # A gradient that is NaN stays one, also where no row counts.
     slopes *= numpy.where(is_finite & (sums > 0), grad.numpy() / sums, 0.0 * grad.numpy())[:, :, None]
-    return torch.from_numpy(slopes.sum(axis=1).astype(x.dtype))
+    return torch.from_numpy(slopes.sum(axis=1).astype(x.dtype, order="C"))  # the layout that the compiler is told
 
 
 def _write_slopes(

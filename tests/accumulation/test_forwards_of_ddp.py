@@ -129,13 +129,19 @@ def test_ranks_compare_which_modules_would_broadcast(rank: int) -> None:
 
 @on_ranks(2)
 def test_buffers_are_broadcast_once_a_window(rank: int) -> None:
-    """From rank 0, whose three forwards count; two more broadcasts arrange the buckets, in the second window."""
+    """From rank 0, whose forwards count; two more broadcasts arrange the buckets, in the second window.
+
+    After a forward in no_sync, DDP broadcasts nothing.
+    """
     model = wrapped("default", True)
-    for broadcasts in (1, 3, 1):
+    for broadcasts, forwards in ((1, 3.0), (3, 3.0), (1, 3.0), (0, 4.0)):
         model.module.forwards.fill_(10.0 * rank)
+        if broadcasts == 0:
+            with model.no_sync():
+                sum_loss(model, make_batch(rank, 0)).backward()
         with CollectiveCounter() as counter:
             run_window(model, make_window("full", rank))
-        assert (float(model.module.forwards), counter.counts["broadcast_.default"]) == (3.0, broadcasts)
+        assert (float(model.module.forwards), counter.counts["broadcast_.default"]) == (forwards, broadcasts)
 
 
 @on_ranks(2)
