@@ -40,14 +40,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..distributed.group import Group, is_initialized
-from ..distributed.header import Offer
+from ..distributed.header import Offer, agree_on
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
 from ..errors import RankValueError, Words, check_amount, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import unseen_forward
 from .token_count import as_numbers, check_scalar, counts_of, token_rule
-from .window import Window, agree, open_window
+from .window import Window, open_window
 
 B = TypeVar("B")
 
@@ -350,7 +350,7 @@ class Step:
             return Offer(None, facts, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
 
         try:
-            _, _, totals = agree("accumulate (end of the window)", window.ranks, bring)
+            totals = agree_on("accumulate (end of the window)", window.ranks, bring).totals
             losses, items, num_with_items, *_ = map(sum, zip(*totals))
             is_complete = terms.counts is not None and num_with_items == sum(window.num_micro_batches)
             if is_complete and not abs(items - terms.number) <= _ROUNDING * terms.number:

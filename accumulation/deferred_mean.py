@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import Offer, failure, public_class, reason_of
+from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
 from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
@@ -32,7 +32,6 @@ from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .accumulate import SUM_UP, check_summed_loss, over_ranks
 from .token_count import check_scalar
-from .window import agree
 
 _OVER_RANKS = 2  # in the header: a loss over the rows of all ranks; 1 is a mean
 # All objects alive: two of them must not divide the gradients of one parameter.
@@ -176,7 +175,7 @@ class DeferredMean:
             return Offer(None, facts, totals=(number, loss, num_stale, kind))
 
         try:
-            _, _, totals = agree("DeferredMean.backward", self._ranks, bring)
+            totals = agree_on("DeferredMean.backward", self._ranks, bring).totals
             _check_totals(totals, self._ranks)
         except Exception:
             self._forget_forwards()
@@ -244,10 +243,10 @@ class DeferredMean:
 
         plans: list[tuple[list[Summand], ProcessGroup]] = []
         try:
-            (own, entries, unmanaged), _, _ = agree("DeferredMean.finish", self._ranks, bring)
+            own, entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
             if entries:
                 call = "DeferredMean.finish (sync_groups)"
-                plans, _, _ = agree(call, self._ranks, lambda: Offer(_plan(entries, sums.num_terms)))
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, sums.num_terms))).value
         except Exception:
             self._forget_forwards()
             raise

@@ -305,12 +305,12 @@ def tolerance(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).eps)
 
 
-def _check_differences(totals: Tensor, ranks: Sequence[int]) -> None:
+def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
     """Raise RuntimeError when a replay was off, on all ``ranks``, which all know ``totals``.
 
-    These are (W, 4): difference, allowed difference, largest score, micro-batches with other targets or weights.
+    These are of each rank: difference, allowed difference, largest score, micro-batches with other targets or weights.
     """
-    rows = list(zip(ranks, totals.tolist()))
+    rows = list(zip(ranks, totals))
     what, found = "the same scores in both passes over the window", ""
     if wrong := [(rank, *row) for rank, row in rows if not row[0] <= row[1]]:
         parts = [f"{off:.3g} on rank {rank}, where scores reach {top:.3g}" for rank, off, _, top, _ in wrong]

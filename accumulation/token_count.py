@@ -70,7 +70,7 @@ def count_valid_tokens(
         return Offer(None, {"rule": rule}, totals=(number,))
 
     agreed = agree_on("count_valid_tokens", ranks if ranks is not None and ranks.size() > 1 else None, bring)
-    return int(math.fsum(agreed.totals[:, 0].tolist()))
+    return int(math.fsum(number for number, *_ in agreed.totals))
 
 
 class TokenRule(NamedTuple):

@@ -133,24 +133,14 @@ def open_window(
         totals = [*offer.totals, *[0] * (NUM_TOTALS - 1 - len(offer.totals)), wrappers.forwards_since]
         return Offer((window, offer.value), {**facts, **offer.facts}, count, totals)
 
-    (window, value), rows, totals = agree(call, ranks, bring_all)
-    window = window._replace(num_micro_batches=rows)
+    agreed = agree_on(call, ranks, bring_all)
+    (window, value), totals = agreed.value, agreed.totals
+    window = window._replace(num_micro_batches=agreed.rows)
     if window.is_lockstep:
         window.check_equal_numbers()
     if window.wrappers.ddp:
         window.wrappers.communicate_before_forwards(ranks, [int(row[-1]) for row in totals])
     return window, value, totals
-
-
-def agree(
-    call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]]
-) -> tuple[T, tuple[int, ...], list[list[float]]]:
-    """Return what ``bring`` offers, and the rows and totals of all ranks; see ``agree_on``, which this spares alone."""
-    if ranks is None:
-        offer = bring()
-        return offer.value, (offer.rows,), [[*map(float, offer.totals)]]
-    agreed = agree_on(call, ranks, bring)
-    return agreed.value, agreed.rows, agreed.totals.tolist()
 
 
 def list_micro_batches(micro_batches: Any) -> list[Any]:

@@ -85,7 +85,7 @@ class _UntilAllEnd(Generic[T]):
 
         while True:
             agreed = agree_on("until_all_end", group, bring)
-            has_batch, lacks = agreed.totals.t()[:2].tolist()
+            has_batch, lacks, *_ = zip(*agreed.totals)
             if not any(has_batch):
                 return
             if any(lacks):

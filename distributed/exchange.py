@@ -225,7 +225,7 @@ def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
 def gather_flat(call: str, group: ProcessGroup, output: Tensor, own: Tensor, what: str) -> None:
     """Fill ``output`` (W * n,) with ``own`` (n,) of every rank; ``what`` it is, as in :func:`naming`."""
     try:
-        all_gather_flat(output, own, group=group)
+        all_gather_flat(output, own, group)
     except RuntimeError as error:
         raise _failed(call, f"the all-gather of {what}", error) from error
 

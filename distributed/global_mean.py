@@ -69,7 +69,7 @@ def mean_agreed(
     agreed = agree_on(call, group, bring)
     total = agreed.value
     # On the host, in rank order: every rank gets the same bits, and an accelerator has nothing to launch for each rank.
-    summed, count = (sum(column) for column in agreed.totals.t()[:2].tolist())
+    summed, count = (sum(column) for column in [*zip(*agreed.totals)][:2])
     divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor

@@ -130,7 +130,7 @@ class Agreement(Generic[T]):
 
     value: T
     rows: tuple[int, ...]
-    totals: Tensor  # [W, NUM_TOTALS] float64, on the host
+    totals: list[list[float]]  # NUM_TOTALS of each rank
     tensors: tuple[Any, ...] = ()  # a tensor or None each, as they were offered
     arrived: list[Tensor] | None = None  # those of ``tensors`` that there are with the rows of all ranks, if these came
 
@@ -168,7 +168,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         if offer.check is not None:
             offer.check.read()
         totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
-        return Agreement(offer.value, (offer.rows,), torch.tensor([totals], dtype=torch.float64, device="cpu"))
+        return Agreement(offer.value, (offer.rows,), [totals])
     if func_transforms_are_active() and bring is not _refuse_transforms:
         with outside_func_transforms():  # only plain tensors can travel
             return agree_on(call, ranks, _refuse_transforms)
@@ -223,7 +223,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         raised.agreement = (id(ranks), number)
         raise raised from cause_of(mine)
     counts = tuple([head[2] for head in heads])
-    agreed = Agreement(offer.value, counts, torch.from_numpy(room.totals.copy()), tensors)
+    agreed = Agreement(offer.value, counts, room.totals.tolist(), tensors)
     most, needed = max(counts), 0
     if travels:
         needed = parcel.needed if most == parcel.count else parcel.bytes_of(most)

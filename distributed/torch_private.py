@@ -21,10 +21,21 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import RankError
 
 # torch 2.13 renamed the collectives on one tensor and warns about the old names.
-# Both fill ``output``: (W * n,) with ``tensor`` (n,) of every rank, in rank order; or (n,) with this rank's part of the
-# sum of ``tensor`` (W * n,) over the ranks.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ALL_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+_IN_ORDER = dist.distributed_c10d.AllgatherOptions()
+_IN_ORDER.asyncOp = False  # an accelerator works on its current stream
+# Fills ``output`` (n,) with this rank's part of the sum of ``tensor`` (W * n,) over the ranks.
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Fill ``output`` (W * n,) with ``own`` (n,) of every rank, in rank order.
+
+    The function of ``torch.distributed`` around it takes as long again for few bytes.
+    """
+    work = getattr(group, _ALL_GATHER)(output, own, _IN_ORDER)
+    if work is not None:
+        work.wait()
 
 
 def bound_device(group: ProcessGroup) -> torch.device | None:

@@ -194,7 +194,7 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -
 
     agreed = agree_on(CALL, group, bring)
     summands, ranks = agreed.value, group_ranks(group)
-    counts = [(one, rank) for rank, one in zip(ranks, agreed.totals[:, 0].tolist()) if one == one]  # NaN is unknown
+    counts = [(one, rank) for rank, (one, *_) in zip(ranks, agreed.totals) if one == one]  # NaN is unknown
     if counts and max(counts)[0] - min(counts)[0] > 1e-6 * max(counts)[0]:  # weights may be summed in another order
         found = Words(", ".join(f"{one:.17g} on rank {rank}" for one, rank in counts))
         fix = (

@@ -47,9 +47,9 @@ class Batch(NamedTuple):
         return not self.complete, *known
 
     @staticmethod
-    def of_all(tensors: Sequence[Any], totals: Tensor) -> Batch:
-        """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each, (W, >= 3)."""
-        incomplete, *sums, _ = map(sum, zip(*totals.tolist()))
+    def of_all(tensors: Sequence[Any], totals: Sequence[Sequence[float]]) -> Batch:
+        """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each."""
+        incomplete, *sums, _ = map(sum, zip(*totals))
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
         return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored)

@@ -158,14 +158,14 @@ class InfoNCELoss(ContrastiveLoss):
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        levels = agreed.totals[:, 0]  # of a learned scale
+        levels = [level for level, *_ in agreed.totals]  # of a learned scale
         if learned is not None and hasattr(learned, "full_tensor"):
             learned = learned.full_tensor()  # which communicates: not before the ranks agree
             if exchange is not None:
-                levels = exchange.each(learned.detach().reshape(1), "the scale")[:, 0]
-        if len(set(map(repr, found := levels.tolist()))) > 1:
+                levels = exchange.each(learned.detach().reshape(1), "the scale")[:, 0].tolist()
+        if len(set(map(repr, levels))) > 1:
             fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
-            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", found, fix))
+            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", levels, fix))
         own = [self._comparable(keys), self._comparable(queries)]
         of_all = [one.detach() for one in (own if self.symmetric else own[:1])]
         if group is not None:  # rows travel as they were given, which may be in half precision

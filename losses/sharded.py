@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -39,15 +40,15 @@ class PoolFacts(NamedTuple):
         exchange: Exchange, scale: int, agreed: Agreement[Any], queue: ShardedQueue | None, is_weighted: bool
     ) -> PoolFacts:
         """Return the facts of the header, see :func:`totals_of`; ``queue`` is None if its rows are left out."""
-        low, high, positives, stored = agreed.totals.unbind(dim=1)
+        low, high, positives, stored = numpy.array(agreed.totals).T
         return PoolFacts(
             exchange,
             scale,
             agreed.rows,
             0 if queue is None else queue.num_held,
             queue,
-            float(low.amin()),
-            float(high.amax()),
+            float(low.min()),  # NaN if one is
+            float(high.max()),
             tuple(positives.tolist()),
             tuple(map(int, stored.tolist())),
             is_weighted or (queue is not None and queue.has_weights),

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -140,8 +141,8 @@ class StreamedTable:
                 facts = {"dtype": self._empty.dtype, "order": self._order, "weighted": stream.weighted}
                 return Offer(None, {**stream.facts, **facts}, totals=(self._low, self._high, self._unit))
 
-            held = agree_on(stream.call, stream.group, bring).totals
-            low, high, unit = float(held[:, 0].amin()), float(held[:, 1].amax()), float(held[:, 2].amax())
+            lows, highs, units, _ = numpy.array(agree_on(stream.call, stream.group, bring).totals).T
+            low, high, unit = float(lows.min()), float(highs.max()), float(units.max())  # NaN stays
         bins = self._bins(low, high)
         if bins is None:
             raise self._too_large(low, high)

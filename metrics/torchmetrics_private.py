@@ -103,8 +103,8 @@ class GatheredMetric(Metric):
         if dist.get_world_size(group) > 1:
             facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
             offer = Offer(None, facts, totals=[float(self._computed is not None)])
-            cached = agree_on(f"{type(self).__name__}.compute", group, lambda: offer).totals[:, 0]
-            if cached.min() == 0:
+            agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: offer)
+            if not all(is_cached for is_cached, *_ in agreed.totals):
                 self._computed = None
 
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
