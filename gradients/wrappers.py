@@ -210,11 +210,9 @@ class GradientSync(NamedTuple):
     def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[int]) -> None:
         """Do now what the next forwards of DDP would communicate: rebuild buckets once, and broadcast buffers.
 
-        Collective: every rank calls it right after a header. ``forwards`` is :attr:`forwards_since` of ``ranks``.
-
-        A forward with gradients and without a backward makes DDP reduce in the next backward even when it is switched
-        off. Nothing shows whether there was one, so any forward on any rank resets DDP on every rank. DDP rebuilds its
-        buckets again after the next reduction.
+        Every rank calls it right after a header. ``forwards`` is :attr:`forwards_since` of ``ranks``. A forward with
+        gradients and without a backward makes DDP reduce in the next backward even when it is switched off. Nothing
+        shows whether there was one, so any forward on any rank resets DDP on every rank.
         """
         known = set() if ranks is None else set(group_ranks(ranks))
         for module in self.ddp:
@@ -270,14 +268,9 @@ class GradientSync(NamedTuple):
         """Raise ValueError when the backward of ``loss`` would leave out the reduction of a wrapper.
 
         DDP reduces in the next backward after a forward of its own. After a forward of ``ddp.module`` it does not, and
-        nothing would show that the gradients are those of this rank alone.
-
-        Args:
-            name: of ``loss``, for the message.
-            loss: what is back-propagated.
-            used: of each DDP module, whether it holds gradients of earlier micro-batches that this backward reduces.
-            others_prepare: whether the code that runs the forward may still prepare the reduction, as
-                ``manual_backward`` of Lightning does in a ``training_step``. Returns False if it has to.
+        nothing would show that the gradients are those of this rank alone. ``used`` says of each DDP module whether it
+        holds gradients of earlier micro-batches that this backward reduces. With ``others_prepare`` the code that runs
+        the forward may still prepare the reduction, as ``manual_backward`` of Lightning does; False if it has to.
         """
         if (self.ddp or self.fsdp) and loss.grad_fn is None:
             fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."

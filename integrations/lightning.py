@@ -35,9 +35,8 @@ class LossSchedule(_Callback):
     hook. ``global_step`` counts optimizer steps, so it is the same for all micro-batches of a window. With several
     optimizers it counts the steps of all of them.
 
-    The losses are attributes of the LightningModule, which saves and restores them: queue, temperature, schedule. With
-    ``pool="sharded"`` a checkpoint gets the queue of all ranks, and loads on any number of them. Without this callback
-    it would have the rows of rank 0 alone, as it has with ``save_weights_only=True``.
+    With ``pool="sharded"`` a checkpoint gets the queue of all ranks, and loads on any number of them. Without this
+    callback it would have the rows of rank 0 alone, as it has with ``save_weights_only=True``.
 
     Example:
         >>> LossSchedule().state_key

@@ -47,13 +47,9 @@ def sum_of_blocks(
 ) -> Sums:
     r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j` and its gradients, in blocks of anchors.
 
-    Args:
-        anchors: (n, D), float32 or float64.
-        candidates: (K, D) in the same dtype.
-        scale: s, a scalar in the same dtype.
-        needs: whether the gradients of anchors, candidates and scale are needed.
-        terms: returns the sum of the losses of a block, float64, and its gradient (b, K), from its scores (b, K), which
-            it may overwrite, and its place among the anchors.
+    Anchors (n, D), candidates (K, D) and the scale s have one dtype; ``needs`` says which of their gradients to return.
+    ``terms`` returns the sum of the losses of a block, float64, and its gradient (b, K), from its scores (b, K), which
+    it may overwrite, and its place among the anchors.
     """
     total = anchors.new_zeros((), dtype=torch.float64)
     of_anchors, of_candidates = (

@@ -101,11 +101,9 @@ def _hardest(pool: Pool, share: float) -> Tensor:
 class HardNegativeCrossEntropyLoss(RankingLoss):
     """Binary cross-entropy over the positives and the highest-scoring negatives of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.hard_negative_cross_entropy`. The pool is the rows of all ranks and
-    of the queue, so the negatives that count are the hardest of all, not the hardest of each rank. There is no
-    temperature. ``iid_mask`` has no effect. ``sample_weight`` counts for positives and negatives, unlike in the other
-    pooled losses, and does not change which negatives are selected. With ``share=0.2`` it did not raise average
-    precision on 29 tables (0.006 below cross-entropy).
+    The formula is that of :func:`~fullrank.losses.hard_negative_cross_entropy`. The negatives that count are the
+    hardest of all ranks and of the queue, not the hardest of each rank. There is no temperature. ``iid_mask`` has no
+    effect. With ``share=0.2`` it did not raise average precision on 29 tables (0.006 below cross-entropy).
 
     Args:
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives.

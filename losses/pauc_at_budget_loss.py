@@ -36,11 +36,10 @@ class PAUCAtBudgetLoss(RankingLoss):
     """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
 
     The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
-    queue. The default, ``surrogate="dro"``, is a soft maximum of the logistic losses of each positive against all iid
-    negatives. How hard it is follows from ``beta``; ``current_hardness`` is the lambda of the last call. A number for
-    ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the diagnostics. The scores are logits as
-    in cross-entropy, unless ``tau_scale`` gives a scale. Added to cross-entropy with its defaults it lowered average
-    precision on 29 tables by 0.008; compare by the metric that you need.
+    queue. How hard the default, ``surrogate="dro"``, is follows from ``beta``; ``current_hardness`` is the lambda of
+    the last call. A number for ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the
+    diagnostics. Added to cross-entropy with its defaults it lowered average precision on 29 tables by 0.008; compare by
+    the metric that you need.
 
     For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
     negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more, and watch

@@ -87,14 +87,12 @@ def retrieval_smooth_ap(
 class RetrievalSmoothAPLoss(HoldsQueue):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`. The embeddings of all ranks are gathered with
-    gradient and normalised, and each of them ranks all others, and the rows of the queue, by cosine similarity. The
-    temperature may be assigned between steps, a number or None. ``current_temperature`` is that of the last call.
+    The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`; each embedding ranks the rows of the queue too.
+    The temperature may be assigned between steps, a number or None. ``current_temperature`` is that of the last call.
 
     Args:
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
-        validate_args: taken for symmetry with the other losses; it has no effect here, because every integer is a valid
-            label and no check reads values. Types, shapes and devices are always checked.
+        validate_args: no effect: every integer is a valid label. Types, shapes and devices are always checked.
 
     Shape:
         embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with

@@ -13,22 +13,13 @@ from .pool import Pool
 def threshold_with_gradient(
     levels: Levels, pool: Pool, reference: Tensor | None, positives: Tensor, taus: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``levels.movable`` (C, L) with a gradient, and the positives (C, M) that may have one.
+    """Return ``levels.movable`` (C, L) with a gradient, and the positives (C, M) that may have one; None for all.
 
-    The live rows of the reference carry the gradient of a threshold. Only positives that are live too may have one, see
-    :func:`hold_others`. Their slopes then add up to what the threshold carries, so the gradient of the live rows adds
-    up to 0. In a class without a live reference row of finite score nothing could carry it, and no positive has one:
-    all scores would rise together.
-
-    Args:
-        levels: (C, L) quantiles of the reference rows.
-        pool: the scores, and which of them are live.
-        reference: (C, M) bool, the rows of which the levels are quantiles; None for all.
-        positives: (C, M) bool, those that are compared with the levels.
-        taus: (C,) the width of the sigmoid in units of the scores.
-
-    Returns:
-        The second is None if all positives may have a gradient.
+    The levels are quantiles of the rows in ``reference`` (C, M), None for all, and are compared with the ``positives``
+    (C, M). The live rows of the reference carry the gradient of a threshold. Only positives that are live too may have
+    one, see :func:`hold_others`. Their slopes then add up to what the threshold carries, so the gradient of the live
+    rows adds up to 0. In a class without a live reference row of finite score nothing could carry it, and no positive
+    has one: all scores would rise together.
     """
     if pool.live is None:
         # A finite level is at or between scores of its reference, all of which are live.

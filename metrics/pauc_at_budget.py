@@ -41,12 +41,11 @@ class PAUCAtBudget(RankingMetric):
 
     .. math:: \frac{1}{\beta - \alpha} \int_\alpha^\beta \mathrm{TPR}(u) \, du
 
-    with u the false-positive rate, or the share of all rows that are flagged. The integral of the empirical curve is
-    exact. The curve has a point for each distinct score, so tied rows are one step, and straight lines between the
-    points. The area is not standardized as McClish does: a random ranking has (alpha + beta) / 2, and a perfect one has
-    1, or less than 1 under ``"population"``, where positives use up part of the budget.
-
-    The exact counterpart of :class:`~fullrank.losses.PAUCAtBudgetLoss`.
+    with u the false-positive rate, or the share of all rows that are flagged: the exact counterpart of
+    :class:`~fullrank.losses.PAUCAtBudgetLoss`. The empirical curve has a point for each distinct score, so tied rows
+    are one step, and straight lines between the points. The area is not standardized as McClish does: a random ranking
+    has (alpha + beta) / 2, and a perfect one has 1, or less than 1 under ``"population"``, where positives use up part
+    of the budget.
 
     Args:
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
@@ -84,9 +83,8 @@ class PAUCAtBudget(RankingMetric):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class, over the width of the band."""
         scores, order = pool.scores.sort(dim=1, descending=True)
-        num_positive, num_negative = (
-            mask.sum(dim=1, keepdim=True) for mask in (pool.positive, pool.negative)
-        )  # [C, 1]
+        num_positive = pool.positive.sum(dim=1, keepdim=True)  # [C, 1]
+        num_negative = pool.negative.sum(dim=1, keepdim=True)
         # What a threshold just below each score flags, best first. Of tied scores only the last is a threshold.
         positives = pool.positive.gather(1, order).cumsum(dim=1)  # [C, M]
         rows = pool.everyone.gather(1, order).cumsum(dim=1)

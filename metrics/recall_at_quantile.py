@@ -8,12 +8,13 @@ from typing import Any
 from ..errors import check_choice
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.arguments import completed
+from ..losses.partial_area import PartialArea
 from ..losses.pool import PerClass, Pool
 from ..losses.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
 
 
-@completed()
+@completed(PartialArea)
 class RecallAtQuantile(RankingMetric):
     r"""Share of the positives that score at or above the (1 - q) quantile of all scores, so that they are reviewed.
 
@@ -22,16 +23,12 @@ class RecallAtQuantile(RankingMetric):
 
     .. math:: \frac{1}{|P|} \sum_{i \in P} [x_i \ge \theta], \quad \theta = Q_{1-q}(x)
 
-    At q = 0.005 it takes some 200 rows until the threshold is not the top score. With
-    ``quantile_interpolation="higher"`` the row at the threshold and its ties are reviewed. Ignored rows do not move the
-    threshold.
-
-    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`.
+    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`. At q = 0.005 it takes some 200 rows until
+    the threshold is not the top score. With ``quantile_interpolation="higher"`` the row at the threshold and its ties
+    are reviewed. Ignored rows do not move the threshold.
 
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed.
-        quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
-            ``"nearest"`` or ``"midpoint"``.
 
     Example:
         >>> import torch
