@@ -139,7 +139,6 @@ class StreamedScores(Scores):
     ) -> None:
         super().__init__(*given)
         self._table, self._targets, self._weights = table, targets, sample_weight
-        self._sums: Any = None  # what the table holds in the end
         # One tensor: small ones that live on, each behind the buffers of a forward, would keep their memory in pieces.
         self._digests = torch.empty(0)  # [micro-batches, NUM_SAMPLED + 1]
         self._checksums = torch.empty(0, dtype=torch.int64)  # [micro-batches] of targets and weights
@@ -175,13 +174,12 @@ class StreamedScores(Scores):
 
     def evaluate(self) -> Tensor:
         """Return the loss; a collective."""
-        self._sums = self._table.finish()
-        value: Tensor = self._sums.value
+        value: Tensor = self._table.finish().value
         return value
 
     def start(self, value: Tensor) -> None:
         """Let :meth:`gradient` be that of ``value``."""
-        self._sums.start(value)
+        self._table.start(value)
 
     def second_pass(self) -> Iterator[Any]:
         """Yield each micro-batch under the random state of the first pass: every draw is made again, in its order."""
@@ -209,7 +207,7 @@ class StreamedScores(Scores):
         if self._mistake is None:
             try:
                 rows = self._rows_of(batch)
-                found = self._sums.gradient(scores, *rows)
+                found = self._table.gradient(scores, *rows)
                 self.num_changed = self.num_changed + (checksum_of(rows) != self._checksums[index]).double()
                 gradient = found
             except Exception as error:

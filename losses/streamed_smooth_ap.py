@@ -82,7 +82,7 @@ class Stream(NamedTuple):
 
 
 class StreamedTable:
-    """The first pass: :meth:`add` the parts of this rank, then :meth:`finish` on every rank."""
+    """A table of moments: :meth:`add` each part, :meth:`finish` on every rank, then read each :meth:`gradient`."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -108,10 +108,10 @@ class StreamedTable:
         if low > high:  # no row takes part
             return
         self._low, self._high = min(self._low, low), max(self._high, high)
-        if self._bins(self._low, self._high) is None:
+        if self._bins_of(self._low, self._high) is None:
             self._table = None  # finish raises on every rank
             return
-        bins, order = self._bins(low, high), self._order
+        bins, order = self._bins_of(low, high), self._order
         assert bins is not None
         self._cover(bins)
         assert self._table is not None
@@ -126,16 +126,16 @@ class StreamedTable:
         for held, new in zip(self._table, moments_of(rows, bins, order, find_places(rows, bins))):
             held[..., start : start + bins.num_fine] += new[..., :-1]
 
-    def finish(self) -> StreamedLoss:
-        """Return the loss over the parts of all ranks; a collective.
+    def finish(self) -> StreamedTable:
+        """Set ``value``, the loss over the parts of all ranks; a collective.
 
         Raises:
             ValueError: on every rank, when scores are infinite or too far apart for a table, the table of all classes
                 would be too large, or ``gradient_reduction`` does not fit the model.
         """
-        stream, low, high, unit, scale = self._stream, self._low, self._high, self._unit, 1
+        stream, low, high, unit, self._scale = self._stream, self._low, self._high, self._unit, 1
         if stream.group is not None:
-            scale = gradient_scale(stream.gradient_reduction, stream.group)
+            self._scale = gradient_scale(stream.gradient_reduction, stream.group)
 
             def bring() -> Offer[None]:
                 facts = {"dtype": self._empty.dtype, "order": self._order, "weighted": stream.weighted}
@@ -143,7 +143,7 @@ class StreamedTable:
 
             lows, highs, units, _ = numpy.array(agree_on(stream.call, stream.group, bring).totals).T
             low, high, unit = float(lows.min()), float(highs.max()), float(units.max())  # NaN stays
-        bins = self._bins(low, high)
+        bins = self._bins_of(low, high)
         if bins is None:
             raise self._too_large(low, high)
         self._cover(bins)
@@ -155,15 +155,27 @@ class StreamedTable:
             exchange = Exchange(stream.call, stream.group)
             sums = exchange.sum(torch.cat([table.view(-1), undefined]), "the moments")
             table, undefined = sums[: table.numel()].view(table.shape), sums[table.numel() :]
-        bins = bins._replace(first=bins.first.to(table.device).expand(stream.rule.num_classes))
+        self._undefined = undefined > 0
+        self._bins = bins._replace(first=bins.first.to(table.device).expand(stream.rule.num_classes))
         sums = F.pad(table, (0, 1))  # the bin of rows that take no part
-        return StreamedLoss(stream, scale, self._order, self._empty.dtype, bins, sums, undefined > 0, unit)
+        self._factor, valid = shares_of_moments(sums)  # [C] what weights are multiplied by
+        given = self._bins, self._order, stream.temperature
+
+        def solve_classes(sums: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+            runs = runs_of_classes(self._bins)
+            return [solve([*sums[:, :, part]], *given, self._factor[part], True) for part in runs]
+
+        losses, polynomials = zip(*exact(solve_classes)(sums))
+        self._polynomials = torch.cat(polynomials, dim=2)  # [p, 3, C, B F + 1]
+        self._per_class = torch.cat(losses).masked_fill(self._undefined, math.nan).requires_grad_()
+        self.value = reduce_values(PerClass(self._per_class, valid), stream.reduction, self._empty.dtype)
+        return self
 
     def _too_large(self, low: float, high: float) -> ValueError:
         """Return the error for scores from ``low`` to ``high``; equal on all ranks."""
         stream, num_classes = self._stream, self._stream.rule.num_classes
         found = f"scores from {low:g} to {high:g} at temperature {stream.temperature:g}"
-        bins = self._bins(low, high, MOST_BINS)
+        bins = self._bins_of(low, high, MOST_BINS)
         if bins is None:
             what = f"finite scores in a range of {2 * MOST_BINS:,} temperatures"
             fix = "Bound the scores or raise the temperature; without stream any scores will do."
@@ -188,7 +200,7 @@ class StreamedTable:
         """The memory of a coarse bin of all classes in the table."""
         return 8 * math.prod(self._shape) * self._order.fine
 
-    def _bins(self, low: float, high: float, most: int | None = None) -> Bins | None:
+    def _bins_of(self, low: float, high: float, most: int | None = None) -> Bins | None:
         """Return bins from ``low`` to ``high``, (1,) and on the host; None if more than ``most`` or the table may hold.
 
         Without a score ``low > high``, and there is one bin. What all ranks know decides that, so with the range over
@@ -224,33 +236,6 @@ class StreamedTable:
     def num_bytes(self) -> int:
         """The memory of the table."""
         return 0 if self._table is None else self._table.numel() * self._table.element_size()
-
-
-class StreamedLoss:
-    """The second pass: the loss, and the :meth:`gradient` of each part."""
-
-    def __init__(
-        self,
-        stream: Stream,
-        scale: int,
-        order: Order,
-        dtype: torch.dtype,
-        bins: Bins,
-        sums: Tensor,
-        undefined: Tensor,
-        unit: float,
-    ) -> None:
-        self._stream, self._scale, self._bins, self._undefined, self._unit = stream, scale, bins, undefined, unit
-        self._factor, valid = shares_of_moments(sums)  # [C] what weights are multiplied by
-
-        def solve_classes(sums: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-            given = bins, order, stream.temperature
-            return [solve([*sums[:, :, part]], *given, self._factor[part], True) for part in runs_of_classes(bins)]
-
-        losses, polynomials = zip(*exact(solve_classes)(sums))
-        self._polynomials = torch.cat(polynomials, dim=2)  # [p, 3, C, B F + 1]
-        self._per_class = torch.cat(losses).masked_fill(undefined, math.nan).requires_grad_()
-        self.value = reduce_values(PerClass(self._per_class, valid), stream.reduction, dtype)
 
     def start(self, value: Tensor) -> None:
         """Let :meth:`gradient` be that of ``value``, a function of the attribute ``value`` alone."""
