@@ -109,19 +109,6 @@ def test_reduce_scatter_adds_half_precision_in_float32(rank: int) -> None:
     assert own.grad.tolist() == [[256.0]]  # 257 is not a bf16 number
 
 
-@on_ranks(2)
-def test_rows_that_are_too_many_for_the_room(rank: int) -> None:
-    """They travel once, padded to the most that a rank has."""
-    group = dist.new_group()
-    for last in (3000, 2999):
-        own = torch.ones(last if rank else 3000, 8)
-        with CollectiveCounter() as counter:
-            found = fullrank.all_gather_no_grad(own, group)
-        assert counter.sizes == [64, 96_000]
-        assert torch.equal(found, torch.ones(3000 + last, 8))
-    dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize(
     "name", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
 )

@@ -141,17 +141,6 @@ def test_random_calls(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_group_of_the_same_ranks_has_room_of_its_own(rank: int) -> None:
-    first, second = dist.new_group(), dist.new_group()
-    rows = own_rows(rank, [4, 4], 2)
-    assert [counted(lambda one=one: fullrank.all_gather_no_grad(rows, one)) for one in (first, second, first)] == [
-        2,
-        2,
-        1,
-    ]
-
-
-@on_ranks(2)
 def test_the_default_device_is_not_asked(rank: int) -> None:
     group = dist.new_group()
     for _ in range(2):
