@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, halves, make_batch, make_window, num_valid, one_process, sum_loss
 from collective_counter import CollectiveCounter
-from experts import Experts
 from meshes import init_device_mesh
 from on_ranks import on_ranks
-from subjects import Model, by_hand, error, gradient, whole, wrap
+from subjects import Adapted, Model, by_hand, error, gradient, whole, wrap
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -147,11 +146,12 @@ def test_experts(rank: int, way: str) -> None:
 
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "experts"))
-    model = Experts(torch.float64, mesh["experts"].get_group())
-    (expert,) = model.experts.values()
+    model, reference, own = Adapted(), Adapted(), rank % 2
+    expert = model.adapters[own]
+    model.adapters[1 - own] = nn.Identity()  # is on another rank
     groups: list[Any] = [(expert, mesh["data"].get_group() if world_size > 2 else None)]
     if way == "plain":
-        groups.append((model.outer, dist.group.WORLD))
+        groups.append((model.base, dist.group.WORLD))
     elif "ignored" in way:
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), ignored_params=set(expert.parameters()))
     else:
@@ -160,12 +160,15 @@ def test_experts(rank: int, way: str) -> None:
         groups = []
     if "summed" in way:
         sum_gradients_(model)
-    run_step(DeferredMean(model, by_hand(model)), model, make_window("full", rank), groups)
-    reference = Experts(torch.float64)
-    one_process(reference, all_batches("full"))
-    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
-    assert error(gradient(model.outer), gradient(reference.outer)) <= 1e-12
-    assert error(gradient(expert), own.flatten()) <= 1e-12
+    deferred, loss = DeferredMean(model, by_hand(model)), 0.0
+    for batch in make_window("full", rank):
+        deferred.backward(sum_loss(partial(model, index=own), batch), num_valid(batch))
+    deferred.finish(groups)
+    for other in range(world_size):
+        loss += sum(sum_loss(partial(reference, index=other % 2), batch) for batch in make_window("full", other))
+    (loss / sum(map(num_valid, all_batches("full")))).backward()
+    assert error(gradient(model.base), gradient(reference.base)) <= 1e-12
+    assert error(gradient(expert), gradient(reference.adapters[own])) <= 1e-12
 
 
 @pytest.mark.slow

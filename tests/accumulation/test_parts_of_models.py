@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
 from on_ranks import on_ranks
-from subjects import Model, error, gradient, mesh_of, wrap
-from torch import Tensor, nn
+from subjects import Adapted, Model, error, gradient, mesh_of, wrap
+from torch import Tensor
 from verbs import run_window
 from workers import error_of
 
@@ -26,21 +25,6 @@ from fullrank import (
     sum_gradients_,
 )
 from fullrank.gradients.wrappers import find_sync
-
-
-class Adapters(nn.Module):
-    """One frozen base and an adapter for each of two clients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = Model().requires_grad_(False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.adapters = nn.ModuleList(nn.Linear(7, 7, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, tokens: Tensor, client: int) -> Tensor:
-        logits = self.base(tokens)
-        return logits + self.adapters[client](logits)
 
 
 def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:
@@ -82,18 +66,20 @@ def test_adapters_with_one_base(rank: int, kind: str) -> None:
     """Two adapters collect their gradients in turns, and finish one after the other."""
     from torch.distributed.fsdp import fully_shard
 
-    model, reference, size = Adapters(), Adapters(), dist.get_world_size()
+    model, reference, size = Adapted(), Adapted(), dist.get_world_size()
+    for one in (model, reference):
+        one.base.requires_grad_(False)
     is_ddp = kind == "ddp"
     runs: Any = wrap(model, kind, find_unused_parameters=True) if is_ddp else fully_shard(model, mesh=mesh_of(kind))
     deferred = [DeferredMean(adapter, multiplier=float(size) if is_ddp else None) for adapter in model.adapters]
     for index, batch in enumerate(make_window("full", rank)):
         client = index % 2
-        deferred[client].backward(sum_loss(partial(runs, client=client), batch), num_valid(batch))
+        deferred[client].backward(sum_loss(partial(runs, index=client), batch), num_valid(batch))
     for client, one in enumerate(deferred):
         one.finish()
         mine = [batch for other in range(size) for batch in make_window("full", other)[client::2]]
         total = sum(map(num_valid, mine))
-        (sum(sum_loss(partial(reference, client=client), batch) for batch in mine) / total).backward()
+        (sum(sum_loss(partial(reference, index=client), batch) for batch in mine) / total).backward()
         assert error(gradient(model.adapters[client]), gradient(reference.adapters[client])) <= 1e-12
     deferred[0].discard()
     assert model.adapters[0].weight.grad is None

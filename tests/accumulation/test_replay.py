@@ -384,28 +384,6 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(rank: int) -> None:
 # --- mistakes
 
 
-@pytest.mark.parametrize(
-    ("kind", "sync", "passes"),
-    [
-        ("ddp", "last", True),
-        ("plain", "each", True),
-        ("ddp", "each", False),
-        ("fsdp2", "last", False),
-        ("statistics", "last", False),
-    ],
-)
-@on_ranks(2)
-def test_unequal_numbers_of_micro_batches(rank: int, kind: str, sync: str, passes: bool) -> None:
-    """Where nothing but the last backward communicates they are fine."""
-    layers, wrapper = ([nn.SyncBatchNorm(8)], "plain") if kind == "statistics" else ([], kind)
-    case = Case("smooth_ap", gradient_reduction="sum" if wrapper == "plain" else "mean")
-    model, loss = wrap(make_model(*layers), wrapper), joined_loss(make_loss(case, local=False))
-    found = error_of(lambda: pool_window(model, own_window(rank, 2 + rank), loss, sync=sync))
-    assert found[0] == ("none" if passes else "ValueError")
-    text = "micro_batches: expected the same number on every rank, got 2 on rank 0, 3 on rank 1"
-    assert found[1].startswith("" if passes else text)
-
-
 @on_ranks(2)
 def test_groups_in_every_form(rank: int) -> None:
     """A mistake in front of the loss is that of one rank for groups given in different forms, or found in the model."""

@@ -70,6 +70,21 @@ class Model(nn.Module):
         return logits if self.loss is None else self.loss(logits, *arguments, **options)
 
 
+class Adapted(nn.Module):
+    """A base and two linear layers on its logits, of which each call names one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.adapters = nn.ModuleList(nn.Linear(7, 7, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, tokens: Tensor, index: int) -> Tensor:
+        logits = self.base(tokens)
+        return logits + self.adapters[index](logits)
+
+
 def mesh_of(kind: str) -> DeviceMesh:
     """Return the mesh of a wrapper over all ranks."""
     world_size = dist.get_world_size()

@@ -274,6 +274,8 @@ POOLED = {
     "engine of DeepSpeed": _ENGINE,
     "none": passed("batches", [], "ValueError", "failed on rank 1: micro_batches: expected at least one micro-batch"),
     "generator": changed("batches", iter, "TypeError", "failed on rank 1: micro_batches: expected a list"),
+    "unequal, each": changed("batches", _two, "ValueError", "every rank, got 3 on rank 0, 2 on rank 1", sync="each"),
+    "unequal": changed("batches", _two, "ValueError", "micro_batches: expected the same number on every rank, got 3"),
     "sync": passed("sync", "never", "ValueError", "failed on rank 1: sync: expected one of"),
     "scaler": passed("scaler", torch.amp.GradScaler("cpu"), "ValueError", "scaler: False on rank 0, True on rank 1"),
     "check_replay": passed("check_replay", False, "ValueError", "check_replay: True on rank 0, False on rank 1"),
@@ -515,7 +517,7 @@ LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items i
 # Arguments are checked before the wrapper is looked at.
 CALLED = in_turns(DEFERRED, ("vector", "finish instead", "negative count in the last"), ("ddp", "fsdp2"))
 # Under FSDP2 not "forward": the others would wait in the collectives of the forward that one of them does not make.
-UNDER_FSDP = ("none", "no_grad", "before", "after", "inside", "vector", "leaf", "scores of two kinds")
+UNDER_FSDP = ("unequal", "none", "no_grad", "before", "after", "inside", "vector", "leaf", "scores of two kinds")
 
 
 def rows() -> list[Any]:
@@ -525,7 +527,7 @@ def rows() -> list[Any]:
     found += [("accumulate", name, kind, 2, "dropped", False) for name in LOCAL_LOOPS for kind in ("ddp", "plain")]
     found += [("accumulate", name, "fsdp2", 2, "dropped", True) for name in LOCAL_LOOPS]
     found += [("accumulate", *SKIPPED, "ddp", world_size, "kept", False) for world_size in (2, 3)]
-    found += [("pooled_backward", name, "ddp", 2, "kept", False) for name in POOLED]
+    found += [("pooled_backward", name, "ddp", 2, "kept", False) for name in POOLED if name != "unequal"]
     found += [("pooled_backward", name, "fsdp2", 2, "kept", False) for name in UNDER_FSDP]
     found += [("pooled_backward", "after", "plain", 2, "kept", False)]
     found += [("pooled_backward", name, "ddp", 2, "dropped", False) for name in REPLAYED]

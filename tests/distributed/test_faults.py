@@ -8,13 +8,11 @@ import math
 import os
 import signal
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,48 +146,46 @@ class Fate(NamedTuple):
 
 
 def run_group(world_size: int, timeout_s: float, scenario: Callable[..., None], *arguments: Any) -> list[Fate]:
-    """Run ``scenario(rank, *arguments)`` in new processes of one gloo group; one that hangs is killed at the limit."""
+    """Run ``scenario(rank, *arguments)`` in new processes of one gloo group, of which all but one report an error."""
     context = process_context()
     with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
-        common = (world_size, timeout_s, folder, scenario, arguments)
+        reports, is_over = context.Queue(), context.Event()
+        common = (world_size, timeout_s, folder, scenario, arguments, reports, is_over)
         processes = [context.Process(target=_live, args=(rank, *common), daemon=True) for rank in range(world_size)]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + LIMIT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
+        try:
+            texts = dict(reports.get(timeout=LIMIT_S) for _ in range(world_size - 1))
+            is_over.set()
+            for process in processes:
+                process.join(LIMIT_S)
+        finally:
+            for process in processes:
                 process.kill()
-                process.join()
-        reports = [_report(folder, rank) for rank in range(world_size)]
-        texts = [report.read_text().split("\0") if report.exists() else [] for report in reports]
-        return [Fate(process.exitcode, *text) for process, text in zip(processes, texts)]
-
-
-def _report(folder: str, rank: int) -> Path:
-    return Path(folder, f"error{rank}")
+        return [Fate(process.exitcode, *texts.get(rank, ())) for rank, process in enumerate(processes)]
 
 
 def _live(
-    rank: int, world_size: int, timeout_s: float, folder: str, scenario: Callable[..., None], arguments: Any
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    folder: str,
+    scenario: Callable[..., None],
+    arguments: Any,
+    reports: Any,
+    is_over: Any,
 ) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
-    )
+    store, timeout = f"file://{folder}/store", timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         scenario(rank, *arguments)
     except Exception as error:
-        content = "\0".join([class_of(error), str(error), traceback.format_exc()])
-        # Renamed into place: whoever waits for the report must not read half of it.
-        part = _report(folder, rank).with_suffix(".part")
-        part.write_text(content)
-        part.rename(_report(folder, rank))
+        reports.put((rank, (class_of(error), str(error), traceback.format_exc())))
     if scenario in SILENT and rank == DOOMED:
-        others = [_report(folder, other) for other in range(world_size) if other != rank]
-        while not all(report.exists() for report in others):
-            time.sleep(0.05)  # the test ends what takes too long
+        is_over.wait()
+    reports.close()
+    reports.join_thread()
     os._exit(0)  # the group is broken: nothing can be torn down in order
 
 
