@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from collective_counter import CollectiveCounter
-from gradient_cases import Case, make_loss, make_step
+from gradient_cases import Case, joined_loss, make_loss, make_step
 from on_ranks import on_ranks
 from subjects import Model, by_hand, error, gradient, has_gradients, mesh_of, wrap
 from torch import Tensor, nn
@@ -43,16 +43,6 @@ replay = importlib.import_module("fullrank.accumulation.pooled_backward")
 def make_model(*layers: nn.Module, dtype: str = "float64") -> Model:
     """Return a model with one score a row and ``layers`` after the hidden one."""
     return Model(dtype, 1, middle=layers)
-
-
-def joined_loss(loss: nn.Module) -> Callable[[Tensor, list[Rows]], Tensor]:
-    """Return ``loss`` in the form that pooled_backward calls."""
-
-    def compute(scores: Tensor, batches: list[Rows]) -> Tensor:
-        weight = None if batches[0].weight is None else torch.cat([batch.weight for batch in batches])
-        return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
-
-    return compute
 
 
 def own_window(rank: int, count: int) -> list[Rows]:

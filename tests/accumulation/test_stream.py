@@ -7,13 +7,15 @@ test_faults_of_verbs.py there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Rows, cut, make_rows, part_of, split
+from batches import Rows, cut, part_of, split
 from collective_counter import CollectiveCounter
+from gradient_cases import Case, joined_loss, make_step
 from on_ranks import on_ranks
 from subjects import LIMITS, NUM_FEATURES, Model, error, gradient
 from torch import Tensor, nn
@@ -24,25 +26,13 @@ from workers import error_of
 import fullrank
 from fullrank.accumulation.replay_state import checksum_of
 
-
-class Case(NamedTuple):
-    """The rows of a window and the options of the loss."""
-
-    num_classes: int = 1
-    weighted: bool = False
-    kind: str = "index"  # of the targets
-    reduction: str = "mean"
-    dtype: str = "float64"
-    gradient_reduction: str = "mean"
-    temperature: float = 0.3
-
-
-PLAIN = Case()
+PLAIN = Case("smooth_ap", queue_size=0, temperature=0.3)
+CLASSES = PLAIN._replace(num_classes=3)
 CASES = {
     "binary": PLAIN,
-    "none": Case(reduction="none"),
-    "weighted": Case(3, weighted=True),
-    "multi_hot": Case(3, weighted=True, kind="multi_hot", reduction="sum"),
+    "none": PLAIN._replace(reduction="none"),
+    "weighted": CLASSES._replace(weighted=True),
+    "multi_hot": CLASSES._replace(weighted=True, multi_hot=True, reduction="sum"),
 }
 
 
@@ -50,21 +40,13 @@ def make_model(case: Case, *middle: nn.Module) -> Model:
     return Model(case.dtype, case.num_classes, middle=middle)
 
 
-def make_loss(case: Case, **options: Any) -> fullrank.SmoothAPLoss:
-    names = ("temperature", "reduction", "gradient_reduction")
-    options |= {name: getattr(case, name) for name in names} | {"multi_hot": case.kind == "multi_hot"}
-    return fullrank.SmoothAPLoss(case.num_classes, 0, **options)
-
-
-def rows_of(case: Case, seed: int = 0) -> Rows:
-    return make_rows(
-        seed, 37 + 4 * seed, dtype=case.dtype, num_classes=case.num_classes, kind=case.kind, weighted=case.weighted
-    )
+def make_loss(case: Case) -> fullrank.SmoothAPLoss:
+    return gradient_cases.make_loss(case, local=False)
 
 
 def parts_of(case: Case, number: int, seed: int = 0) -> list[Rows]:
     """Return the rows in micro-batches, the second of them empty if there are three."""
-    return cut(rows_of(case, seed), number)
+    return cut(make_step(case, seed), number)
 
 
 def streamed(model: nn.Module, batches: Any, loss: Any, case: Case = PLAIN, **options: Any) -> Tensor:
@@ -75,21 +57,17 @@ def streamed(model: nn.Module, batches: Any, loss: Any, case: Case = PLAIN, **op
     return fullrank.pooled_backward(model, batches, **{**given, "loss": loss, "stream": True, **options})
 
 
-def joined(model: nn.Module, batches: Any, loss: Any, case: Case = PLAIN, **options: Any) -> Tensor:
+def joined(model: nn.Module, batches: Any, loss: Any, _: Case = PLAIN, **options: Any) -> Tensor:
     """Return the loss of the same window with all scores kept."""
 
-    def compute(scores: Tensor, batches: list[Rows]) -> Tensor:
-        weight = torch.cat([batch.weight for batch in batches]) if case.weighted else None
-        return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
-
-    given = {"forward": lambda batch: model(batch.features), "loss": compute}
+    given = {"forward": lambda batch: model(batch.features), "loss": joined_loss(loss)}
     return fullrank.pooled_backward(model, list(batches), **{**given, **options})
 
 
 @on_ranks(2)
 def test_number_of_collectives(rank: int) -> None:
     """The headers of the window, of the first pass, of the loss, of step 2 and of the replay; the table."""
-    own = cut(part_of(rows_of(PLAIN), split(37, 2, 0), rank), 3)
+    own = cut(part_of(make_step(PLAIN, 0), split(37, 2, 0), rank), 3)
     with CollectiveCounter() as counter:
         streamed(make_model(PLAIN), own, make_loss(PLAIN._replace(gradient_reduction="sum")), group=dist.group.WORLD)
     assert counter.total == 6
@@ -119,7 +97,7 @@ def test_one_process(dtype: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["loader", "targets"])
 def test_what_is_drawn_is_drawn_again(kind: str) -> None:
     """A data loader is read twice in the same order; targets are drawn before the forward of the next micro-batch."""
-    rows = rows_of(PLAIN)
+    rows = make_step(PLAIN, 0)
     loader = DataLoader(TensorDataset(rows.features, rows.targets), batch_size=5, shuffle=kind == "loader")
 
     def noisy(batch: Any) -> Tensor:
@@ -156,7 +134,7 @@ def test_micro_batches_are_read_with_gradients_enabled() -> None:
 
 @pytest.mark.parametrize("scales", [(1e308, 1e308), (1e-320, 1e-320), (1e-290, 1e300), (1e300, 1e-290)], ids=str)
 def test_weights_near_the_ends_of_float64(scales: tuple[float, float]) -> None:
-    case, held = PLAIN._replace(weighted=True, num_classes=3), []
+    case, held = CLASSES._replace(weighted=True), []
     batches = [
         batch._replace(weight=(batch.weight > 0).double() * scale) for batch, scale in zip(parts_of(case, 2), scales)
     ]
@@ -189,7 +167,7 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 
 def test_a_nan_makes_its_class_nan() -> None:
-    case = PLAIN._replace(num_classes=3)
+    case = CLASSES
     batches = parts_of(case, 3)
     batches[2].features[4] = torch.nan
     model = make_model(case)
@@ -390,7 +368,7 @@ def test_tables_that_do_not_fit_together(rank: int) -> None:
 
 @on_ranks(2)
 def test_weights_of_other_magnitudes_on_each_rank(rank: int) -> None:
-    loss, rows = fullrank.SmoothAPLoss(1, 0, 0.3), rows_of(PLAIN)
+    loss, rows = fullrank.SmoothAPLoss(1, 0, 0.3), make_step(PLAIN, 0)
     scores, targets = rows.features[:, :1], rows.targets
     weight = torch.full((len(targets),), 1e300, dtype=torch.float64)
     weight[:20] = 1e290
@@ -403,7 +381,7 @@ def test_weights_of_other_magnitudes_on_each_rank(rank: int) -> None:
 @pytest.mark.parametrize("beyond", [-1e3, 1e3])
 def test_a_score_beyond_the_table_is_read_at_its_end(beyond: float) -> None:
     """As that of a replay may be by its rounding; the other rows read what they would."""
-    rows = rows_of(PLAIN)
+    rows = make_step(PLAIN, 0)
     scores, table = rows.features[:, :1], make_loss(PLAIN).open_stream(False)
     table.add(scores, rows.targets)
     loss = table.finish()

@@ -6,6 +6,7 @@ pool under a wrapper, and in one process on the whole batch. It returns the grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -189,15 +190,25 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
     return trace
 
 
+def joined_loss(loss: nn.Module) -> Callable[[Tensor, list[Rows]], Tensor]:
+    """Return ``loss`` in the form that pooled_backward calls."""
+
+    def compute(scores: Tensor, batches: list[Rows]) -> Tensor:
+        weight = None if batches[0].weight is None else torch.cat([batch.weight for batch in batches])
+        return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
+
+    return compute
+
+
 def back_propagate_window(case: Case, model: nn.Module, loss: nn.Module, own: Rows, seed: int) -> Tensor:
     """Back-propagate the rows in micro-batches, of which ranks have other numbers where only the last communicates."""
 
-    def compute(scores: Tensor, batches: list[Rows]) -> Tensor:
-        weight = torch.cat([batch.weight for batch in batches]) if case.weighted else None
-        return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
-
     batches = cut(own, seed % 3 + 1 if case.wrapper in ("plain", "ddp") and case.sync == "last" else 3, seed)
-    options: dict[str, Any] = {"forward": lambda batch: model(batch.features), "loss": compute, "group": by_hand(model)}
+    options: dict[str, Any] = {
+        "forward": lambda batch: model(batch.features),
+        "loss": joined_loss(loss),
+        "group": by_hand(model),
+    }
     if case.stream:
         options |= {"stream": True, "loss": loss, "targets": lambda batch: batch.targets}
         options |= {"sample_weight": lambda batch: batch.weight} if case.weighted else {}

@@ -154,6 +154,13 @@ def switches(model: nn.Module) -> list[Any]:
     return found + [(group.state.reduce_grads, group.state.all_reduce_grads) for group in fsdp_groups(model)]
 
 
+def with_gradient(grad: Tensor) -> nn.Parameter:
+    """Return a parameter with a copy of this gradient."""
+    parameter = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device))
+    parameter.grad = grad.clone()
+    return parameter
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     """Return the relative error; absolute where zero is expected."""
     return float((found - expected).norm() / (expected.norm() or 1.0))

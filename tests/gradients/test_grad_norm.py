@@ -16,6 +16,7 @@ from blindfold import Blindfold
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from on_ranks import on_ranks
+from subjects import with_gradient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -61,13 +62,6 @@ def place(full: Tensor, mesh: DeviceMesh, *placements: Any) -> Tensor:
     return parameter
 
 
-def plain_parameter(full: Tensor) -> Tensor:
-    """Return a plain parameter with this gradient."""
-    parameter = nn.Parameter(torch.zeros_like(full))
-    parameter.grad = full.clone()
-    return parameter
-
-
 def by_hand(rank: int) -> Case:
     """Hand-made DTensors: every placement and every mesh at once, uneven and empty shards, plain parameters between."""
     mesh, dp, tp = mesh_of("dp", "tp"), mesh_of("dp", "tp")["dp"], mesh_of("dp", "tp")["tp"]
@@ -90,7 +84,7 @@ def by_hand(rank: int) -> Case:
     }
     full = {name: draw(seed, *layout[0]) for seed, (name, layout) in enumerate(layouts.items())}
     parameters = {
-        name: place(full[name], *where) if where[0] else plain_parameter(full[name])
+        name: place(full[name], *where) if where[0] else with_gradient(full[name])
         for name, (_, *where) in layouts.items()
     }
     # Two summands on the two ranks of tp whose sum (mean) is the gradient.
@@ -166,9 +160,9 @@ def expert_parallel(rank: int, *, sharded: bool) -> Case:
     dense = {name: draw(seed, 5, 3) for seed, name in enumerate(("first", "second"))}
     experts = {f"expert{index}": draw(10 + index, 7, 2) for index in range(2)}
     own = f"expert{mesh['ep'].get_local_rank()}"
-    expert = place(experts[own], mesh["edp"], Shard(0)) if sharded else plain_parameter(experts[own])
+    expert = place(experts[own], mesh["edp"], Shard(0)) if sharded else with_gradient(experts[own])
     parameters = [("first", place(dense["first"], data, Shard(0))), (own, expert)]
-    parameters += [("second", place(dense["second"], data, Shard(0))), ("router", plain_parameter(draw(30, 4)))]
+    parameters += [("second", place(dense["second"], data, Shard(0))), ("router", with_gradient(draw(30, 4)))]
     full = {**dense, **experts, "router": draw(30, 4)}
     return Case(parameters, full, {"shard_groups": lambda p: mesh["ep"].get_group() if p is expert else None})
 
@@ -188,7 +182,7 @@ def pipeline(rank: int, kind: str) -> Case:
             parameters.append((name, place(value, place_on, Replicate() if name.endswith("bb") else Shard(0))))
         elif name.startswith(f"stage{stage}"):
             parameters.append(
-                (name, plain_parameter(value) if name.endswith("bb") else place(value, mesh["tp"], Shard(0)))
+                (name, with_gradient(value) if name.endswith("bb") else place(value, mesh["tp"], Shard(0)))
             )
     across = mesh["pp"] if kind == "pp" else [mesh["pp"].get_group()]
     return Case(parameters, full, {"across": across})
@@ -227,7 +221,7 @@ def measured(rank: int, name: str) -> tuple[list[float], list[float], dict[str, 
     expected = [torch.linalg.vector_norm(flat(case), p).item() for p in POWERS]
     for norm_type in (2.0, math.inf):
         case = build(name, rank)
-        alone = {key: plain_parameter(value) for key, value in case.full.items()}
+        alone = {key: with_gradient(value) for key, value in case.full.items()}
         torch.nn.utils.clip_grad_norm_(alone.values(), MOST, norm_type)
         fullrank.clip_grad_norm_(case.parameters, MOST, norm_type, **case.options)
         for key, parameter in case.parameters:
@@ -335,7 +329,7 @@ def test_other_rules_of_what_is_sharded_are_wrong(rank: int, case: str, rule: st
 @on_ranks(4)
 def test_a_plain_maximum_loses_nan(rank: int) -> None:
     own = torch.tensor([math.nan if rank == 1 else float(rank)])
-    parameter = plain_parameter(own)
+    parameter = with_gradient(own)
     assert fullrank.total_grad_norm([parameter], math.inf, shard_groups=lambda _: dist.group.WORLD).isnan()
     dist.all_reduce(own, dist.ReduceOp.MAX)
     assert own.isfinite()
@@ -381,7 +375,7 @@ def test_the_range_of_the_dtype_is_no_limit(rank: int, dtype: str, magnitude: fl
     full = {name: (draw(ord(name), 9, 5) * magnitude).to(getattr(torch, dtype)) for name in "abc"}
     parameters = [
         place(full["a"], mesh, Shard(0), Shard(1)),
-        plain_parameter(full["b"]),
+        with_gradient(full["b"]),
         place(full["c"], mesh["dp"], Shard(0)),
     ]
     whole = torch.cat([value.flatten().double() for value in full.values()])
@@ -483,7 +477,7 @@ def test_a_number_that_stages_of_two_dtypes_can_hold(rank: int) -> None:
     """The first is float32, and the second float64."""
     mesh = mesh_of("pp", "tp")
     full = [draw(seed, 30).to(dtype) for seed, dtype in enumerate((torch.float32, torch.float64))]
-    norm = fullrank.clip_grad_norm_(plain_parameter(full[mesh["pp"].get_local_rank()]), MOST, across=mesh["pp"])
+    norm = fullrank.clip_grad_norm_(with_gradient(full[mesh["pp"].get_local_rank()]), MOST, across=mesh["pp"])
     assert norm.dtype == (torch.float32 if rank < 2 else torch.float64)
     assert norm.item() == pytest.approx(torch.cat(full).norm().item(), rel=1e-7)
     norms = fullrank.all_gather_no_grad(norm.double()[None])
@@ -503,6 +497,6 @@ def test_the_reduction_reads_no_value(rank: int) -> None:
 @on_ranks(4)
 def test_copies_that_differ_by_a_rounding_give_one_number(rank: int) -> None:
     mesh = mesh_of("dp", "tp")
-    parameters = [place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), plain_parameter(draw(2, 5) * (1 + rank * 2.0**-52))]
+    parameters = [place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), with_gradient(draw(2, 5) * (1 + rank * 2.0**-52))]
     norm = fullrank.total_grad_norm(parameters)
     assert torch.equal(fullrank.all_gather_no_grad(norm[None]), norm.expand(4))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blindfold import Blindfold
+from subjects import with_gradient
 from torch import Tensor, nn
 
 import fullrank
@@ -27,13 +28,6 @@ def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     for parameter in list(layers.parameters())[:-1]:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
     return layers
-
-
-def with_gradient(grad: Tensor) -> nn.Parameter:
-    """Return a parameter with this gradient."""
-    parameter = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device))
-    parameter.grad = grad
-    return parameter
 
 
 def of(*grads: Tensor, norm_type: Any = 2.0) -> Tensor:
