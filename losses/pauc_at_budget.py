@@ -45,9 +45,9 @@ def pauc_at_budget(
     negatives, the perplexity of their weights for the mean positive, is nearest to ``beta`` times their number.
     Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 12.
     At 12 more than ``beta`` of the negatives count where logits lie close together; at 1 fewer do where they spread
-    over several units, and a larger ``beta`` then changes nothing. It is a constant for the gradient. There is no hard
-    band: all negatives have a gradient. With ``tau_scale=None`` :math:`s = 1`, and the scores are logits as in
-    cross-entropy. The gradient raises positives and lowers negatives. The value may exceed 1.
+    over several units, and a larger ``beta`` then changes nothing. It is a constant for the gradient, which all
+    negatives have. With ``tau_scale=None`` :math:`s = 1`, and the scores are logits as in cross-entropy. The value may
+    exceed 1.
 
     ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
     the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,

@@ -196,10 +196,8 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
         With None the loss does not depend on the scale of the scores. A number is an absolute width. In a module either
         may be assigned between steps, and ``current_temperature`` is that of the last call. The spread is the
         interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores, and a constant for
-        the gradient. The sample is spread over the rows in a fixed way. Where most scores of a class are tied or hardly
-        differ, so that the range is less than a hundredth of the standard deviation without the 1 % of scores at each
-        end, that deviation replaces it. If all scores are equal, up to rounding, the spread is 1. Scores that are all
-        numbers of half precision are judged by its rounding. Infinite scores and ignored rows are left out.
+        the gradient; the standard deviation of the central scores where most of them are tied, and 1 where all scores
+        are equal, up to rounding. Infinite scores and ignored rows are left out.
     """
     if temperature is not None:
         return pool, temperature

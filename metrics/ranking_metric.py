@@ -74,7 +74,7 @@ class RankingMetric(GatheredMetric):
             raise ValueError(expected("average", "'macro' or None", average))
         super().__init__(**kwargs)
         self.num_classes, self.average, self.ignore_index = num_classes, average, ignore_index
-        self.multi_hot = multi_hot
+        self.multi_hot, self.result_shape = multi_hot, (num_classes,) if average is None else ()
         self.add_state("logits", default=[], dist_reduce_fx="cat")
         self.add_state("targets", default=[], dist_reduce_fx="cat")
         # MetricCollection lets metrics whose states are equal after the first update share one state. Metrics that read
@@ -164,11 +164,6 @@ class RankingMetric(GatheredMetric):
     @property
     def _rule(self) -> TargetRule:
         return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        """The shape of the value: () for the mean over classes, else (C,)."""
-        return (self.num_classes,) if self.average is None else ()
 
     def extra_repr(self) -> str:
         """Return the hyper-parameters."""

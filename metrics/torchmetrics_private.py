@@ -40,11 +40,7 @@ class GatheredMetric(Metric):
 
     logits: list[Tensor]
     targets: list[Tensor]
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        """The shape of the value of ``compute``."""
-        raise NotImplementedError
+    result_shape: tuple[int, ...]  # of the value of ``compute``
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return all rows of the state, in the same dtypes even without rows."""
