@@ -54,6 +54,8 @@ class Case(NamedTuple):
     by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
     sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
     stream: bool = False  # of pooled_backward
+    tied: bool = False  # many rows are alike
+    seed: int = 100  # of the rows
 
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
@@ -129,7 +131,10 @@ def make_step(case: Case, step: int) -> Rows:
     kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
     weighted = case.weighted and step < case.weighted_steps
     options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": weighted}
-    return make_rows(100 + step, 37 + 3 * step, dtype=case.dtype, **options)
+    rows = make_rows(case.seed + step, 37 + 3 * step, dtype=case.dtype, **options)
+    if case.tied:
+        rows.features[:] = (rows.features > 0) * torch.tensor([2.0, 1, 0, 0, 0, 0, 0])
+    return rows
 
 
 def num_outputs(case: Case) -> int:

@@ -2,103 +2,51 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import gradient_cases
 import loss_cases as cases
-import numpy
 import pytest
-import reference
 import torch
+from gradient_cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import IGNORED, POOLED
 from reference import Rows
 from workers import get_pool
 
-from fullrank import losses
+SURROGATES = ("trapezoid", "pairwise", "dro", "dro0.3", "dro_iqr", "dro0.3_band")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Some steps of training, small enough to send to a worker: the rows are made from the seed on arrival.
-
-    ``sizes``: the rows of each rank, for each step.
-    """
-
-    name: str
-    setting: str
-    sizes: tuple[tuple[int, ...], ...]
-    num_classes: int = 1
-    multi_hot: bool = False
-    dtype: torch.dtype = torch.float64
-    queue_size: int = 0
-    queue_keep: str = "all"
-    max_pool_size: int | None = None
-    weighted: bool = False
-    masked: bool = False
-    grid: float = 0.0
-    seed: int = 0
-
-    def rows(self, step: int) -> Rows:
-        """Return the rows of all ranks."""
-        share = 0.3 if self.seed % 3 else 0.05
-        case = cases.InputCase(self.num_classes, 0, self.multi_hot, share, self.grid)
-        count = sum(self.sizes[step])
-        rows = case.rows(97 * self.seed + step, num_rows=count, weighted=self.weighted, masked=self.masked)
-        return rows._replace(logits=rows.logits.to(self.dtype))
-
-    def module(self, **options: Any) -> losses.RankingLoss:
-        """Return the loss."""
-        loss = POOLED[self.name]
-        settings = dict(loss.settings[self.setting])
-        kept = {"queue_keep": self.queue_keep, "max_pool_size": self.max_pool_size, "multi_hot": self.multi_hot}
-        return loss.module(self.num_classes, queue_size=self.queue_size, **settings, **kept, **options)
-
-
-def problems(world_size: int) -> st.SearchStrategy[Problem]:
-    """Return the strategy of problems for ``world_size`` ranks: uneven, empty, ignored, tied, weighted, queued."""
-    sizes = st.lists(st.tuples(*[st.integers(0, 9)] * world_size), min_size=1, max_size=3).map(tuple)
-    names = st.sampled_from([(name, setting) for name, loss in POOLED.items() for setting in loss.settings])
-    return st.builds(
-        lambda named, **others: Problem(*named, **others),
-        names,
-        sizes=sizes,
-        num_classes=st.integers(1, 4),
-        multi_hot=st.booleans(),
-        dtype=st.sampled_from([torch.float64, torch.float32]),
-        queue_size=st.sampled_from([0, 1, 2, 7, 40]),
-        queue_keep=st.sampled_from(["all", "negatives"]),
-        max_pool_size=st.sampled_from([None, None, 12]),
-        weighted=st.booleans(),
-        masked=st.booleans(),
-        grid=st.sampled_from([0.0, 0.5, 100.0]),
-        seed=st.integers(0, 10**6),
+def random_case(seed: int) -> Case:
+    """Return a gathered pool at random; tests/conformance draws sharded ones."""
+    draw = random.Random(seed)
+    return Case(
+        draw.choice(["smooth_ap", "recall", *(f"pauc_{name}" for name in SURROGATES), "hard_negative"]),
+        weighted=draw.random() < 0.5,
+        num_classes=draw.choice([1, 2, 3, 4]),
+        queue_size=draw.choice([0, 1, 2, 7, 40]),
+        multi_hot=draw.random() < 0.5,
+        queue_keep=draw.choice(["all", "negatives"]),
+        max_pool_size=draw.choice([None, None, 12]),
+        reduction=draw.choice(["mean", "sum", "none"]),
+        temperature=draw.choice([0.3, 2.0, None]),
+        tied=draw.random() < 0.5,
+        masked=draw.random() < 0.5,
+        seed=1000 * seed,
     )
 
 
-def run(problem: Problem, own: list[slice] | None = None) -> tuple[list[float], list[Any], list[Any]]:
-    """Return value and gradient of every step, and what the queue holds at the end; ``own``: which rows are given."""
-    module = problem.module(gather_distributed=None if own else False)
-    values, gradients = [], []
-    for step in range(len(problem.sizes)):
-        rows = problem.rows(step)
-        rows = cases.leaf(rows if own is None else reference.take(rows, torch.arange(len(rows.logits))[own[step]]))
-        loss = cases.call(module, rows)
-        loss.backward()
-        assert rows.logits.grad is not None
-        values.append(loss.item())
-        gradients.append(rows.logits.grad.double().numpy())
-    held = [None if part is None else part.double().numpy() for part in module.queue.rows()]
-    return values, gradients, held
-
-
-def on_rank(rank: int, problem: Problem) -> tuple[list[float], list[Any], list[Any]]:
-    """Return what one of several ranks gets."""
-    own = [slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in problem.sizes]
-    return run(problem, own)
+@pytest.mark.parametrize("number", [10, pytest.param(50, marks=pytest.mark.full)])
+def test_one_process_equals_two(number: int) -> None:
+    """Uneven and empty shards, with rows that are ignored."""
+    for of_rank in get_pool(2)(gradient_cases.worst_errors, 2, [*map(random_case, range(number))]):
+        for seed, errors in enumerate(of_rank):
+            # The rounding of a step moves the parameters of the next, at some scales tenfold.
+            assert max(errors) <= 1e-11, random_case(seed)
 
 
 # Scores that break naive formulas, each alone and next to ordinary ones.
@@ -136,40 +84,6 @@ def check(examples: int, claim: Callable[..., None], **drawn: Any) -> None:
     The examples are the same in every run: a failure is a defect of this commit, not of this run.
     """
     settings(deadline=None, derandomize=True, database=None, max_examples=examples)(given(**drawn)(claim))()
-
-
-def assert_near(ours: Any, truth: Any, tolerance: float) -> None:
-    """The difference is small in the norm."""
-    assert numpy.linalg.norm(ours - truth) <= tolerance * max(numpy.linalg.norm(truth), 1e-3)
-
-
-def one_process_equals(world_size: int, problem: Problem) -> None:
-    """Values, gradients and queues over ranks are those of one process."""
-    values, gradients, held = run(problem)
-    ranks = get_pool(world_size)(on_rank, problem)
-    tolerance = 1e-12 if problem.dtype == torch.float64 else 2e-6
-    for step, (value, gradient) in enumerate(zip(values, gradients)):
-        assert all(mine[step] == ranks[0][0][step] or value != value for mine, _, _ in ranks)
-        assert ranks[0][0][step] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True)
-        spread = numpy.concatenate([theirs[step] for _, theirs, _ in ranks]) / world_size
-        assert_near(spread, gradient, tolerance)
-    for _, _, queue in ranks:
-        for mine, other in zip(queue, held):
-            numpy.testing.assert_array_equal(mine, other)
-
-
-@over_examples(15, 60)
-def test_one_process_equals_two(examples: int) -> None:
-    check(examples, one_process_equals, world_size=st.just(2), problem=problems(2))
-
-
-def test_the_comparison_can_fail() -> None:
-    """Two ranks that do not gather differ from one process by far more than rounding."""
-    problem = Problem("smooth_ap", "wide", sizes=((9, 7),), seed=4)
-    _, (truth,), _ = run(problem)
-    halves = [run(problem, [slice(0, 9)])[1][0], run(problem, [slice(9, 16)])[1][0]]
-    with pytest.raises(AssertionError):
-        assert_near(numpy.concatenate(halves) / 2, truth, 1e-3)
 
 
 picks = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), min_size=0, max_size=9)
