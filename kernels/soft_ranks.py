@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -82,9 +81,10 @@ def smooth_ap_and_gradient(
     if method == "plain" or (method == "auto" and plain_is_faster(scores)):
         return of_all_pairs(scores, positive, member, weight, temperature, with_grad)
     costs, num_rows = costs_of(scores.device), scores.shape[1]
-    if method in ("auto", "direct"):
-        most = costs.most_native_pairs(len(scores), scores.numel()) if method == "auto" else sys.maxsize
-        found = native.smooth_ap(scores, positive, member, weight, temperature, with_grad, most)
+    number = int(numpy.count_nonzero(positive.numpy())) if scores.is_cpu else 0  # of the positives of all classes
+    few = method == "auto" and number * num_rows <= costs.most_native_pairs(len(scores), scores.numel())
+    if few or method == "direct":
+        found = native.smooth_ap(scores, positive, member, weight, temperature, with_grad)
         if found is not None:
             return found
 
@@ -93,12 +93,10 @@ def smooth_ap_and_gradient(
         few = costs.pairs_are_faster(number * num_rows // cheap, scores.numel(), num_bins)
         return method == "direct" or number * num_rows == 0 or (method == "auto" and few)
 
-    if scores.is_cpu and scores.shape[0] == 1 and member is None and weight is None:
-        number = int(numpy.count_nonzero(positive.numpy()))
-        if 0 < number < num_rows:
-            of_one = _one_class(scores, positive, number, temperature, with_grad, pairs_are_best)
-            if of_one is not None:
-                return *of_one, torch.from_numpy(numpy.array([True]))
+    if 0 < number < num_rows and len(scores) == 1 and member is None and weight is None:
+        of_one = _one_class(scores, positive, number, temperature, with_grad, pairs_are_best)
+        if of_one is not None:
+            return *of_one, torch.from_numpy(numpy.array([True]))
     edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
         problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)

@@ -15,6 +15,7 @@ from ..kernels.costs import costs_of
 from ..kernels.registration import refuse_forward_mode
 from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.soft_ranks_plain import scaled
+from ..kernels.spread import MOST_SCORES
 from ..kernels.torch_private import func_transforms_are_active
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
@@ -136,7 +137,7 @@ def _of_small_pool(
     num_classes: int,
     is_mean: bool,
 ) -> tuple[Tensor, float] | None:
-    """Return the loss of a small pool in one call of C, and the temperature.
+    """Return the loss of a pool of at most 4,096 rows in one call of C, and the temperature.
 
     None for all but an ordinary call: finite scores in contiguous memory of the host, int64 indices of the classes, and
     pairs that take less time than bins.
@@ -155,6 +156,8 @@ def _of_small_pool(
             return None
         scores = torch.cat([scores.view(count, num_classes), queued.logits.to(scores)])
         targets = torch.cat([targets, queued.targets.to(targets)])
+    if len(targets) > MOST_SCORES:
+        return None
     most = costs_of(logits.device).most_native_pairs(num_classes, scores.numel())
     with_grad = logits.requires_grad and torch.is_grad_enabled()
     found = native.smooth_ap_step(scores, targets, ignore_index, temperature, SPREAD_MULTIPLE, with_grad, most)

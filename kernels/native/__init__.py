@@ -19,9 +19,10 @@ from torch import Tensor
 
 _LEAST = 1e-30  # temperature, as in sums.c
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
-_MANY_ROWS = 200_000  # from which parts are worth a thread
+# From which parts are worth a thread: those of torch keep their cores busy for milliseconds after an operation.
+_MANY_ROWS = 4_000_000
 
-_ABI = 4  # as in sums.c, which counts changes of its arguments
+_ABI = 5  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -43,7 +44,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
     for dtype, real in _REALS.items():
         rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
-            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, _DOUBLE, _NUMBER, *[_POINTER] * 3],
+            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
             "smooth_ap_step": [*[_POINTER] * 2, *[_NUMBER] * 3, *[_DOUBLE] * 2, _NUMBER, *[_POINTER] * 2],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 3],
@@ -71,12 +72,10 @@ def smooth_ap(
     weight: Tensor | None,
     temperature: float,
     with_grad: bool,
-    most: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return what :func:`~fullrank.kernels.soft_ranks.smooth_ap_and_gradient` returns, or None.
 
-    None stands for more than ``most`` pairs, and for what the library does not compute: scores that are not finite, and
-    a temperature below 1e-30.
+    None stands for what the library does not compute: scores that are not finite, and a temperature below 1e-30.
     """
     if not is_usable(scores) or temperature < _LEAST or scores.numel() == 0:
         return None
@@ -97,7 +96,6 @@ def smooth_ap(
         num_classes,
         num_rows,
         temperature,
-        most,
         loss.data_ptr(),
         valid.data_ptr(),
         gradient.data_ptr() if with_grad else None,

@@ -3,19 +3,19 @@
 // smooth_ap:
 //   scores, positive, member  (classes, rows); member may be NULL for all rows
 //   weight                    (rows) with stride 0, (classes, rows) with stride `rows`, or NULL
-//   most                      with more pairs nothing is computed
 //   loss, valid               (classes), written; loss is 0 where the class is not valid
 //   gradient                  (classes, rows), written; NULL for the loss alone
-//   returns 1, or 0 for what is left to torch: too many pairs, and scores that are not finite
+//   returns 1, or 0 for scores that are not finite, which are left to torch
 //
 // smooth_ap_step: all of that for an ordinary pool, as it is given
 //   scores                    (rows, classes)
 //   targets                   (rows), indices of classes, or 0 and 1 for one class
 //   temperature, multiple     if multiple > 0, the temperature is this multiple of the spread of the scores
 //   loss                      (classes + 1), written; the last is the temperature
+//   most                      with more pairs nothing is computed
 //   gradient                  (rows, classes), written; NULL for the loss alone
-//   returns the number of valid classes, or 0 for what is left to others: also other targets, and a spread that is not
-//   usual
+//   returns the number of valid classes, or 0 for what is left to others: other targets, scores that are not finite or
+//   whose spread is not usual, too many pairs
 //
 // moments, evaluate: see bins.inc and kernels/bins.py.
 //
@@ -97,4 +97,4 @@ static const double series_double[] = {1,          1,           1. / 2,        1
 #include "bins.inc"
 
 // Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 4; }
+int64_t fullrank_abi(void) { return 5; }

@@ -45,8 +45,8 @@ def test_memory_of_any_layout(form: str) -> None:
             return tensor.repeat_interleave(2, dim=1)[:, ::2]
         return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)  # not aligned
 
-    expected = native.smooth_ap(scores, positive, member, None, 0.1, True, ALL)
-    found = native.smooth_ap(laid_out(scores), laid_out(positive), laid_out(member), None, 0.1, True, ALL)
+    expected = native.smooth_ap(scores, positive, member, None, 0.1, True)
+    found = native.smooth_ap(laid_out(scores), laid_out(positive), laid_out(member), None, 0.1, True)
     assert all(map(torch.equal, found, expected))
     assert found[1].stride() == torch.empty_like(laid_out(scores)).stride()  # as the compiler is told
 
@@ -55,29 +55,28 @@ def test_memory_of_any_layout(form: str) -> None:
 def test_the_default_device_is_not_asked() -> None:
     scores, positive, _ = rows(1, 50, torch.float32)
     with torch.device("meta"):
-        found = native.smooth_ap(scores, positive, None, None, 0.1, True, ALL)
-    assert all(map(torch.equal, found, native.smooth_ap(scores, positive, None, None, 0.1, True, ALL)))
+        found = native.smooth_ap(scores, positive, None, None, 0.1, True)
+    assert all(map(torch.equal, found, native.smooth_ap(scores, positive, None, None, 0.1, True)))
 
 
 @needs_extension
 def test_what_it_leaves_to_torch() -> None:
     scores, positive, _ = rows(1, 50, torch.float32)
-    pairs = int(positive.sum()) * 50
-    assert native.smooth_ap(scores, positive, None, None, 0.1, True, pairs) is not None
+    assert native.smooth_ap(scores, positive, None, None, 0.1, True) is not None
     for given in (
-        (scores, positive, None, None, 0.1, True, pairs - 1),
-        (scores.half(), positive, None, None, 0.1, True, ALL),
-        (scores.to("meta"), positive.to("meta"), None, None, 0.1, True, ALL),
-        (scores, positive, None, None, 1e-38, True, ALL),
-        (scores.index_fill(1, torch.tensor([7]), torch.inf), positive, None, None, 0.1, True, ALL),
-        (scores[:, :0], positive[:, :0], None, None, 0.1, True, ALL),
+        (scores.half(), positive, None, None, 0.1, True),
+        (scores.to("meta"), positive.to("meta"), None, None, 0.1, True),
+        (scores, positive, None, None, 1e-38, True),
+        (scores.index_fill(1, torch.tensor([7]), torch.inf), positive, None, None, 0.1, True),
+        (scores[:, :0], positive[:, :0], None, None, 0.1, True),
     ):
         assert native.smooth_ap(*given) is None
 
 
 @needs_extension
-def test_the_same_bits_with_any_number_of_threads() -> None:
+def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bins, whose rows are cut into parts: large pools of one class and of several."""
+    monkeypatch.setattr(native, "_MANY_ROWS", 1)
     threads = torch.get_num_threads()
     for num_classes, num_rows in ((1, 300_001), (3, 100_001)):
         scores, positive, _ = rows(num_classes, num_rows, torch.float32)
