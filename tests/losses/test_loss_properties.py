@@ -388,6 +388,8 @@ def test_draw_keeps_a_quota_of_every_class() -> None:
     assert counts[3] < 35
     few = targets.masked_fill(torch.arange(1000) >= 50, IGNORED)
     assert len(draw_rows(Batch(torch.zeros(1000, 3), few), TargetRule(3), 120, 0)) == 50
+    index = draw_rows(Batch(torch.zeros(400, 8), torch.arange(400) % 8), TargetRule(8), 8, 0)
+    assert (index % 8).sort().values.tolist() == [*range(8)]  # one of each, where there is no room for two
     # A multi-hot row counts under each of its classes.
     codes = torch.zeros(400, 2, dtype=torch.int64)
     codes[:3] = 1

@@ -32,37 +32,24 @@ def drawn(axes: Any) -> list[list[float]]:
 
 
 @over_metrics
-def test_one_value_and_one_per_step(kind: Any, pyplot: Any) -> None:
-    """Drawing does not change the metric, on axes of one's own too."""
-    metric = make_metric(kind)
-    _, axes = metric.plot()
-    ((height,),) = drawn(axes)
-    assert height == pytest.approx(float(metric.compute()), rel=1e-12)  # drawing does no arithmetic
-    assert 0.2 < height < 1  # neither end of the range, where anything might be drawn
-    assert axes.get_ylabel() == kind[0].__name__
-    assert axes.get_ylim() == pytest.approx((-0.1, 1.1))  # the range of the metric, with a margin
-    values = [make_metric(kind, seed=seed).compute() for seed in range(4)]
-    _, own = pyplot.subplots()
-    assert metric.plot(values, ax=own) == (None, own)
-    (line,) = drawn(own)
-    assert line == pytest.approx(torch.stack(values).tolist(), rel=1e-12)
-    assert len(set(line)) > 1
-    assert float(metric.compute()) == height
-
-
-@over_metrics
-def test_a_value_per_class_and_step(kind: Any, pyplot: Any) -> None:
-    """A line per class, also if a class is NaN for a step, which leaves a gap and no point at zero."""
+def test_values_per_class_and_step(kind: Any, pyplot: Any) -> None:
+    """A line per class, in the range of the metric; a class that is NaN for a step leaves a gap. The metric stays."""
     steps = [make_metric(kind, average=None, seed=seed).compute() for seed in range(4)]
     steps[2] = torch.where(torch.arange(3) == 1, torch.nan, steps[2])
+    metric = make_metric(kind, average=None)
+    value = metric.compute()
     for values in (None, steps):
-        metric = make_metric(kind, average=None)
         _, axes = metric.plot(values)
+        assert axes.get_ylabel() == kind[0].__name__
+        assert axes.get_ylim() == pytest.approx((-0.1, 1.1))  # the range of the metric, with a margin
         assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Class 0", "Class 1", "Class 2"]
-        expected = metric.compute()[None] if values is None else torch.stack(values)
+        expected = value[None] if values is None else torch.stack(values)
         assert len(set(expected[0].tolist())) == 3  # else the order of the classes would not show
         for line, column in zip(drawn(axes), expected.t(), strict=True):
-            assert line == pytest.approx(column.tolist(), rel=1e-12, nan_ok=True)
+            assert line == pytest.approx(column.tolist(), rel=1e-12, nan_ok=True)  # drawing does no arithmetic
+    assert torch.equal(metric.compute(), value)
+    _, own = pyplot.subplots()
+    assert make_metric(kind).plot(ax=own) == (None, own)
 
 
 @over_metrics
