@@ -88,8 +88,7 @@ def pooled_backward(
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
             It may use parameters of ``model``, such as a learned temperature: their gradient is computed once, and the
             last backward carries it to the wrapper. It may depend on no other tensor that requires grad, which no
-            wrapper would reduce. With ``stream=True`` a :class:`~fullrank.SmoothAPLoss` itself, with a number for its
-            temperature.
+            wrapper would reduce. With ``stream=True`` a :class:`~fullrank.SmoothAPLoss` with a number as temperature.
         group: the ranks that call this together, and that ``loss`` gathers over; see :func:`accumulate`.
         sync: see :func:`accumulate`.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.

@@ -32,11 +32,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
 
     Args:
-        targets: (N,) or (N, 1), class indices, 0 and 1, bools or whole floats: those of the whole data set, the same on
-            every rank.
+        targets: (N,) or (N, 1), class indices, 0 and 1, bools or whole floats: of the whole data set, on every rank.
         batch_size: rows of a batch, on each rank.
-        positives: rows of class 1 in each batch, on each rank; or a mapping from classes to rows. Rows of the other
-            classes fill the batch.
+        positives: rows of class 1 in each batch, on each rank; or a mapping from class to rows. Others fill the batch.
         num_batches: batches of an epoch, on each rank; None is ``N // (batch_size * world_size)``, and at least 1.
         seed: the same on every rank. The order of an epoch depends on the seed and its number alone.
         group: process group or device mesh of the data-parallel ranks; None for the default one, if there is any.

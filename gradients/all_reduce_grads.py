@@ -62,9 +62,8 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     Numerics:
         Half precision is added in float32 and rounded once. NaN and inf propagate.
     Distributed:
-        One header, one bit per parameter, and one all-reduce per 25 MiB of gradients of one dtype. A larger
-        gradient is reduced alone, in its own memory. Tensors and DTensors stay the same objects. Errors are raised on
-        every rank of ``group``.
+        One header, one bit per parameter, and one all-reduce per 25 MiB of gradients of one dtype. A larger gradient is
+        reduced alone, in its own memory. Tensors stay the same objects. Errors are raised on every rank of ``group``.
 
     Example:
         >>> import torch

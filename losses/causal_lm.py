@@ -58,8 +58,7 @@ def causal_lm_loss(
         ignore_index: the label that does not count.
         shift: move the labels by one. The logits are not cut, because that would copy them; those at the last t get no
             gradient. False for labels that are shifted already, as they must be before a sequence is cut over ranks.
-        shift_labels: (..., T) shifted labels in place of ``labels``; transformers passes them under sequence
-            parallelism.
+        shift_labels: (..., T) shifted ``labels`` in their place; transformers passes them under sequence parallelism.
         **unused: what transformers passes to every loss function has no effect.
 
     Returns:

@@ -64,8 +64,7 @@ class TorchLikeLoss(FocalLoss):
 class CrossEntropyLoss(TorchLikeLoss):
     r"""Cross-entropy of mutually exclusive classes, with the mean over the elements of all ranks.
 
-    Equal to ``torch.nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)`` of the rows of
-    all ranks:
+    Equal to ``torch.nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)`` of all rows:
 
     .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
 

@@ -72,8 +72,7 @@ class DistributedLoss(nn.Module):
             equal arguments, names let ranks that call them in different orders raise.
 
     Raises:
-        TypeError, ValueError: for bad arguments, at construction or in the forward: on every rank, with nothing
-            enqueued.
+        TypeError, ValueError: for bad arguments, at construction, or in the forward on every rank, nothing enqueued.
         RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
     """
 

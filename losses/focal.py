@@ -126,8 +126,7 @@ class FocalLoss(DistributedLoss):
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
 
         Args:
-            inputs: raw scores of this rank; N may differ between ranks and be 0. Sigmoid: any shape. Softmax: (N, C,
-                *), C >= 2.
+            inputs: raw scores of this rank, N of them, which may be 0. Sigmoid: any shape. Softmax: (N, C, *), C >= 2.
             targets: sigmoid: numbers from 0 to 1 in the shape of inputs; (N,) and (N, 1) may stand for each other.
                 Softmax: (N, *) class indices.
             sample_weight: >= 0, weight of each element; None for all 1.

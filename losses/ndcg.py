@@ -49,8 +49,7 @@ class NDCGLoss(CurrentTemperature):
         gain: of a relevance: ``"linear"``, the relevance itself, or ``"exponential"``, 2 to its power, minus 1.
         top: count the first k places alone, as NDCG@k does: a row counts fully up to rank k, and less and less up to
             k + 1. Rows beyond have no gradient of their own, so start a training without it. None counts all.
-        reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), by their sorted
-            indexes.
+        reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), by sorted indexes.
         ignore_index: rows with this relevance take no part.
 
     Shape:

@@ -46,8 +46,7 @@ def pauc_at_budget(
     Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 12.
     At 12 more than ``beta`` of the negatives count where logits lie close together; at 1 fewer do where they spread
     over several units, and a larger ``beta`` then changes nothing. It is a constant for the gradient, which all
-    negatives have. With ``tau_scale=None`` :math:`s = 1`, and the scores are logits as in cross-entropy. The value may
-    exceed 1.
+    negatives have. With ``tau_scale=None`` :math:`s = 1`: the scores are logits as in cross-entropy. L may exceed 1.
 
     ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
     the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
@@ -58,8 +57,7 @@ def pauc_at_budget(
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
         \tau = \text{temperature} \cdot (\mathrm{IQR}(x_R) \text{ or } t_\alpha - t_\beta)
 
-    Both average over the positives how likely reference points :math:`t_k` are above; the weights :math:`c_k` sum to
-    one:
+    Both average over the positives how likely reference points :math:`t_k` are above; the :math:`c_k` sum to one:
 
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
@@ -75,18 +73,15 @@ def pauc_at_budget(
     negatives or reference rows fall. Scale and temperature are detached.
 
     Args:
-        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; the share of negatives that ``"dro"``
-            counts.
+        alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` a share of negatives.
         surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
-            ``"pairwise"`` with the negatives in the band, or ``"trapezoid"`` over knots. Arguments without effect are
-            refused.
+            ``"pairwise"`` with the negatives in it, or ``"trapezoid"`` over knots. Arguments without effect raise.
         n_knots: number of knots >= 2, for ``"trapezoid"`` alone.
         tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
             ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
             as logits, and ``"iqr"`` for the other surrogates.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
-        temperature: > 0, without unit: a multiple of the scale of the reference scores; usually 0.25 to 0.1. Not for
-            ``"dro"``.
+        temperature: > 0, a multiple of the scale of the reference scores, usually 0.25 to 0.1. Not for ``"dro"``.
         dro_lambda: None finds it from ``beta``; or a number > 0 for ``"dro"`` alone: towards 0 only the hardest
             negative counts, and for large values all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time,
             others O(P N).

@@ -38,8 +38,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
     queue. How hard the default, ``surrogate="dro"``, is follows from ``beta``; ``current_hardness`` is the lambda of
     the last call. A number for ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the
-    diagnostics. Added to cross-entropy with its defaults it lowered average precision on 29 tables by 0.008; compare by
-    the metric that you need.
+    diagnostics. Added to cross-entropy with its defaults it lowered average precision on 29 tables by 0.008.
 
     For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
     negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more, and watch
@@ -52,8 +51,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     because nothing would fall while the positives rise.
 
     Args:
-        temperature: > 0, without unit: a multiple of the scale of the reference scores; usually 0.25 to 0.1. Not for
-            ``"dro"``.
+        temperature: > 0, a multiple of the scale of the reference scores, usually 0.25 to 0.1. Not for ``"dro"``.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
 

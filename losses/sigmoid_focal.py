@@ -41,8 +41,7 @@ def sigmoid_focal(
 
     Args:
         inputs: raw logits of any shape.
-        targets: numbers in [0, 1], floats, integers or bools, the shape of ``inputs``. (N,) and (N, 1) stand for each
-            other.
+        targets: numbers in [0, 1] of any dtype, in the shape of ``inputs``; (N,) and (N, 1) stand for each other.
         alpha: weight of the positives in [0, 1], ``1 - alpha`` for the negatives; -1 for no weights.
         gamma: focusing exponent >= 0; 0 is cross-entropy.
         reduction: ``"mean"`` over elements, ``"mean_weighted"``: the sum over elements divided by the sum of their

@@ -44,8 +44,7 @@ class PAUCAtBudget(RankingMetric):
     with u the false-positive rate, or the share of all rows that are flagged: the exact counterpart of
     :class:`~fullrank.losses.PAUCAtBudgetLoss`. The empirical curve has a point for each distinct score, so tied rows
     are one step, and straight lines between the points. The area is not standardized as McClish does: a random ranking
-    has (alpha + beta) / 2, and a perfect one has 1, or less than 1 under ``"population"``, where positives use up part
-    of the budget.
+    has (alpha + beta) / 2, and a perfect one 1, or less under ``"population"``, where positives use up budget.
 
     Args:
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1.
