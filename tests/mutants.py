@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,209 +41,159 @@ SLACK_S = 60  # a run that takes this long, and three times the recorded time, h
 
 
 class Mutant(NamedTuple):
-    """A change of a file: ``new`` in place of the bytes from ``start`` to ``end``, in the statement of ``lines``."""
+    """A change of a file, in the statement of ``lines``; ``number`` counts those of the file."""
 
     path: str
     line: int
-    start: int
-    end: int
     old: str
     new: str
     lines: range
+    number: int
 
 
 # Changes of the source. Annotations, docstrings, texts, imports, assertions and warnings stay as they are.
 
-COMPARISONS: dict[type, tuple[str, ...]] = {
-    ast.Lt: ("<", "<=", ">"),
-    ast.LtE: ("<=", "<", ">="),
-    ast.Gt: (">", ">=", "<"),
-    ast.GtE: (">=", ">", "<="),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "/"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"),
-    ast.Mod: ("%", "*"),
-    ast.Pow: ("**", "*"),
-    ast.BitAnd: ("&", "|"),
-    ast.BitOr: ("|", "&"),
-    ast.LShift: ("<<", ">>"),
+OTHERS: dict[type[ast.AST], list[type[Any]]] = {
+    ast.Lt: [ast.LtE, ast.Gt],
+    ast.LtE: [ast.Lt, ast.GtE],
+    ast.Gt: [ast.GtE, ast.Lt],
+    ast.GtE: [ast.Gt, ast.LtE],
+    ast.Eq: [ast.NotEq],
+    ast.NotEq: [ast.Eq],
+    ast.Is: [ast.IsNot],
+    ast.IsNot: [ast.Is],
+    ast.In: [ast.NotIn],
+    ast.NotIn: [ast.In],
+    ast.And: [ast.Or],
+    ast.Or: [ast.And],
+    ast.Add: [ast.Sub],
+    ast.Sub: [ast.Add],
+    ast.Mult: [ast.Div],
+    ast.Div: [ast.Mult],
+    ast.FloorDiv: [ast.Mult],
+    ast.Mod: [ast.Mult],
+    ast.Pow: [ast.Mult],
+    ast.BitAnd: [ast.BitOr],
+    ast.BitOr: [ast.BitAnd],
+    ast.LShift: [ast.RShift],
 }
 METHODS = {"amin": "amax", "min": "max", "floor": "ceil", "sum": "mean", "clamp_min": "clamp_max", "any": "all"}
 METHODS |= {new: old for old, new in METHODS.items()}
 DROPPED = {"detach", "cumsum", "contiguous", "clone", "double", "abs", "flip", "exp", "sqrt", "neg", "float"}
 ORDERLESS = ("isinstance", "getattr", "hasattr", "setattr", "partial", "cast")
 TEXTS = ("fix", "advice", "message")
+FIELDS_LEFT_OUT = ("annotation", "returns", "decorator_list")
 
 
-class Mutator(ast.NodeVisitor):
-    """Collects the mutants of a file."""
-
-    def __init__(self, path: str, text: str) -> None:
-        self.found: list[Mutant] = []
-        self._path, self._data = path, text.encode()
-        self._starts = [0]
-        for line in self._data.splitlines(keepends=True):
-            self._starts.append(self._starts[-1] + len(line))
-        self._lines = range(0)
-        self.visit(ast.parse(text))
-
-    def visit(self, node: ast.AST) -> None:
-        outer = self._lines
-        if isinstance(node, ast.stmt):
-            # Of a compound statement the head alone.
-            body = getattr(node, "body", None)
-            self._lines = range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
-        super().visit(node)
-        self._lines = outer
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if any("overload" in self._source(decorator) for decorator in node.decorator_list):
-            return
-        # A default is used wherever the function runs.
-        self._lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for child in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
-            self.visit(child)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Import(self, node: ast.AST) -> None:
-        pass
-
-    visit_ImportFrom = visit_JoinedStr = visit_Assert = visit_Import
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        self._replace(node, "pass")
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
-            return
-        if all(isinstance(target, ast.Subscript | ast.Attribute) for target in node.targets):
-            self._replace(node, "pass")
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._replace(node, "pass")
-        self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call) and "warn" not in self._source(node.value.func):
-            self._replace(node, "pass")
-        if not isinstance(node.value, ast.Constant):
-            self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
-        if "TYPE_CHECKING" not in self._source(node.test):
-            self._replace(node.test, "False")
-            self._replace(node.test, "True")
-            self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._replace(node.test, f"not ({self._source(node.test)})")
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        if len(node.ops) == 1:
-            self._operator(node.left, node.ops[0], node.comparators[0])
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        if not isinstance(node.left, ast.JoinedStr) and not isinstance(node.right, ast.JoinedStr):
-            self._operator(node.left, node.op, node.right)
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        for left, right in zip(node.values, node.values[1:]):
-            self._operator(left, node.op, right)
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        self._replace(node, f"({self._source(node.operand)})")
-        if not isinstance(node.op, ast.USub):
-            self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            self._replace(node, str(not node.value))
-        elif isinstance(node.value, int):
-            self._replace(node, str(node.value + 1))
-            if node.value > 0:
-                self._replace(node, str(node.value - 1))
-        elif isinstance(node.value, float):
-            self._replace(node, repr(2 * node.value) if node.value else "1.0")
-
-    def visit_Slice(self, node: ast.Slice) -> None:
-        if node.upper is not None and not isinstance(node.upper, ast.Constant | ast.UnaryOp):
-            self._replace(node.upper, f"({self._source(node.upper)}) - 1")
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = self._source(node.func)
-        if "warn" in called or "TypeVar" in called:
-            return
-        first, second = (*node.args[:2], None, None)[:2]
-        if second is not None and called not in ORDERLESS and not isinstance(first, ast.Starred):
-            between = self._data[self._span(first)[1] : self._span(second)[0]].decode()
-            swapped = self._source(second) + between + self._source(first)
-            self._change(self._span(first)[0], self._span(second)[1], swapped, node)
-        if called == "range":
-            self._replace(node.args[-1], f"{self._source(node.args[-1])} - 1")
-        if isinstance(node.func, ast.Attribute):
-            end = self._span(node.func)[1]
-            if node.func.attr in METHODS:
-                self._change(end - len(node.func.attr), end, METHODS[node.func.attr], node)
-            elif node.func.attr in DROPPED and self._source(node.func.value) not in ("torch", "math"):
-                self._replace(node, f"({self._source(node.func.value)})")
-        for keyword in node.keywords:
-            is_text = isinstance(keyword.value, ast.JoinedStr) or isinstance(getattr(keyword.value, "value", 0), str)
-            if keyword.arg and keyword.arg not in TEXTS and not is_text and len(node.args) + len(node.keywords) > 1:
-                start, end = self._span(keyword)
-                comma = self._data.rfind(b",", 0, start)
-                if comma > self._span(node.func)[1] and not self._data[comma + 1 : start].strip():
-                    self._change(comma, end, "", keyword)
-        self.generic_visit(node)
-
-    def _operator(self, left: ast.AST, operator: ast.AST, right: ast.AST) -> None:
-        start, end = self._span(left)[1], self._span(right)[0]
-        between = self._data[start:end].decode()
-        old, *others = COMPARISONS.get(type(operator), ("",))
-        for new in others:
-            if between.count(old) == 1:
-                self._change(start, end, between.replace(old, new), left)
-
-    def _replace(self, node: ast.AST, new: str) -> None:
-        self._change(*self._span(node), new, node)
-
-    def _change(self, start: int, end: int, new: str, node: Any) -> None:
-        mutant = Mutant(self._path, node.lineno, start, end, self._data[start:end].decode(), new, self._lines)
-        try:
-            ast.parse(apply(mutant, self._data))
-        except SyntaxError:
-            return
-        if mutant.old != new:
-            self.found.append(mutant)
-
-    def _span(self, node: Any) -> tuple[int, int]:
-        return self._starts[node.lineno - 1] + node.col_offset, self._starts[node.end_lineno - 1] + node.end_col_offset
-
-    def _source(self, node: ast.AST) -> str:
-        return self._data[slice(*self._span(node))].decode()
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may stand in the place of ``node``."""
+    match node:
+        case ast.Raise() | ast.AugAssign():
+            yield ast.Pass()
+        case ast.Assign(targets=targets) if all(isinstance(one, ast.Subscript | ast.Attribute) for one in targets):
+            yield ast.Pass()
+        case ast.Expr(value=ast.Call()):
+            yield ast.Pass()
+        case ast.If() if "TYPE_CHECKING" not in ast.unparse(node.test):
+            for value in (False, True):
+                yield with_fields(node, test=ast.Constant(value))
+        case ast.IfExp():
+            yield with_fields(node, body=node.orelse, orelse=node.body)
+        case ast.Compare(ops=[op]):
+            for other in OTHERS.get(type(op), []):
+                yield with_fields(node, ops=[other()])
+        case ast.BinOp(op=op) | ast.BoolOp(op=op):
+            for other in OTHERS.get(type(op), []):
+                yield with_fields(node, op=other())
+        case ast.UnaryOp():
+            yield node.operand
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield from map(ast.Constant, [value + 1, *([value - 1] if value > 0 else [])])
+        case ast.Constant(value=float(value)):
+            yield ast.Constant(2 * value or 1.0)
+        case ast.Slice(upper=ast.AST() as upper) if not isinstance(upper, ast.Constant | ast.UnaryOp):
+            yield with_fields(node, upper=ast.BinOp(upper, ast.Sub(), ast.Constant(1)))
+        case ast.Call():
+            yield from changes_of_call(node)
 
 
-def apply(mutant: Mutant, data: bytes) -> bytes:
-    """Return the changed source."""
-    return data[: mutant.start] + mutant.new.encode() + data[mutant.end :]
+def changes_of_call(node: ast.Call) -> Iterator[ast.AST]:
+    """Yield other calls: two arguments swapped, another method or none, a keyword left out."""
+    called, args = ast.unparse(node.func), node.args
+    if len(args) > 1 and called not in ORDERLESS and not isinstance(args[0], ast.Starred):
+        yield with_fields(node, args=[args[1], args[0], *args[2:]])
+    if called == "range":
+        yield with_fields(node, args=[*args[:-1], ast.BinOp(args[-1], ast.Sub(), ast.Constant(1))])
+    if isinstance(node.func, ast.Attribute):
+        name, of = node.func.attr, ast.unparse(node.func.value)
+        if name in METHODS:
+            yield with_fields(node, func=with_fields(node.func, attr=METHODS[name]))
+        elif name in DROPPED and of not in ("torch", "math"):
+            yield node.func.value
+    for keyword in node.keywords if len(args) + len(node.keywords) > 1 else []:
+        is_text = isinstance(keyword.value, ast.JoinedStr) or isinstance(getattr(keyword.value, "value", 0), str)
+        if keyword.arg and keyword.arg not in TEXTS and not is_text:
+            yield with_fields(node, keywords=[other for other in node.keywords if other is not keyword])
+
+
+def with_fields(node: ast.AST, **fields: Any) -> ast.AST:
+    """Return a copy of ``node`` with other fields."""
+    return type(node)(**dict(ast.iter_fields(node)) | fields)
+
+
+def places(node: ast.AST, lines: range = range(0)) -> Iterator[tuple[ast.AST, Callable[[ast.AST], None], range]]:
+    """Yield the nodes below ``node`` that may change, what puts another one there, and the lines of the statement."""
+    for name, value in ast.iter_fields(node):
+        if name in FIELDS_LEFT_OUT or (isinstance(node, ast.arguments) and "defaults" not in name):
+            continue
+        for index, child in enumerate(value if isinstance(value, list) else [value]):
+            if not isinstance(child, ast.AST) or is_left_out(child):
+                continue
+            own = lines
+            if isinstance(child, ast.FunctionDef):  # a default is used wherever the function runs
+                own = range(child.lineno, (child.end_lineno or 0) + 1)
+            elif isinstance(child, ast.stmt):  # of a compound statement the head alone
+                body = getattr(child, "body", None)
+                own = range(child.lineno, body[0].lineno if body else (child.end_lineno or 0) + 1)
+            put = partial(value.__setitem__, index) if isinstance(value, list) else partial(setattr, node, name)
+            yield child, put, own
+            if not isinstance(child, ast.Raise) and not isinstance(getattr(child, "op", None), ast.USub):
+                yield from places(child, own)
+
+
+def is_left_out(node: ast.AST) -> bool:
+    """Return whether nothing of a node changes."""
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Assert() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Expr(value=ast.Call(func=func)) | ast.Call(func=func):
+            return "warn" in ast.unparse(func) or "TypeVar" in ast.unparse(func)
+        case ast.Assign(targets=[ast.Name(id="__all__")]):
+            return True
+        case ast.FunctionDef():
+            return any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return False
+
+
+def mutants_of(path: str, text: str) -> list[Mutant]:
+    """Return all changes of a file."""
+    found: list[Mutant] = []
+    for node, _, lines in places(ast.parse(text)):
+        line = getattr(node, "lineno", lines.start)
+        for new in changes(node):
+            found.append(Mutant(path, line, ast.unparse(node), ast.unparse(new), lines, len(found)))
+    return found
+
+
+def apply(number: int, text: str) -> str:
+    """Return the changed source, without its comments; for -1 nothing else changes."""
+    tree = ast.parse(text)
+    every = ((put, new) for node, put, _ in places(tree) for new in changes(node))
+    for put, new in islice(every, number, number + 1) if number >= 0 else []:
+        put(new)
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def package_files() -> list[str]:
@@ -356,13 +308,15 @@ def run_chosen(package: str, names: list[str], output: Path) -> None:
 
 
 def judge(mutant: Mutant | None, record: Record, names: list[list[str]], folder: Path) -> str:
-    """Run the tests and return how they ended: "" if all passed."""
+    """Run the tests and return how they ended: "" if all passed. Without a mutant every file loses its comments."""
     package = folder / "package"
     for name in package_files():
         target = package / "fullrank" / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        data = (ROOT / name).read_bytes()
-        target.write_bytes(apply(mutant, data) if mutant is not None and name == mutant.path else data)
+        text, is_control = (ROOT / name).read_text("utf-8"), mutant is None
+        if is_control or name == mutant.path:
+            text = apply(-1 if is_control else mutant.number, text)
+        target.write_text(text, "utf-8")
     library = Path("kernels/native/sums.library")
     if (ROOT / library).exists():
         shutil.copy(ROOT / library, package / "fullrank" / library)
@@ -400,7 +354,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds of tests for one mutant")
     own = parser.parse_args(arguments)
     files = [name for name in package_files() if f"{name}/".startswith(f"{own.folder}/" if own.folder else "")]
-    mutants = [mutant for name in files for mutant in Mutator(name, (ROOT / name).read_text("utf-8")).found]
+    mutants = [mutant for name in files for mutant in mutants_of(name, (ROOT / name).read_text("utf-8"))]
     drawn = random.Random(own.seed).sample(mutants, min(own.number, len(mutants)))
     print(f"{len(drawn)} of {len(mutants)} mutants of {len(files)} files, seed {own.seed}", flush=True)
     record, survivors, reached = load_record(), [], 0

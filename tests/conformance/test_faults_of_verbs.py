@@ -438,7 +438,7 @@ class Seen(NamedTuple):
     kind: str
     text: str
     left: str  # of the gradients: "kept" as they were, "dropped", or "exact", those of the step
-    restored: bool  # the switches of the wrappers, and the random state
+    restored: bool  # the switches of the wrappers, and of a streamed window the random state
     next_error: float
     tracebacks: int  # that an uncaught exception would print
 
@@ -470,7 +470,9 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, n
         take(verb, given)
     except Exception as raised:
         found, printed = (type(raised).__name__, str(raised)), "".join(traceback.format_exception(raised))
-    left, restored = _left(model, expected), switches(model) == before and torch.equal(torch.get_rng_state(), state)
+    left, restored = _left(model, expected), switches(model) == before
+    if verb == STREAM:
+        restored &= torch.equal(torch.get_rng_state(), state)
     if verb == "DeferredMean":
         deferred_of(model).discard()
     model.zero_grad()
