@@ -117,14 +117,6 @@ def test_control_one_value_that_is_read_is_over_the_budget(launches: ModuleType)
         check("SmoothAP", counts.waits, counts.launches, counts.report())
 
 
-def test_control_a_step_that_got_cheaper_is_noticed() -> None:
-    if not torch.__version__.startswith(COUNTED_WITH):
-        pytest.skip("the table was counted with another torch")
-    waits, launches = TABLE["SmoothAP"]
-    with pytest.raises(AssertionError, match="lower the numbers"):
-        check("SmoothAP", waits, launches - 1, "")
-
-
 def test_more_rows_launch_no_more(launches: ModuleType) -> None:
     step = launches.STEPS["SmoothAP of more rows"]
     few, many = (launches.counts_of(step._replace(rows=rows)) for rows in (step.rows, 3 * step.rows))

@@ -9,27 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import integration_cases as cases
 import pytest
 import torch
-from integration_cases import (
-    SIZE,
-    alone,
-    average_precision,
-    change,
-    flat,
-    gathered,
-    make_encoder,
-    make_rows,
-    make_tokens,
-    make_writer,
-    of_rows,
-    of_tokens,
-    own_pool,
-    reset_accelerate,
-    train,
-    windows_of,
-    worst,
-)
 from pages import blocks, run_block
 from torch.utils.data import DataLoader
 from workers import WorkerPool
@@ -55,65 +37,65 @@ def windowed(rank: int, kind: str, recipe: str, options: dict[str, Any]) -> list
     from accelerate import Accelerator
 
     if kind == "sums":
-        rows, model, reference = make_tokens(40), make_writer(), make_writer()
-        loss = of_tokens(reference, rows)
+        rows, model, reference = cases.make_tokens(40), cases.make_writer(), cases.make_writer()
+        loss = cases.of_tokens(reference, rows)
     else:
-        (features, targets), model, reference = make_rows(48), make_encoder(), make_encoder()
+        (features, targets), model, reference = cases.make_rows(48), cases.make_encoder(), cases.make_encoder()
         rows = [{"features": one, "targets": target} for one, target in zip(features, targets)]
         loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
-        loss = of_rows(loss_fn, reference, features, targets)
-    before = flat(model)
-    reset_accelerate()
+        loss = cases.of_rows(loss_fn, reference, features, targets)
+    before = cases.flat(model)
+    cases.reset_accelerate()
     accelerator = Accelerator(cpu=True, **options)
     assert accelerator.num_processes == 2
-    names = {"accelerator": accelerator, "model": model, "loader": DataLoader(rows, batch_size=SIZE)}
+    names = {"accelerator": accelerator, "model": model, "loader": DataLoader(rows, batch_size=cases.SIZE)}
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.5)
     found = run_block(recipe, names)
-    expected, losses, norms = train(reference, loss, [windows_of(len(rows))], max_norm=1.0)
-    errors = [change(model, before, expected), worst([found["norm"]], norms[-1:])]
-    return errors + ([worst([found["loss"]], losses[-1:])] if kind == "pooled" else [])
+    expected, losses, norms = cases.train(reference, loss, [cases.windows_of(len(rows))], max_norm=1.0)
+    errors = [cases.change(model, before, expected), cases.worst([found["norm"]], norms[-1:])]
+    return errors + ([cases.worst([found["loss"]], losses[-1:])] if kind == "pooled" else [])
 
 
 def fitted(rank: int, definitions: str, script: str, folder: str, is_control: bool) -> None:
     """Train two epochs as one process does, validate, and resume after the first; the control validates wrongly."""
     names = run_block(definitions.replace(*QUEUE), {})
-    features, targets = make_rows(64)
+    features, targets = cases.make_rows(64)
     features = features.double()
     rows = [{"features": one, "targets": target} for one, target in zip(features, targets)]
     number = {tuple(row): index for index, row in enumerate(features.tolist())}
     seen: list[Any] = []
 
     def job(place: str, script: str, forgets: bool = False) -> tuple[Any, list[float]]:
-        reset_accelerate()
+        cases.reset_accelerate()
         seen.clear()
-        model, loss_fn = make_encoder().double(), deepcopy(names["loss_fn"])
+        model, loss_fn = cases.make_encoder().double(), deepcopy(names["loss_fn"])
         model.register_forward_pre_hook(lambda module, args: seen.append(args[0].tolist()) if module.training else None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found = {**names, "model": model, "loss_fn": loss_fn, "optimizer": optimizer}
-        found["train_loader"] = DataLoader(rows, SIZE, shuffle=True)
-        found["val_loader"] = DataLoader(rows[:45], SIZE)  # 45: not a multiple of the ranks
+        found["train_loader"] = DataLoader(rows, cases.SIZE, shuffle=True)
+        found["val_loader"] = DataLoader(rows[:45], cases.SIZE)  # 45: not a multiple of the ranks
         if forgets:
             loss_fn.load_state_dict = lambda *args: None
         run_block(script.replace("outputs", f"{folder}/{place}"), found)
         return model, found["history"]
 
     model, history = job("through", script)
-    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*gathered(seen))]
-    reference = make_encoder().double()
-    loss = of_rows(alone(deepcopy(names["loss_fn"])), reference, features, targets)
+    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*cases.gathered(seen))]
+    reference = cases.make_encoder().double()
+    loss = cases.of_rows(cases.alone(deepcopy(names["loss_fn"])), reference, features, targets)
     adam = partial(torch.optim.AdamW, lr=1e-2)
-    expected, *_ = train(reference, loss, [chosen[:8], chosen[8:]], make_optimizer=adam)
-    by_sklearn = average_precision(model, features[:45], targets[:45])
+    expected, *_ = cases.train(reference, loss, [chosen[:8], chosen[8:]], make_optimizer=adam)
+    by_sklearn = cases.average_precision(model, features[:45], targets[:45])
     if is_control:
         assert history[-1] != pytest.approx(by_sklearn, rel=1e-4)
         return
-    assert change(model, flat(make_encoder().double()), expected) <= LIMIT
+    assert cases.change(model, cases.flat(cases.make_encoder().double()), expected) <= LIMIT
     assert history[0] < history[1]  # the first epoch improves the metric
     assert history[-1] == pytest.approx(by_sklearn, rel=1e-6)  # each validation row once
     for forgets in (False, True):  # the control: the queue of the first epoch is missing
         job("killed", script.replace("epochs=2", "epochs=1"))
         again, _ = job("killed", script.replace("epochs=2", "epochs=2, first=1"), forgets)
-        assert torch.equal(flat(model), flat(again)) != forgets
+        assert torch.equal(cases.flat(model), cases.flat(again)) != forgets
 
 
 def best_after_restart(rank: int, definitions: str, script: str, folder: str) -> list[bool]:
@@ -121,13 +103,13 @@ def best_after_restart(rank: int, definitions: str, script: str, folder: str) ->
 
     The metrics are given. The first restart continues from an epoch that is worse than the best one.
     """
-    rows = [{"features": features, "targets": target} for features, target in zip(*make_rows(16))]
+    rows = [{"features": features, "targets": target} for features, target in zip(*cases.make_rows(16))]
     found = []
     for first, metrics in ((0, [0.1, 0.9, 0.5]), (2, [0.5, 0.6]), (3, [0.6, 0.95])):
-        reset_accelerate()
-        values, model = iter(metrics), make_encoder()
+        cases.reset_accelerate()
+        values, model = iter(metrics), cases.make_encoder()
         names = run_block(definitions, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
-        names["train_loader"] = names["val_loader"] = DataLoader(rows, SIZE)
+        names["train_loader"] = names["val_loader"] = DataLoader(rows, cases.SIZE)
         names["evaluate"] = lambda *args, values=values: next(values)
         epochs = first + len(metrics) - 1
         run_block(script.replace("outputs", folder).replace("epochs=2", f"epochs={epochs}, first={first}"), names)
@@ -140,7 +122,7 @@ def best_after_restart(rank: int, definitions: str, script: str, folder: str) ->
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
-    yield from own_pool("accelerate")
+    yield from cases.own_pool("accelerate")
 
 
 # What Accelerate's documentation calls gradient accumulation.

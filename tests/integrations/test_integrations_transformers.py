@@ -12,25 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import integration_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from integration_cases import (
-    SIZE,
-    alone,
-    average_precision,
-    change,
-    flat,
-    make_encoder,
-    make_tokens,
-    of_rows,
-    own_pool,
-    reset_accelerate,
-    token_mean,
-    train,
-    windows_of,
-    worst,
-)
 from pages import blocks, run_block
 from subjects import error
 from torch import Tensor, nn
@@ -73,10 +58,10 @@ def make_arguments(folder: str, **options: Any) -> Any:
     """Return arguments that keep the order of the rows, log each step and write nothing."""
     from transformers import TrainingArguments
 
-    reset_accelerate()
+    cases.reset_accelerate()
     defaults = {
         "num_train_epochs": EPOCHS,
-        "per_device_train_batch_size": SIZE,
+        "per_device_train_batch_size": cases.SIZE,
         "gradient_accumulation_steps": 2,
         "learning_rate": 0.5,
         "lr_scheduler_type": "constant",
@@ -106,18 +91,19 @@ def trained(rank: int, kind: str, recipe: str, folder: str, options: dict[str, A
     ``kind`` is that of a causal model, or "bert" for a pooled loss.
     """
     model, reference = make_model(kind), make_model(kind)
-    rows = pooled_rows() if kind == "bert" else [rename(row) for row in make_tokens(40)]
-    before, scores = flat(model), lambda tokens: reference(input_ids=tokens).logits
+    rows = pooled_rows() if kind == "bert" else [rename(row) for row in cases.make_tokens(40)]
+    before, scores = cases.flat(model), lambda tokens: reference(input_ids=tokens).logits
     names = {"model": model, "arguments": make_arguments(folder, **options), "dataset": rows}
     trainer = run_block(recipe, names)["trainer"]
-    loss_fn: Any = token_mean
+    loss_fn: Any = cases.token_mean
     if kind == "bert":
         is_scheduled = isinstance(getattr(trainer, "pooled_loss", None), fullrank.LossWarmupWrapper)
         loss_fn = make_schedule(gather_distributed=False) if is_scheduled else one_process()
-    windows = [windows_of(40, options.get("gradient_accumulation_steps", 2))] * EPOCHS
-    expected, losses, norms = train(reference, of_rows(loss_fn, scores, *columns_of(rows)), windows, max_norm=1.0)
-    logged = worst(log_of(trainer, "loss"), losses), worst(log_of(trainer, "grad_norm"), norms)
-    return change(model, before, expected), *logged
+    windows = [cases.windows_of(40, options.get("gradient_accumulation_steps", 2))] * EPOCHS
+    loss = cases.of_rows(loss_fn, scores, *columns_of(rows))
+    expected, losses, norms = cases.train(reference, loss, windows, max_norm=1.0)
+    logged = cases.worst(log_of(trainer, "loss"), losses), cases.worst(log_of(trainer, "grad_norm"), norms)
+    return cases.change(model, before, expected), *logged
 
 
 def rename(row: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,7 +121,7 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
     generator = torch.Generator().manual_seed(3)
     images, texts = torch.randn(2, 40, 5, generator=generator, dtype=torch.float64)
     pairs = [{"images": image, "texts": text} for image, text in zip(images, texts)]
-    encoders = [nn.ModuleList([make_encoder(3), make_encoder(3)]).double() for _ in range(2)]
+    encoders = [nn.ModuleList([cases.make_encoder(3), cases.make_encoder(3)]).double() for _ in range(2)]
     learned = fullrank.InfoNCELoss(symmetric=True, learn_temperature=True, gather_distributed=False).double()
     reference = nn.ModuleList([*encoders[1], learned])
     before = torch.cat([parameter.reshape(-1) for parameter in reference.parameters()]).detach()
@@ -151,11 +137,11 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
     def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
         return learned(reference[0](images[chosen]), reference[1](texts[chosen]))
 
-    expected, losses, _ = train(reference, loss, [windows_of(40)] * EPOCHS, max_norm=1.0)
+    expected, losses, _ = cases.train(reference, loss, [cases.windows_of(40)] * EPOCHS, max_norm=1.0)
     model = trainer.model
-    found = torch.cat([flat(model.image), flat(model.text), model.logit_scale.detach()])
-    logged = worst(log_of(trainer, "loss"), losses), worst(log_of(trainer, "temperature")[-1:], [learned.temperature])
-    return error(found - before, expected - before), *logged
+    found = torch.cat([cases.flat(model.image), cases.flat(model.text), model.logit_scale.detach()])
+    last = cases.worst(log_of(trainer, "temperature")[-1:], [learned.temperature])
+    return error(found - before, expected - before), cases.worst(log_of(trainer, "loss"), losses), last
 
 
 def one_process() -> Any:
@@ -173,7 +159,7 @@ def make_schedule(**options: Any) -> fullrank.LossWarmupWrapper:
 
 def pooled_rows() -> list[dict[str, Tensor]]:
     """Return 40 rows of tokens; positive are those with several of the highest tokens."""
-    rows = make_tokens(40)
+    rows = cases.make_tokens(40)
     return [{"input_ids": row["tokens"], "labels": (row["tokens"] > 7).sum()[None].gt(2).long()} for row in rows]
 
 
@@ -185,14 +171,14 @@ def counting_one_rank(rank: int, folder: str, use_cpu: bool) -> str:
         pass
 
     before = os.environ.pop("ACCELERATE_USE_CPU")
-    reset_accelerate()
+    cases.reset_accelerate()
     try:
         arguments = TrainingArguments(folder, use_cpu=use_cpu, report_to=[])
         given = {"model": make_model("bert"), "args": arguments, "pooled_loss": fullrank.SmoothAPLoss(1)}
         return error_of(lambda: RankingTrainer(**given))[1]
     finally:
         os.environ["ACCELERATE_USE_CPU"] = before
-        reset_accelerate()
+        cases.reset_accelerate()
 
 
 def fitted(rank: int, script: str, folder: str, form: str) -> None:
@@ -217,14 +203,16 @@ def fitted(rank: int, script: str, folder: str, form: str) -> None:
             found["loss_fn"].load_state_dict = lambda *args: None
         return run_block(script, found)["trainer"]
 
-    reference, loss_fn = make_model("bert"), alone(deepcopy(names["loss_fn"]))
+    reference, loss_fn = make_model("bert"), cases.alone(deepcopy(names["loss_fn"]))
     tokens, labels = columns_of(rows)
     expected: list[float] = []
     pools: list[float] = []  # positives of the pool of each step
     past: list[float] = []  # targets that have entered the queue
 
     def validate() -> None:
-        expected.append(average_precision(lambda tokens: reference.eval()(input_ids=tokens).logits, tokens, labels))
+        expected.append(
+            cases.average_precision(lambda tokens: reference.eval()(input_ids=tokens).logits, tokens, labels)
+        )
 
     def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
         if step == 3:
@@ -235,7 +223,7 @@ def fitted(rank: int, script: str, folder: str, form: str) -> None:
         return loss_fn(reference.train()(input_ids=tokens[chosen]).logits, labels[chosen])
 
     validate()
-    train(reference, loss, [windows_of(40)] * EPOCHS, max_norm=1.0)
+    cases.train(reference, loss, [cases.windows_of(40)] * EPOCHS, max_norm=1.0)
     validate()
 
     last = script.replace("load_best_model_at_end=True", "load_best_model_at_end=False")
@@ -243,7 +231,7 @@ def fitted(rank: int, script: str, folder: str, form: str) -> None:
     trainer = job("through", last)
     history, positives = log_of(trainer, "eval_ap"), log_of(trainer, "losses.ap/positives")
     assert type(trainer.callback_handler.callbacks[0]) is LossMonitor  # those that write logs come after it
-    assert change(trainer.model, flat(make_model("bert")), flat(reference)) <= LIMIT
+    assert cases.change(trainer.model, cases.flat(make_model("bert")), cases.flat(reference)) <= LIMIT
     assert positives == pools
     assert history == pytest.approx(expected, rel=1e-6)
     assert history[0] < history[1]  # the first epoch improves the metric
@@ -252,7 +240,7 @@ def fitted(rank: int, script: str, folder: str, form: str) -> None:
     job("killed", last.replace("num_train_epochs=2", "num_train_epochs=1"))
     again = last.replace("train()", f"train(resume_from_checkpoint={f'{folder}/killed/checkpoint-3'!r})")
     for forgets in (False, True):  # the control: without the state it is another training
-        assert torch.equal(flat(trainer.model), flat(job("killed", again, forgets).model)) != forgets
+        assert torch.equal(cases.flat(trainer.model), cases.flat(job("killed", again, forgets).model)) != forgets
     dist.barrier()
     if rank == 0:
         Path(folder, "killed", "checkpoint-3", "fullrank_loss.pt").unlink()
@@ -360,7 +348,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[float, float, float]]] = {
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
-    yield from own_pool("accelerate", "transformers.modeling_utils", "transformers.trainer")
+    yield from cases.own_pool("accelerate", "transformers.modeling_utils", "transformers.trainer")
 
 
 @pytest.mark.parametrize(
