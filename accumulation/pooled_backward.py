@@ -297,10 +297,7 @@ _CAUSES = (
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return how much a replay may differ, relative to the largest score: half of the digits of ``dtype``.
-
-    Another order of operations changes the last few digits; another mask, row or buffer changes the first ones.
-    """
+    """Return how much a replay may differ, relative to the largest score: half of the digits of ``dtype``."""
     return math.sqrt(torch.finfo(dtype).eps)
 
 

@@ -79,8 +79,7 @@ def restore_rng(state: RngState) -> None:
 def checksum_of(tensors: Iterable[Tensor | None]) -> Tensor:
     """Return a hash, int64 scalar, of the values of ``tensors``, such as (N,) targets and weights, and of their places.
 
-    Each value is mixed with its place before the sum: a linear hash would be the same for (1, 0, 0, 1) and
-    (0, 1, 1, 0).
+    Each value is mixed with its place before the sum: a linear hash cannot tell (1, 0, 0, 1) from (0, 1, 1, 0).
     """
     total = torch.zeros((), dtype=torch.int64)
     for number, tensor in enumerate(tensors):

@@ -111,10 +111,7 @@ _COUNTS: WeakKeyDictionary[nn.Module, tuple[float, Tensor, TensorWeakRef]] = Wea
 
 
 def note_count(model: nn.Module, count: float | None) -> None:
-    """Remember what the gradients of ``model`` have been divided by, None to forget it.
-
-    A later :func:`all_reduce_grads_` of the model, or of a module around it, compares it over the ranks.
-    """
+    """Remember what the gradients of ``model`` have been divided by, for :func:`all_reduce_grads_`; None forgets it."""
     noted = next((p for p in model.parameters() if p.grad is not None), None)
     _COUNTS.pop(model, None)
     if count is not None and noted is not None and noted.grad is not None:
@@ -181,10 +178,7 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -> list[Summand]:
-    """Compare the parameters of all ranks, and return the summands of the gradients that at least one rank has.
-
-    Errors are raised on every rank of ``group``, which has two or more; see :func:`all_reduce_grads_`.
-    """
+    """Compare the parameters of the ranks, two or more, and return the summands of gradients that at least one has."""
 
     def bring() -> Offer[list[Summand]]:
         summands = list_summands(parameters)
@@ -226,10 +220,7 @@ def _gather_words(data: bytes, group: ProcessGroup, what: str) -> Any:
 
 @torch.no_grad()
 def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
-    """Add planned summands over the ranks, bucket by bucket, into the memory of the gradients.
-
-    A rank without a gradient gets one: the parameter's ``grad`` is set after the sums are made.
-    """
+    """Add planned summands over the ranks into the memory of the gradients; a parameter without one gets it."""
     created: dict[int, Tensor] = {}
     tensors: list[Tensor] = []
     for index, (_, parameter, held, _) in enumerate(summands):

@@ -136,10 +136,7 @@ def counted_gradient(entry: Entry) -> Tensor | None:
 
 
 def held_gradient(entry: Entry) -> Tensor | None:
-    """Return the memory of a gradient on this rank as a plain dense tensor; None without a gradient.
-
-    Adding to it and scaling it in place change the gradient.
-    """
+    """Return the memory of a gradient on this rank as a plain dense tensor; None without a gradient."""
     grad = entry.parameter.grad
     if grad is None or is_elsewhere(entry.parameter):
         return None

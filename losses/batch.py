@@ -186,10 +186,7 @@ def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
 
     The classes present share half of the budget equally; rows without a class count as one class. The other half is
     drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every
-    class are not drawn.
-
-    The random numbers come from a CPU generator that is seeded with ``draw``, the number of the draw, so all ranks with
-    the same rows draw the same subset.
+    class are not drawn. All ranks with the same rows and number of the ``draw``, which is the seed, draw the same ones.
     """
     generator = torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]

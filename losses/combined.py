@@ -59,10 +59,7 @@ class LossOfParts(nn.Module):
                 module._surrounding_facts[name] = fact
 
     def gather_queue(self) -> None:
-        """Let the next ``state_dict`` hold the queues of all ranks; call it on every rank before saving.
-
-        It calls ``gather_queue`` of the losses that have it: see :class:`~fullrank.SmoothAPLoss`.
-        """
+        """Let the next ``state_dict`` hold the queues of all ranks; call it on every rank, see ``SmoothAPLoss``."""
         self._call_each("gather_queue")
 
     def _call_each(self, name: str, *args: object) -> None:

@@ -27,9 +27,7 @@ _FEW = 8  # weights that a text lists; of more it gives the shape and a hash
 
 
 class TorchLikeLoss(FocalLoss):
-    """Base of the losses that have the arguments of torch: their weights are buffers, as in torch.
-
-    The ranks compare the values of the weights. They are read from the device only when they have changed.
+    """Base of the losses that have the arguments of torch: their weights are buffers, whose values the ranks compare.
 
     Distributed:
         One collective forward, the header, and none backward. Logits do not travel. The loss of torch averages on each

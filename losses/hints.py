@@ -129,10 +129,7 @@ class Hints:
             )
 
     def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
-        """Call ``then`` with the numbers in ``values``, in this call if they are on the CPU, else in a later one.
-
-        With ``later`` always in a later one: a warning that is an error must not be raised in a backward.
-        """
+        """Call ``then`` with ``values``, now if they are on the CPU and not ``later``, as in a backward; else later."""
         started = start_copy(values)
         if started is not None:
             self._copies.append((started, then))

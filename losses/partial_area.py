@@ -243,10 +243,7 @@ def _trapezoid(
 
 
 def _filling(found: Thresholds, valid: Tensor) -> Tensor:
-    """Return (C, 1) the lower edge of the band, where entries that do not count are put.
-
-    There they neither widen the range nor give NaN.
-    """
+    """Return (C, 1) the lower edge of the band, where what does not count neither widens the range nor gives NaN."""
     assert found.edges is not None
     lowest = found.edges.base[:, -1:]
     is_finite = lowest - lowest == 0  # isfinite takes four operators

@@ -72,10 +72,7 @@ class PoolFacts(NamedTuple):
 
 @torch.no_grad()
 def totals_of(pool: Pool, num_stored: int, gather: bool) -> tuple[float, float, float, float]:
-    """Return what the header carries of this rank's part: lowest and highest score, positives, rows to store.
-
-    With ``gather`` the rows of all ranks are gathered.
-    """
+    """Return what the header carries: lowest and highest score, positives (inf: ``gather`` the rows), rows to store."""
     low, high = math.inf, -math.inf
     if pool.scores.numel():
         least, most = pool.scores, pool.scores
@@ -88,10 +85,8 @@ def totals_of(pool: Pool, num_stored: int, gather: bool) -> tuple[float, float, 
 def agreed_temperature(pool: Pool, shared: PoolFacts, temperature: float | None, multiple: float) -> float | None:
     """Return the temperature; None stands for ``multiple`` times the spread of the scores of the whole pool.
 
-    The sample is that of a gathered pool, score by score. Each rank contributes the rows of it that it has.
-
-    Returns:
-        None if the sample has no spread and the pool is small enough to be looked at as a whole.
+    The sample is that of a gathered pool, score by score; each rank contributes the rows that it has. Returns None if
+    the sample has no spread and the pool is small enough to be looked at as a whole.
     """
     if temperature is not None:
         return temperature

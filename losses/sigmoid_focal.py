@@ -129,10 +129,7 @@ def check_of_soft_targets(targets: Tensor) -> DeviceCheck:
 def expanded_weight(
     sample_weight: Tensor | None, inputs: Tensor, dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None] | None:
-    """Return the weights in the shape of ``inputs``, and whether one is negative or not finite.
-
-    Weights (N,) of rows align with dim 0, not with the last.
-    """
+    """Return the weights, aligned with dim 0, in the shape of ``inputs``, and whether one is negative or not finite."""
     if sample_weight is None:
         return None
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"

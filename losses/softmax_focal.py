@@ -85,11 +85,7 @@ class _Rule(NamedTuple):
 
 
 def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
-    """Return ``rule`` unchanged, or raise TypeError or ValueError.
-
-    A tensor ``alpha`` is read only with ``read_alpha``, by the constructor of the module: reading it waits for the
-    device, which the pure function would do in every call.
-    """
+    """Return ``rule`` unchanged, or raise; a tensor ``alpha`` is read if ``read_alpha``, which waits for the device."""
     check_choice("reduction", rule.reduction, REDUCTIONS)
     alpha = rule.alpha
     if isinstance(alpha, Tensor):

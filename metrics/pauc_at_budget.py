@@ -14,10 +14,7 @@ from .ranking_metric import Average, RankingMetric
 
 
 def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return the area (C,) under the polyline through (0, 0) and the vertices, for x in [alpha, beta].
-
-    Neither x nor y (C, M) decreases along a row; ``vertex`` says which points are vertices.
-    """
+    """Return the area (C,) in [alpha, beta] under the polyline through (0, 0) and the points that are a ``vertex``."""
     x0, y0 = _previous_vertex(x, vertex), _previous_vertex(y, vertex)
     width = x - x0
     slope = (y - y0) / torch.where(width > 0, width, torch.ones_like(width))

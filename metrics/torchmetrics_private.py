@@ -106,9 +106,8 @@ class GatheredMetric(Metric):
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
         """Replace the state with the rows of all ranks.
 
-        The method of torchmetrics gathers each tensor of a list by itself. A rank with an empty list then makes other
-        collectives than the other ranks, and they abort or wait for it. Here every rank sends one block, of the same
-        dtypes even without rows.
+        torchmetrics gathers each tensor of a list by itself, so a rank with an empty list makes other collectives than
+        the other ranks. Here every rank sends one block, of the same dtypes even without rows.
         """
         group = self.process_group if process_group is None else process_group
         rows: Sequence[Any]
