@@ -163,13 +163,14 @@ def _of_small_pool(
     found = native.smooth_ap_step(scores, targets, ignore_index, temperature, SPREAD_MULTIPLE, with_grad, most)
     if found is None:
         return None
-    loss, divisor = found.losses[0], found.num_valid if is_mean else 1
+    losses, num_valid, gradient, width = found
+    loss, divisor = losses[0], num_valid if is_mean else 1
     if num_classes > 1:  # the sum in the order of torch
-        loss = torch.tensor(found.losses, dtype=torch.float64, device=logits.device).sum().item() / divisor
-    if found.gradient is None:
-        return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device), found.temperature
-    gradient = found.gradient if queued is None else found.gradient[:count].view(logits.shape)
-    return _WithGradient.apply(logits, loss, gradient, divisor), found.temperature
+        loss = torch.tensor(losses, dtype=torch.float64, device=logits.device).sum().item() / divisor
+    if gradient is None:
+        return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device), width
+    gradient = gradient if queued is None else gradient[:count].view(logits.shape)
+    return _WithGradient.apply(logits, loss, gradient, divisor), width
 
 
 @completed(smooth_ap)

@@ -12,17 +12,16 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_LEAST = 1e-30  # temperature, as in sums.c
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 # From which parts are worth a thread: those of torch keep their cores busy for milliseconds after an operation.
 _MANY_ROWS = 4_000_000
 
-_ABI = 5  # as in sums.c, which counts changes of its arguments
+_ABI = 6  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -77,43 +76,25 @@ def smooth_ap(
 
     None stands for what the library does not compute: scores that are not finite, and a temperature below 1e-30.
     """
-    if not is_usable(scores) or temperature < _LEAST or scores.numel() == 0:
+    if not is_usable(scores) or scores.numel() == 0:
         return None
     num_classes, num_rows = scores.shape
     given = scores.detach()
     scores, positive = given.contiguous(), positive.contiguous()
-    member = None if member is None else member.contiguous()
+    member = _contiguous(member)
     weight = None if weight is None else weight.detach().to(scores.dtype).contiguous()
     # Like the scores, because the default device may be another one.
     loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
-    found = FUNCTIONS[scores.dtype]["smooth_ap"](
-        scores.data_ptr(),
-        positive.data_ptr(),
-        _place(member),
-        _place(weight),
-        0 if weight is None or weight.ndim == 1 else num_rows,
-        num_classes,
-        num_rows,
-        temperature,
-        loss.data_ptr(),
-        valid.data_ptr(),
-        gradient.data_ptr() if with_grad else None,
-    )
+    stride = 0 if weight is None or weight.ndim == 1 else num_rows
+    pool = scores.data_ptr(), positive.data_ptr(), _place(member), _place(weight), stride, num_classes, num_rows
+    out = loss.data_ptr(), valid.data_ptr(), gradient.data_ptr() if with_grad else None
+    found = FUNCTIONS[scores.dtype]["smooth_ap"](*pool, temperature, *out)
     if not found:
         return None
     if with_grad and not given.is_contiguous():  # the compiler relies on the strides of the scores
         gradient = torch.empty_like(given).copy_(gradient)
     return loss, gradient, valid
-
-
-class Step(NamedTuple):
-    """What :func:`smooth_ap_step` returns."""
-
-    losses: list[float]  # of each class, 0 where it is not valid
-    num_valid: int  # classes
-    gradient: Tensor | None  # (N, C), that of the sum of the losses; None unless it was asked for
-    temperature: float
 
 
 def smooth_ap_step(
@@ -124,37 +105,28 @@ def smooth_ap_step(
     multiple: float,
     with_grad: bool,
     most: int,
-) -> Step | None:
-    """Return the loss of each class and the gradient of an ordinary pool, whose checks and temperature are C too.
+) -> tuple[list[float], int, Tensor | None, float] | None:
+    """Return the losses of an ordinary pool, how many are valid, the gradient of their sum (N, C), the temperature.
 
-    None for other pools: targets outside of the classes or ignored, scores that are not finite or whose spread is not
-    the usual one of kernels/spread.py, no valid class, more than ``most`` pairs, and no library.
+    None for other pools: see sums.c. The loss of a class that is not valid is 0.
 
     Args:
         scores: (N, C), or (N,) for one class; on the host, contiguous.
         targets: (N,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
         ignore_index: the target of rows to leave out.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
+        most: pairs of a positive and a row.
     """
-    functions = FUNCTIONS.get(scores.dtype)
-    num_rows, num_classes = targets.numel(), scores.numel() // max(1, targets.numel())
-    if functions is None or num_classes == 0 or (temperature is not None and temperature < _LEAST):
+    functions, num_rows = FUNCTIONS.get(scores.dtype), targets.numel()
+    num_classes = scores.numel() // max(1, num_rows)
+    if functions is None or num_classes == 0:
         return None
     losses = (_DOUBLE * (num_classes + 1))()
     gradient = torch.empty_like(scores) if with_grad else None
-    num_valid = functions["smooth_ap_step"](
-        scores.data_ptr(),
-        targets.data_ptr(),
-        num_rows,
-        num_classes,
-        ignore_index,
-        temperature or 0.0,
-        multiple if temperature is None else 0.0,
-        most,
-        losses,
-        _place(gradient),
-    )
-    return Step(losses[:num_classes], num_valid, gradient, losses[num_classes]) if num_valid else None
+    pool = scores.data_ptr(), targets.data_ptr(), num_rows, num_classes, ignore_index
+    width = (temperature, 0.0) if temperature is not None else (0.0, multiple)
+    num_valid = functions["smooth_ap_step"](*pool, *width, most, losses, _place(gradient))
+    return (losses[:num_classes], num_valid, gradient, losses[num_classes]) if num_valid else None
 
 
 def moments(

@@ -5,7 +5,7 @@
 //   weight                    (rows) with stride 0, (classes, rows) with stride `rows`, or NULL
 //   loss, valid               (classes), written; loss is 0 where the class is not valid
 //   gradient                  (classes, rows), written; NULL for the loss alone
-//   returns 1, or 0 for scores that are not finite, which are left to torch
+//   returns 1, or 0 for what is left to torch: scores that are not finite, a temperature below LEAST
 //
 // smooth_ap_step: all of that for an ordinary pool, as it is given
 //   scores                    (rows, classes)
@@ -44,57 +44,40 @@
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10
 
+#define PASTE(name, type) name##_##type
+#define JOIN(name, type) PASTE(name, type)
+#define NAMED(name) JOIN(name, TYPE)
+
+#define TYPE float32
 #define REAL float
-#define UINT uint32_t
+#define UINT uint32_t  // of the same size
 #define BIAS 127
 #define MANTISSA 23
-#define FAR 85.0
-static const float series_float[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040};
-#define SERIES series_float
-#define EXP exp_float
-#define KEYS keys_float
-#define ABOVE above_float
-#define SPEND spend_float
-#define CLASS class_float
-#define SELECT select_float
-#define SPREAD spread_float
-#define NAME smooth_ap_float32
-#define STEP smooth_ap_step_float32
-#include "pairs.inc"
+#define FAR 85.0  // temperatures: exp(FAR) and exp(-FAR) are normal numbers
 #define NEAREST rintf
-#define PLACE place_32
-#define ADD_MOMENTS add_moments_32
-#define READ read_32
-#define MOMENTS moments_float32
-#define EVALUATE evaluate_float32
+static const float SERIES_float32[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040};
+#include "pairs.inc"
 #include "bins.inc"
+#undef TYPE
+#undef REAL
+#undef UINT
+#undef BIAS
+#undef MANTISSA
+#undef FAR
+#undef NEAREST
 
+#define TYPE float64
 #define REAL double
 #define UINT uint64_t
 #define BIAS 1023
 #define MANTISSA 52
 #define FAR 700.0
-static const double series_double[] = {1,          1,           1. / 2,        1. / 6,         1. / 24,
-                                       1. / 120,   1. / 720,    1. / 5040,     1. / 40320,     1. / 362880,
-                                       1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
-#define SERIES series_double
-#define EXP exp_double
-#define KEYS keys_double
-#define ABOVE above_double
-#define SPEND spend_double
-#define CLASS class_double
-#define SELECT select_double
-#define SPREAD spread_double
-#define NAME smooth_ap_float64
-#define STEP smooth_ap_step_float64
-#include "pairs.inc"
 #define NEAREST rint
-#define PLACE place_64
-#define ADD_MOMENTS add_moments_64
-#define READ read_64
-#define MOMENTS moments_float64
-#define EVALUATE evaluate_float64
+static const double SERIES_float64[] = {1,          1,           1. / 2,        1. / 6,         1. / 24,
+                                        1. / 120,   1. / 720,    1. / 5040,     1. / 40320,     1. / 362880,
+                                        1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
+#include "pairs.inc"
 #include "bins.inc"
 
 // Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 5; }
+int64_t fullrank_abi(void) { return 6; }
