@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from workers import get_pool
+import torch.distributed as dist
+from workers import error_of, get_pool
 
 TWO_OR_THREE = (pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.full))
 
@@ -35,3 +36,11 @@ def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Any]:
 
 def _run(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
     getattr(import_module(module), name).body(rank, **given)
+
+
+def common_error(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return what :func:`workers.error_of` returns, which is the same on every rank."""
+    found, everyone = error_of(call), [("", "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    assert all(other == found for other in everyone), everyone
+    return found

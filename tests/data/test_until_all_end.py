@@ -10,10 +10,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import common_error, on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from workers import WorkerPool, error_of
+from workers import error_of
 
 import fullrank
 from fullrank.data.until_all_end import until_all_end, without_rows
@@ -143,50 +143,29 @@ class Failing:
             yield batch
 
 
-def fails(rank: int, number: int) -> tuple[str, str, int, int]:
-    """Return the error of a loader that fails on rank 1, the batches before it, and those of the next loader."""
-    own = loader_of(rank, dist.get_world_size())
-    failing = until_all_end(Failing(own, number) if rank == 1 else own)
-    seen = []
-
-    def epochs() -> None:
-        for _ in range(2):
-            seen.extend(failing)
-
-    error = error_of(epochs)
-    return *error, len(seen), len(list(until_all_end(own)))
-
-
 @pytest.mark.parametrize(("number", "before"), [(-1, 0), (1, 0), (2, 1), (4, None)])
-def test_a_loader_that_fails_raises_on_every_rank(pool: WorkerPool, number: int, before: int | None) -> None:
-    """Where it starts, in the first batch, in the second, and in the second epoch."""
-    longest = 2 * pool.world_size - 1
-    outcomes = pool(fails, number)
+@on_ranks()
+def test_a_loader_that_fails_raises_on_every_rank(rank: int, number: int, before: int | None) -> None:
+    """Of rank 1: where it starts, in the first batch, in the second, and in the second epoch; the next loader works."""
+    own, longest = loader_of(rank, dist.get_world_size()), 2 * dist.get_world_size() - 1
+    failing, seen = until_all_end(Failing(own, number) if rank == 1 else own), []
     text = "no such folder" if number == -1 else "cannot read cat.jpg"
-    for kind, message, seen, after in outcomes:
-        assert (kind, message) == outcomes[0][:2]
-        assert kind == "RuntimeError"
-        assert message == f"until_all_end failed on rank 1: OSError: {text}"
-        assert seen == (longest if before is None else before)
-        assert after == longest
+    error = common_error(lambda: [seen.extend(failing) for _ in range(2)])
+    assert error == ("RuntimeError", f"until_all_end failed on rank 1: OSError: {text}")
+    assert len(seen) == (longest if before is None else before)
+    assert len(list(until_all_end(own))) == longest
 
 
-def lacks(rank: int, given: str) -> tuple[str, str]:
-    """Return the error of ranks of which one has nothing to yield."""
-    loader: Any = [] if rank == 0 else [ROWS]
-    if given == "uncut" and rank == 0:
-        loader = [object()]
-    return error_of(lambda: list(until_all_end(loader, empty=ROWS[:0] if given == "empty" else None)))
-
-
-def test_a_rank_without_anything_to_yield(pool: WorkerPool) -> None:
-    assert set(pool(lacks, "empty")) == {("none", "")}
-    for kind, text in pool(lacks, "nothing"):
-        assert kind == "ValueError"
-        assert text.startswith("until_all_end: expected a batch in the loader of every rank, got none on rank 0. Pass ")
-    for kind, text in pool(lacks, "uncut"):
-        assert kind == "TypeError"
-        assert text.startswith("until_all_end failed on rank 0: batch: expected tensors")
+@on_ranks()
+def test_a_rank_without_anything_to_yield(rank: int) -> None:
+    own = [] if rank == 0 else [ROWS]
+    assert len(list(until_all_end(own, empty=ROWS[:0]))) == 1
+    kind, text = common_error(lambda: list(until_all_end(own)))
+    assert kind == "ValueError"
+    assert text.startswith("until_all_end: expected a batch in the loader of every rank, got none on rank 0. Pass ")
+    kind, text = common_error(lambda: list(until_all_end(own or [object()])))
+    assert kind == "TypeError"
+    assert text.startswith("until_all_end failed on rank 0: batch: expected tensors")
 
 
 @on_ranks(2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradient_cases import Case
-from on_ranks import on_ranks
+from on_ranks import common_error, on_ranks
 from torch import Tensor, nn
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of
 
 import fullrank
 from fullrank.kernels import native
@@ -135,63 +136,46 @@ def _take_step(loss: nn.Module, rank: int, index: int) -> float:
     return float(loss(logits, torch.randint(0, 2, (5 + rank,), generator=generator)))
 
 
-def drift_on_a_rank(rank: int, name: str, kind: str, odd_ranks: Sequence[int]) -> list[tuple[str, str, bool]]:
-    """Let each of the ranks in turn drift after two steps; return the error of the third, and whether a reload repairs
-    it."""
-    outcomes = []
-    for odd_rank in odd_ranks:
-        loss, repaired = (
-            gradient_cases.make_loss(Case(name, num_classes=2, max_pool_size=30), local=False) for _ in range(2)
-        )
+def assert_named(call: Callable[[], Any], odd_rank: int, *texts: str) -> None:
+    """On every rank the same error, which says that something differs and on which rank."""
+    found, text = common_error(call)
+    assert found == "RuntimeError", text
+    assert ": expected the same on every rank, got " in text
+    assert f" on rank {odd_rank}" in text
+    assert all(part in text for part in texts), text
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
+
+# One loss with every drift; the others take turns.
+DRIFTING: list[Any] = [("smooth_ap", kind) for kind in DRIFTS]
+DRIFTING += [
+    pytest.param(name, kind, marks=pytest.mark.slow)
+    for turn, kind in enumerate(DRIFTS)
+    for name in POOLED[1 + turn % 2 :: 2]
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), DRIFTING)
+@on_ranks()
+def test_drift_of_one_rank_is_named_in_the_next_step(rank: int, name: str, kind: str) -> None:
+    """Each of the ranks in turn drifts after two steps.
+
+    The error leaves nothing behind: with the state from before, the loss continues as if the ranks had never drifted
+    apart.
+    """
+    for odd_rank in range(dist.get_world_size()):
+        case = Case(name, num_classes=2, max_pool_size=30)
+        loss, repaired = (gradient_cases.make_loss(case, local=False) for _ in range(2))
         _take_step(loss, rank, 0)
         first = copy.deepcopy(loss.state_dict())
         _take_step(loss, rank, 1)
         pristine = copy.deepcopy(loss)
         repaired.load_state_dict(copy.deepcopy(loss.state_dict()))
         DRIFTS[kind].apply(loss, rank == odd_rank, first)
-        error, text = error_of(lambda loss=loss: _take_step(loss, rank, 2))
-        outcomes.append((error, text, _take_step(repaired, rank, 2) == _take_step(pristine, rank, 2)))
-    return outcomes
+        assert_named(partial(_take_step, loss, rank, 2), odd_rank, DRIFTS[kind].text)
+        assert _take_step(repaired, rank, 2) == _take_step(pristine, rank, 2)
 
-
-def other_argument(rank: int, loss_name: str, argument: str) -> list[tuple[str, str]]:
-    """Construct the loss with another value of ``argument`` on each rank in turn; return the errors of a step."""
-    kind = getattr(fullrank, loss_name)
-    outcomes = []
-    for odd_rank in range(dist.get_world_size()):
-        arguments: dict[str, Any] = {"num_classes": 2} if issubclass(kind, RankingLoss) else {}
-        if argument in ("weight", "pos_weight"):
-            arguments[argument] = torch.ones_like(OTHER_VALUES[argument])
-        if loss_name == "PAUCAtBudgetLoss":
-            arguments |= {"beta": 0.5, "surrogate": "dro" if argument == "dro_lambda" else "trapezoid"}
-        if rank == odd_rank:
-            arguments[argument] = OWN_VALUES.get((loss_name, argument), OTHER_VALUES[argument])
-        loss = kind(**arguments)
-        logits = torch.zeros(4, arguments.get("num_classes", 2))
-        targets = torch.tensor([0, 1, 0, 1])
-        if loss_name in ("SigmoidFocalLoss", "BCEWithLogitsLoss") or arguments.get("multi_hot"):
-            targets = torch.nn.functional.one_hot(targets, 2)
-        outcomes.append(error_of(lambda loss=loss, rows=(logits, targets): loss(*rows)))
-    return outcomes
-
-
-def schedule_on_each_rank(rank: int, blend: int, step: int, behind: int) -> list[tuple[str, str]]:
-    """Let each rank in turn be ``behind`` steps late in a schedule of two warm-up and ``blend`` blend steps."""
-    outcomes = []
-    for odd_rank in range(dist.get_world_size()):
-        main = fullrank.SmoothAPLoss(num_classes=2, queue_size=0)
-        # Inside a module too: a schedule reaches the loss wherever it stands.
-        warmup = nn.Sequential(fullrank.SoftmaxFocalLoss())
-        warmup.forward = lambda logits, targets, warmup=warmup: warmup[0](logits, targets)
-        decay = {"temp_start": 0.05, "temp_end": 0.005, "temp_decay_steps": 100}
-        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, **decay)
-        for index in range(step + 1 - behind * (rank == odd_rank)):
-            loss.on_train_batch_start(index)
-        outcomes.append(error_of(lambda loss=loss: _take_step(loss, rank, 0)))
-    return outcomes
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
 ARGUMENTS = [
     (kind.__name__, argument)
@@ -201,46 +185,23 @@ ARGUMENTS = [
 ]
 
 
-def assert_named(of_workers: list, *texts: str, odd_ranks: Sequence[int] | None = None) -> None:
-    """On every rank the same error, which says that something differs and on which rank: each of them in turn."""
-    by_odd_rank = list(zip(*of_workers))
-    for odd_rank, outcomes in zip(odd_ranks or range(len(by_odd_rank)), by_odd_rank):
-        assert len({outcome[:2] for outcome in outcomes}) == 1, outcomes
-        found, text = outcomes[0][:2]
-        assert found == "RuntimeError", text
-        assert ": expected the same on every rank, got " in text
-        assert f" on rank {odd_rank}" in text
-        assert all(part in text for part in texts), text
-
-
-# One loss with every drift of each of two and of three ranks; the others take turns, as does their odd rank.
-ON_RANKS: list[Any] = []
-for _turn, _kind in enumerate(DRIFTS):
-    ON_RANKS.append((2, "smooth_ap", _kind, [_turn % 2]))
-    ON_RANKS.append(pytest.param(2, "smooth_ap", _kind, [1 - _turn % 2], marks=pytest.mark.slow))
-    ON_RANKS.append(pytest.param(3, "smooth_ap", _kind, [0, 1, 2], marks=pytest.mark.full))
-    ON_RANKS += [
-        pytest.param(2, name, _kind, [_turn // 2 % 2], marks=pytest.mark.slow)
-        for index, name in enumerate(POOLED[1:], start=1)
-        if (_turn + index) % 2
-    ]
-
-
-@pytest.mark.parametrize(("world_size", "name", "kind", "odd_ranks"), ON_RANKS)
-def test_drift_of_one_rank_is_named_in_the_next_step(
-    world_size: int, name: str, kind: str, odd_ranks: list[int]
-) -> None:
-    """The error leaves nothing behind: with the state from before, the loss continues as if the ranks had never
-    drifted apart."""
-    of_workers = get_pool(world_size)(drift_on_a_rank, name, kind, odd_ranks)
-    assert_named(of_workers, DRIFTS[kind].text, odd_ranks=odd_ranks)
-    assert all(len(outcomes) == len(odd_ranks) for outcomes in of_workers)
-    assert all(repaired for outcomes in of_workers for _, _, repaired in outcomes)
-
-
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
-def test_another_argument_on_one_rank_is_named(pool_of_two: WorkerPool, name: str, argument: str) -> None:
-    assert_named(pool_of_two(other_argument, name, argument), argument)
+@on_ranks(2)
+def test_another_argument_on_one_rank_is_named(rank: int, name: str, argument: str) -> None:
+    kind = getattr(fullrank, name)
+    for odd_rank in range(2):
+        arguments: dict[str, Any] = {"num_classes": 2} if issubclass(kind, RankingLoss) else {}
+        if argument in ("weight", "pos_weight"):
+            arguments[argument] = torch.ones_like(OTHER_VALUES[argument])
+        if name == "PAUCAtBudgetLoss":
+            arguments |= {"beta": 0.5, "surrogate": "dro" if argument == "dro_lambda" else "trapezoid"}
+        if rank == odd_rank:
+            arguments[argument] = OWN_VALUES.get((name, argument), OTHER_VALUES[argument])
+        logits = torch.zeros(4, arguments.get("num_classes", 2))
+        targets = torch.tensor([0, 1, 0, 1])
+        if name in ("SigmoidFocalLoss", "BCEWithLogitsLoss") or arguments.get("multi_hot"):
+            targets = torch.nn.functional.one_hot(targets, 2)
+        assert_named(partial(kind(**arguments), logits, targets), odd_rank, argument)
 
 
 def test_every_constructor_argument_is_compared_or_excused() -> None:
@@ -255,15 +216,26 @@ def test_every_constructor_argument_is_compared_or_excused() -> None:
         (4, 2, 1, "schedule: "),  # the same call, with another weight of the main loss
         (4, 4, 1, "schedule: "),
         (4, 9, 3, "temperature: "),
+        *((4, step, 0, "") for step in (2, 4, 9)),  # the controls
     ],
 )
-def test_a_schedule_that_is_behind_on_one_rank(pool: WorkerPool, blend: int, step: int, behind: int, text: str) -> None:
-    assert_named(pool(schedule_on_each_rank, blend, step, behind), text)
-
-
-def test_control_equal_schedules_are_fine(pool_of_two: WorkerPool) -> None:
-    for step in (2, 4, 9):
-        assert pool_of_two(schedule_on_each_rank, 4, step, 0) == [[("none", "")] * 2] * 2
+@on_ranks()
+def test_a_schedule_that_is_behind_on_one_rank(rank: int, blend: int, step: int, behind: int, text: str) -> None:
+    """In a schedule of two warm-up and ``blend`` blend steps."""
+    for odd_rank in range(dist.get_world_size()):
+        main = fullrank.SmoothAPLoss(num_classes=2, queue_size=0)
+        # Inside a module too: a schedule reaches the loss wherever it stands.
+        warmup = nn.Sequential(fullrank.SoftmaxFocalLoss())
+        warmup.forward = lambda logits, targets, warmup=warmup: warmup[0](logits, targets)
+        decay = {"temp_start": 0.05, "temp_end": 0.005, "temp_decay_steps": 100}
+        loss = fullrank.LossWarmupWrapper(warmup, main, warmup_steps=2, blend_steps=blend, **decay)
+        for index in range(step + 1 - behind * (rank == odd_rank)):
+            loss.on_train_batch_start(index)
+        call = partial(_take_step, loss, rank, 0)
+        if behind:
+            assert_named(call, odd_rank, text)
+        else:
+            call()
 
 
 @on_ranks(2)
