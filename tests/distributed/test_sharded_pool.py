@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 from score_sets import SETS
 from score_sets import generator as score_generator
 from torch import Tensor
-from workers import WorkerPool, error_of
+from workers import error_of
 
 import fullrank
 from fullrank.kernels.soft_ranks import smooth_ap_sums
@@ -84,9 +84,18 @@ def whole_recall(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor:
     return fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature)
 
 
-def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]:
-    """Compare every set of scores, and every value that is not finite, with one process; return what differs."""
-    dtype, wrong = getattr(torch, dtype_name), []
+@pytest.mark.parametrize(
+    ("form", "name", "sets"),
+    [
+        ("moments", "float64", ["normal"]),
+        *(pytest.param(form, "float64", [*SETS], marks=pytest.mark.slow) for form in ("moments", "positives", "sums")),
+        *(pytest.param(form, "float32", [*SETS], marks=pytest.mark.full) for form in ("moments", "positives", "sums")),
+    ],
+)
+@on_ranks(2)
+def test_any_scores(rank: int, form: str, name: str, sets: list[str]) -> None:
+    """As in one process. A value that is not finite is on one rank alone, or on two; "sums" is recall."""
+    dtype, wrong = getattr(torch, name), []
     is_float32 = dtype == torch.float32
     limit, of_value = (2e-6, 6e-8) if is_float32 else (1e-12, 1e-13)
     if form == "sums":
@@ -119,20 +128,7 @@ def of_sets(rank: int, form: str, dtype_name: str, sets: list[str]) -> list[str]
                     right = bool(value.isnan() and (form == "sums" or gradient.isnan().all()))
                 if not right:
                     wrong.append(f"{name} {kind} {temperature} {value} {expected} {size} {error}")
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("form", "dtype", "sets"),
-    [
-        ("moments", "float64", ["normal"]),
-        *(pytest.param(form, "float64", [*SETS], marks=pytest.mark.slow) for form in ("moments", "positives", "sums")),
-        *(pytest.param(form, "float32", [*SETS], marks=pytest.mark.full) for form in ("moments", "positives", "sums")),
-    ],
-)
-def test_any_scores(pool_of_two: WorkerPool, form: str, dtype: str, sets: list[str]) -> None:
-    """A value that is not finite is on one rank alone, or on two; "sums" is recall."""
-    assert pool_of_two(of_sets, form, dtype, sets) == [[], []]
+    assert wrong == []
 
 
 @pytest.mark.slow
