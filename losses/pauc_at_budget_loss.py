@@ -202,8 +202,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        rows = self._rows(Given(logits, targets, iid_mask, sample_weight))
-        pooled = self._pool(rows, needs_rows=return_diagnostics)
+        given = Given(logits, targets, iid_mask, sample_weight)
+        pooled = self._pool(given, self._agree(given), needs_rows=return_diagnostics)
         per_class, stats = pooled.per_class, None
         if per_class is None:
             found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)

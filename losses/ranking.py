@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ..distributed.exchange import Exchange, check_rows
 from ..distributed.gather import gather_after
 from ..distributed.group import gradient_scale
-from ..distributed.header import Offer, agree_on, refuse_in_backward
+from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import note_kind
 from ..errors import expected
 from ..queues.memory_queue import QueueRows
@@ -130,11 +130,12 @@ class RankingLoss(QueuedLoss):
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
         """
-        rows = self._rows(Given(logits, targets, iid_mask, sample_weight, indexes))
-        at_once = None if return_per_class else self._at_once(rows)
+        given = Given(logits, targets, iid_mask, sample_weight, indexes)
+        agreed = self._agree(given)
+        at_once = None if return_per_class else self._at_once(given, agreed)
         if at_once is not None:
             return at_once
-        pooled = self._pool(rows)
+        pooled = self._pool(given, agreed)
         per_class = self.compute_per_class(pooled.pool) if pooled.per_class is None else pooled.per_class
         loss = self._finish(pooled, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
@@ -146,7 +147,7 @@ class RankingLoss(QueuedLoss):
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
 
-    def _at_once(self, rows: Given | Batch) -> Tensor | None:
+    def _at_once(self, given: Given, agreed: Agreement[None] | None) -> Tensor | None:
         """Return the loss of rows whose every step a subclass takes at once; None for all others."""
         return None
 
@@ -177,38 +178,39 @@ class RankingLoss(QueuedLoss):
         """
         return None
 
-    def _rows(self, given: Given) -> Given | Batch:
-        """Return the rows of all ranks, checked, if this call gathers them; else those given."""
+    def _agree(self, given: Given) -> Agreement[None] | None:
+        """Check the rows and exchange headers, in a call that gathers the rows of all ranks; None in all others."""
         call = type(self).__name__
         if not torch.compiler.is_compiling():
             refuse_in_backward(call)
         group = self._resolve_group()
         if group is None or (self.pool == "sharded" and given.indexes is None):
-            return given
+            return None
 
         def bring() -> Offer[None]:
             live = self._check(given, group)
             facts = self._facts({"with indexes": given.indexes is not None})
             return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
 
-        agreed = agree_on(call, group, bring)
-        return Batch.of_all(gather_after(call, group, agreed, self.gradient_reduction), agreed.totals)
+        return agree_on(call, group, bring)
 
-    def _pool(self, rows: Given | Batch, needs_rows: bool = False) -> PooledRows:
-        """Return what the call ranks: the live ``rows`` that :meth:`_rows` has returned, and the queued rows.
+    def _pool(self, given: Given, agreed: Agreement[None] | None, needs_rows: bool = False) -> PooledRows:
+        """Return what the call ranks: the live rows, of all ranks unless the pool is sharded, and the queued rows.
 
         With ``indexes`` the pool is the live rows alone, and it is not sharded. ``needs_rows`` gathers sharded rows in
         any case.
         """
-        if isinstance(rows, Batch):
-            return PooledRows(self._join(rows, self._queued_rows()), rows)
         group = self._resolve_group()
-        if group is not None:
-            return self._sharded_pool(rows, group, needs_rows)
-        live = self._check(rows, None)
-        if self.pool == "sharded" and rows.indexes is None and (self._ranks_queue or self._enqueues):
-            self._sharded_queue.take_whole(type(self).__name__)
-        return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=False)
+        if group is None:
+            live = self._check(given, group)
+            if self.pool == "sharded" and given.indexes is None and (self._ranks_queue or self._enqueues):
+                self._sharded_queue.take_whole(type(self).__name__)
+        elif agreed is None:
+            return self._sharded_pool(given, group, needs_rows)
+        else:
+            rows = gather_after(type(self).__name__, group, agreed, self.gradient_reduction)
+            live = Batch.of_all(rows, agreed.totals)
+        return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=group is not None)
 
     def _sharded_pool(self, given: Given, group: ProcessGroup, needs_rows: bool) -> PooledRows:
         """Return this rank's part with the loss over all parts, or the rows of all ranks if that takes them."""

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.gather import rows_after, times
+from ..distributed.group import gradient_scale
+from ..distributed.header import Agreement
 from ..distributed.torch_private import not_compiled, note_kind
 from ..errors import check_positive, expected, first_order_only
 from ..kernels import native
@@ -19,7 +22,6 @@ from ..kernels.spread import MOST_SCORES
 from ..kernels.torch_private import func_transforms_are_active
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
-from .batch import Batch
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
 from .ranking import Given, RankingLoss
 from .rectangles import group_rows
@@ -112,37 +114,39 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
 
 
 class _WithGradient(torch.autograd.Function):
-    """The number ``loss``, with the ``gradient`` of the logits that was computed with it, divided by ``count``."""
+    """The number ``loss``, with the ``gradient`` of the logits that came with it, times k, divided by ``count``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: float, gradient: Tensor, count: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, loss: float, gradient: Tensor, count: int, k: int) -> Tensor:
         ctx.save_for_backward(logits, gradient)
-        ctx.count = count
+        ctx.count, ctx.k = count, k
         return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # As in a mean of float64 numbers.
-        return scaled(ctx.saved_tensors[1], grad if ctx.count == 1 else grad.double() / ctx.count), None, None, None
+        # As in a mean of float64 numbers, and in the backward of a gather.
+        gradient = scaled(ctx.saved_tensors[1], grad if ctx.count == 1 else grad.double() / ctx.count)
+        return times(gradient, ctx.k), None, None, None, None
 
     jvp = staticmethod(refuse_forward_mode)
 
 
 def _of_small_pool(
-    rows: Given | Batch,
+    logits: Tensor,
+    targets: Tensor,
     queued: QueueRows | None,
     temperature: float | None,
     ignore_index: int,
     num_classes: int,
     is_mean: bool,
-) -> tuple[Tensor, float] | None:
-    """Return the loss of a pool of at most 4,096 rows in one call of C, and the temperature.
+    with_grad: bool,
+) -> tuple[float, Tensor | None, int, float] | None:
+    """Return the loss of a pool of at most 4,096 rows in one call of C, the gradient, its divisor, the temperature.
 
     None for all but an ordinary call: finite scores in contiguous memory of the host, int64 indices of the classes, and
     pairs that take less time than bins.
     """
-    logits, targets = rows[:2]
     is_plain = type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and targets.is_cpu
     if not is_plain or torch.compiler.is_compiling() or func_transforms_are_active() or not native.is_usable(logits):
         return None
@@ -159,7 +163,6 @@ def _of_small_pool(
     if len(targets) > MOST_SCORES:
         return None
     most = costs_of(logits.device).most_native_pairs(num_classes, scores.numel())
-    with_grad = logits.requires_grad and torch.is_grad_enabled()
     found = native.smooth_ap_step(scores, targets, ignore_index, temperature, SPREAD_MULTIPLE, with_grad, most)
     if found is None:
         return None
@@ -167,10 +170,7 @@ def _of_small_pool(
     loss, divisor = losses[0], num_valid if is_mean else 1
     if num_classes > 1:  # the sum in the order of torch
         loss = torch.tensor(losses, dtype=torch.float64, device=logits.device).sum().item() / divisor
-    if gradient is None:
-        return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device), width
-    gradient = gradient if queued is None else gradient[:count].view(logits.shape)
-    return _WithGradient.apply(logits, loss, gradient, divisor), width
+    return loss, gradient, divisor, width
 
 
 @completed(smooth_ap)
@@ -202,11 +202,11 @@ class SmoothAPLoss(RankingLoss):
         """Return one minus the smooth average precision of each class, or of each query."""
         return _per_class(*self._at_temperature(pool))
 
-    def _at_once(self, rows: Given | Batch) -> Tensor | None:
-        has_more = rows.iid_mask is not None or rows.sample_weight is not None or rows.indexes is not None
+    def _at_once(self, given: Given, agreed: Agreement[None] | None) -> Tensor | None:
+        has_more = given.iid_mask is not None or given.sample_weight is not None or given.indexes is not None
         keeps = self.queue_keep != "all" or self.max_pool_size is not None or self.pool_counts is not None
         is_ordinary, is_mean = not (self.multi_hot or self.reduction == "none"), self.reduction == "mean"
-        is_watched, over_ranks = self.validate_args and self.training, isinstance(rows, Batch)
+        is_watched = self.validate_args and self.training
         if has_more or keeps or not is_ordinary or (is_watched and self._hints.looks_at_rows):
             return None
         temperature = self.temperature
@@ -214,17 +214,29 @@ class SmoothAPLoss(RankingLoss):
             return None
         if self.pool == "sharded" or torch.compiler.is_compiling():
             return None
-        given = rows, self._queued_rows(), temperature, self.ignore_index, self.num_classes, is_mean
-        found = _of_small_pool(*given)
+        group = None if agreed is None else self._resolve_group()
+        live = given[:2] if agreed is None or group is None else rows_after(type(self).__name__, group, agreed)
+        logits = given.logits  # which may be no tensor
+        with_grad = torch.is_grad_enabled() and getattr(logits, "requires_grad", False)
+        settings = temperature, self.ignore_index, self.num_classes, is_mean
+        found = _of_small_pool(live[0], live[1], self._queued_rows(), *settings, with_grad)
         if found is None:
             return None
-        loss, self._last_temperature = found
+        value, gradient, divisor, self._last_temperature = found
+        if gradient is None:
+            loss = torch.scalar_tensor(value, dtype=logits.dtype, device=logits.device)
+        else:
+            begin, k = 0, 1
+            if agreed is not None and group is not None:
+                begin, k = sum(agreed.rows[: group.rank()]), gradient_scale(self.gradient_reduction, group)
+            own = gradient.narrow(0, begin, len(logits)).view(logits.shape)
+            loss = _WithGradient.apply(logits, value, own, divisor, k)
         if self._enqueues:
-            self.queue.enqueue(rows.logits.view(-1, self.num_classes), rows.targets)
+            self.queue.enqueue(live[0].view(-1, self.num_classes), live[1])
         if is_watched:
             self._hints.observe_valid_class()
         loss = note_kind(loss) if is_mean else loss
-        return note_kind(loss, over_ranks=True) if over_ranks else loss
+        return loss if agreed is None else note_kind(loss, over_ranks=True)
 
     def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
         temperature = self._shared_temperature(pool, shared)
