@@ -229,10 +229,11 @@ class SmoothAPLoss(RankingLoss):
             begin, k = 0, 1
             if agreed is not None and group is not None:
                 begin, k = sum(agreed.rows[: group.rank()]), gradient_scale(self.gradient_reduction, group)
-            own = gradient.narrow(0, begin, len(logits)).view(logits.shape)
-            loss = _WithGradient.apply(logits, value, own, divisor, k)
+            if gradient.shape != logits.shape:
+                gradient = gradient.narrow(0, begin, len(logits)).view(logits.shape)
+            loss = _WithGradient.apply(logits, value, gradient, divisor, k)
         if self._enqueues:
-            self.queue.enqueue(live[0].view(-1, self.num_classes), live[1])
+            self.queue.enqueue(live[0].view(-1, self.num_classes), live[1], num_stored=len(live[1]))
         if is_watched:
             self._hints.observe_valid_class()
         loss = note_kind(loss) if is_mean else loss
