@@ -160,7 +160,7 @@ def _of_small_pool(
             return None
         scores = torch.cat([scores.view(count, num_classes), queued.logits.to(scores)])
         targets = torch.cat([targets, queued.targets.to(targets)])
-    if len(targets) > MOST_SCORES:
+    if targets.shape[0] > MOST_SCORES:
         return None
     most = costs_of(logits.device).most_native_pairs(num_classes, scores.numel())
     found = native.smooth_ap_step(scores, targets, ignore_index, temperature, SPREAD_MULTIPLE, with_grad, most)
@@ -230,10 +230,10 @@ class SmoothAPLoss(RankingLoss):
             if agreed is not None and group is not None:
                 begin, k = sum(agreed.rows[: group.rank()]), gradient_scale(self.gradient_reduction, group)
             if gradient.shape != logits.shape:
-                gradient = gradient.narrow(0, begin, len(logits)).view(logits.shape)
+                gradient = gradient.narrow(0, begin, logits.shape[0]).view(logits.shape)
             loss = _WithGradient.apply(logits, value, gradient, divisor, k)
         if self._enqueues:
-            self.queue.enqueue(live[0].view(-1, self.num_classes), live[1], num_stored=len(live[1]))
+            self.queue.enqueue(live[0].view(-1, self.num_classes), live[1], num_stored=live[1].shape[0])
         if is_watched:
             self._hints.observe_valid_class()
         loss = note_kind(loss) if is_mean else loss
