@@ -23,24 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from ..distributed import torch_private
 from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
 from ..distributed.header import State
-from ..distributed.torch_private import (
-    FsdpGroup,
-    awaits_first_reduction,
-    broadcast_ddp_buffers,
-    forget_forward,
-    forwards_since,
-    fsdp_groups,
-    fsdp_modules,
-    has_fsdp1,
-    has_never_run,
-    has_run_forward,
-    is_in_forward,
-    leave_as_reduced,
-    rebuild_ddp_buckets,
-    watch_forward,
-)
+from ..distributed.torch_private import FsdpGroup
 from ..errors import Words, check_choice, expected
 from .parameters import leaves_of
 
@@ -133,7 +119,7 @@ class GradientSync(NamedTuple):
         if sync == "shard" and not self.fsdp:
             fix = "Use sync='last', or sync='each' to reduce after every micro-batch."
             raise ValueError(expected("sync", "a model with FSDP2 modules for 'shard'", Words("one without"), fix))
-        if sync != "each" and num_micro_batches > 1 and any(map(awaits_first_reduction, self.ddp)):
+        if sync != "each" and num_micro_batches > 1 and any(map(torch_private.awaits_first_reduction, self.ddp)):
             fix = "Use sync='each', or a single micro-batch, in the first window, or DDP without static_graph."
             what = "DDP with static_graph to reduce in its first backward, in which it records the graph"
             found = Words(f"{num_micro_batches} micro-batches that are added up before the first reduction")
@@ -204,7 +190,7 @@ class GradientSync(NamedTuple):
 
         Otherwise it has a bit for each module that would broadcast its buffers in its next forward.
         """
-        states = [forwards_since(module) for module in self.ddp]
+        states = [torch_private.forwards_since(module) for module in self.ddp]
         return 1 + sum((state > 1) << (1 + index % 50) for index, state in enumerate(states)) if any(states) else 0
 
     def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[int]) -> None:
@@ -218,19 +204,19 @@ class GradientSync(NamedTuple):
         for module in self.ddp:
             all_know = set(group_ranks(module.process_group)) <= known
             if all_know and any(forwards):
-                forget_forward(module)
+                torch_private.forget_forward(module)
             if all_know and len(set(forwards)) > 1:
                 module.require_forward_param_sync = True  # the ranks differ in it: all of them broadcast
-            rebuild_ddp_buckets(module)
-            broadcast_ddp_buffers(module)
+            torch_private.rebuild_ddp_buckets(module)
+            torch_private.broadcast_ddp_buffers(module)
 
     def communicate_after_backward(self) -> None:
         """Do now what the next forwards of DDP would communicate, which then communicate nothing; collective."""
         for module in self.ddp:
-            rebuild_ddp_buckets(module)
+            torch_private.rebuild_ddp_buckets(module)
         for module in self.ddp:
             module.require_forward_param_sync = True
-            broadcast_ddp_buffers(module)
+            torch_private.broadcast_ddp_buffers(module)
         self.expect_broadcasts(False)
         self.watch_forwards()
 
@@ -242,20 +228,20 @@ class GradientSync(NamedTuple):
     def watch_forwards(self) -> None:
         """Let :attr:`forwards_seen` start again."""
         for module in self.ddp:
-            watch_forward(module)
+            torch_private.watch_forward(module)
 
     def prepare_first_forwards(self) -> None:
         """Let the modules that have never run broadcast their buffers now, and :attr:`forwards_seen` start at them."""
         for module in self.ddp:
-            if has_never_run(module):
-                broadcast_ddp_buffers(module)
+            if torch_private.has_never_run(module):
+                torch_private.broadcast_ddp_buffers(module)
                 module.require_forward_param_sync = False
-                watch_forward(module)
+                torch_private.watch_forward(module)
 
     @property
     def forwards_seen(self) -> tuple[bool, ...]:
         """Of each DDP module, whether it has run a forward since :meth:`watch_forwards`."""
-        return tuple(map(has_run_forward, self.ddp))
+        return tuple(map(torch_private.has_run_forward, self.ddp))
 
     @property
     def same_forwards(self) -> State:
@@ -281,7 +267,7 @@ class GradientSync(NamedTuple):
                 continue
             leaves = set(map(id, leaves_of(loss))) if leaves is None else leaves
             if any(used[index : index + 1]) or any(id(p) in leaves for p in module.module.parameters()):
-                if not (others_prepare and is_in_forward(module)):
+                if not (others_prepare and torch_private.is_in_forward(module)):
                     raise unseen_forward(name)
                 is_prepared = False
         return is_prepared
@@ -289,12 +275,12 @@ class GradientSync(NamedTuple):
     def leave_as_reduced(self) -> None:
         """Note that the last backward has reduced on every rank; a later forward of DDP shows in the next window."""
         for module in self.ddp:
-            leave_as_reduced(module)
+            torch_private.leave_as_reduced(module)
 
     def forget_forwards(self) -> None:
         """Undo what forwards without a backward have prepared in the wrappers; call it on every rank."""
         for module in self.ddp:
-            forget_forward(module)
+            torch_private.forget_forward(module)
         self.expect_broadcasts(True)  # ranks that stood in different micro-batches differ in it
         self.reshard()
 
@@ -328,7 +314,7 @@ def find_sync(model: nn.Module) -> GradientSync:
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
     inside = list(model.modules())
-    if has_fsdp1(inside):
+    if torch_private.has_fsdp1(inside):
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
     if "DeepSpeedEngine" in [kind.__name__ for kind in type(model).__mro__]:
@@ -338,11 +324,12 @@ def find_sync(model: nn.Module) -> GradientSync:
         )
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
     ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
-    fsdp = fsdp_groups(model)
+    fsdp = torch_private.fsdp_groups(model)
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
-    modules = {id(module): module for module in [*fsdp_modules(inside), *(group.module for group in fsdp)]}
+    around = [*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)]
+    modules = {id(module): module for module in around}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
