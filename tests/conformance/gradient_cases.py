@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
+from on_ranks import same
 from subjects import Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 
@@ -235,17 +236,10 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     fewest = 0 if case.loss == "retrieval_split" else retrieval.FEWEST_SPLIT
     with forced(case.form), mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
         spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
-    assert_equal_values([float(found[0]) for found in spread.gradients])
+    same([float(found[0]) for found in spread.gradients])
     pairs = list(zip(spread.gradients, whole.gradients))
     value = max(float(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3)) for a, b in pairs)
     return max(error(a[1:], b[1:]) for a, b in pairs), value
-
-
-def assert_equal_values(own: list[float]) -> None:
-    """Assert that every rank has the same values, to the last bit."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    assert all(str(values) == str(own) for values in everyone), everyone
 
 
 def worst_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +14,11 @@ from workers import error_of, get_pool
 TWO_OR_THREE = (pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.full))
 
 
-def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(*world_sizes: Any) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator of ``test(rank, ...)``, whose other arguments are those that pytest passes.
 
-    Without sizes it runs on two ranks, and on three under `make full`.
+    Without sizes it runs on two ranks, and on three under `make full`; with ``...`` on as many as its parameter
+    ``world_size`` says.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -29,6 +30,8 @@ def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Any]:
         test.__dict__["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
         test.__dict__["body"] = body
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        if world_sizes == (...,):
+            return test
         return pytest.mark.parametrize("world_size", world_sizes or TWO_OR_THREE)(test)
 
     return decorate
@@ -38,9 +41,17 @@ def _run(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
     getattr(import_module(module), name).body(rank, **given)
 
 
+T = TypeVar("T")
+
+
+def same(value: T) -> T:
+    """Return ``value``, which is the same on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    assert all(str(other) == str(value) for other in everyone), everyone
+    return value
+
+
 def common_error(call: Callable[[], Any]) -> tuple[str, str]:
     """Return what :func:`workers.error_of` returns, which is the same on every rank."""
-    found, everyone = error_of(call), [("", "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    assert all(other == found for other in everyone), everyone
-    return found
+    return same(error_of(call))

@@ -12,7 +12,6 @@ from batches import all_batches, make_batch, make_window, num_valid, one_process
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, error, gradient, wrap
 from verbs import UNDER_HSDP, VERBS, WRAPPERS_OF
-from workers import get_pool
 
 import fullrank
 
@@ -34,29 +33,6 @@ def windows_of(layout: str) -> list[list[Any]]:
         return [make_window(layout, rank) for rank in ranks]
     cut = [list(fullrank.windows([make_batch(rank, index) for index in range(4)], 3)) for rank in ranks]
     return [parts[("three", "one").index(layout)] for parts in cut]
-
-
-def errors_of(rank: int, verb: str, kind: str, dtype: str) -> dict[str, float]:
-    """Take a step with every layout of the window, one model for all; return the errors."""
-    kept, reference = getattr(torch, dtype), Model(dtype)
-    model, errors = wrap(Model(dtype), kind), {}
-    for layout in ["full", "uneven", "none", "three", "one", *(["unequal"] if (verb, kind) in FREE else [])]:
-        model.zero_grad()
-        window = windows_of(layout)
-        expected = one_process(reference, [batch for batches in window for batch in batches])
-        loss = VERBS[verb](model, window[rank])
-        assert (loss.dtype, loss.shape, loss.requires_grad) == (kept, (), False)
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        errors[layout] = error(gradient(model), expected.gradient)
-        errors[f"{layout} loss"] = error(loss, expected.loss)
-        errors[f"{layout} norm"] = error(fullrank.total_grad_norm(model), expected.gradient.norm())
-        most = MOST * float(expected.gradient.norm())
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), most)
-        fullrank.clip_grad_norm_(model, most)
-        errors[f"{layout} clipped"] = error(gradient(model), gradient(reference))
-        if layout == "none":
-            assert float(gradient(model).abs().max()) == 0
-    return errors
 
 
 MOST_USED = ("accumulate", "DeferredMean", "pooled_backward")
@@ -82,10 +58,31 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("world_size", "verb", "kind", "dtype"), cases())
-def test_equals_one_process(world_size: int, verb: str, kind: str, dtype: str) -> None:
-    """Uneven tokens, a rank without any, a window without any, windows of three and one, unequal numbers of them."""
-    for errors in get_pool(world_size)(errors_of, verb, kind, dtype):
-        assert_exact(errors, dtype)
+@on_ranks(...)
+def test_equals_one_process(rank: int, verb: str, kind: str, dtype: str) -> None:
+    """Uneven tokens, a rank without any, a window without any, windows of three and one, unequal numbers of them.
+
+    One model takes a step with each.
+    """
+    kept, reference = getattr(torch, dtype), Model(dtype)
+    model, errors = wrap(Model(dtype), kind), {}
+    for layout in ["full", "uneven", "none", "three", "one", *(["unequal"] if (verb, kind) in FREE else [])]:
+        model.zero_grad()
+        window = windows_of(layout)
+        expected = one_process(reference, [batch for batches in window for batch in batches])
+        loss = VERBS[verb](model, window[rank])
+        assert (loss.dtype, loss.shape, loss.requires_grad) == (kept, (), False)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        errors[layout] = error(gradient(model), expected.gradient)
+        errors[f"{layout} loss"] = error(loss, expected.loss)
+        errors[f"{layout} norm"] = error(fullrank.total_grad_norm(model), expected.gradient.norm())
+        most = MOST * float(expected.gradient.norm())
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), most)
+        fullrank.clip_grad_norm_(model, most)
+        errors[f"{layout} clipped"] = error(gradient(model), gradient(reference))
+        if layout == "none":
+            assert float(gradient(model).abs().max()) == 0
+    assert_exact(errors, dtype)
 
 
 @pytest.mark.parametrize(

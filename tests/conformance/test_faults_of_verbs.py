@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, make_window, one_process
 from faults import Arguments, Fault
+from on_ranks import on_ranks, same
 from subjects import NUM_FEATURES, Model, error, gradient, has_gradients, switches, wrap
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verbs import accumulated, deferred, deferred_of, mean_over_ranks, pooled, reduction_of, scores_of
-from workers import get_pool
 
 import fullrank
 from fullrank import count_valid_tokens, global_mean
@@ -556,27 +556,26 @@ def rows() -> list[Any]:
 
 
 @pytest.mark.parametrize(("verb", "name", "kind", "world_size", "left", "is_everyone"), rows())
-def test_a_mistake(verb: str, name: str, kind: str, world_size: int, left: str, is_everyone: bool) -> None:
+@on_ranks(...)
+def test_a_mistake(rank: int, verb: str, name: str, kind: str, left: str, is_everyone: bool) -> None:
     """The same error on all ranks, what it leaves of the gradients, the switches of the wrapper, an exact next step."""
-    fault = FAULTS[verb][name]
-    for of_ranks in zip(*get_pool(world_size)(spoil, verb, name, kind, is_everyone), strict=True):
-        for seen in of_ranks:
-            assert seen[:2] == of_ranks[0][:2]
-            assert seen.kind in ([fault.kind] if is_everyone else []) + [f"Rank{fault.kind}"], seen
-            assert fault.text.replace("rank 1", f"rank {world_size - 1}") in seen.text, seen
-            assert seen.left == left, seen
-            assert seen.restored
-            assert seen.next_error <= 1e-12, seen
-            assert seen.tracebacks == 1 or verb.startswith("pooled_backward"), (
-                seen
-            )  # whose cause may be the user's own error
+    fault, last = FAULTS[verb][name], dist.get_world_size() - 1
+    for seen in spoil(rank, verb, name, kind, is_everyone):
+        same(seen[:2])
+        assert seen.kind in ([fault.kind] if is_everyone else []) + [f"Rank{fault.kind}"], seen
+        assert fault.text.replace("rank 1", f"rank {last}") in seen.text, seen
+        assert seen.left == left, seen
+        assert seen.restored
+        assert seen.next_error <= 1e-12, seen
+        # The cause of an error of pooled_backward may be one of the user's own.
+        assert seen.tracebacks == 1 or verb.startswith("pooled_backward"), seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward", "later", "frozen"])
-def test_pooled_backward_with_a_mistake_of_all_ranks(name: str) -> None:
-    seen = get_pool(2)(spoil, "pooled_backward", name, "fsdp2", True)
-    for one in (one for of_rank in seen for one in of_rank):
-        assert one.text.startswith(("this is mine", "forward: expected scores with a graph"))
-        assert one.left == ("kept" if name == "forward" else "dropped")
-        assert one.next_error <= 1e-12
+@on_ranks(2)
+def test_pooled_backward_with_a_mistake_of_all_ranks(rank: int, name: str) -> None:
+    for seen in spoil(rank, "pooled_backward", name, "fsdp2", True):
+        assert seen.text.startswith(("this is mine", "forward: expected scores with a graph"))
+        assert seen.left == ("kept" if name == "forward" else "dropped")
+        assert seen.next_error <= 1e-12

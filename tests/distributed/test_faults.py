@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from fault_calls import BAD, CALLS, DIFFERENT, Call
 from faults import Arguments, Fault
+from on_ranks import common_error, on_ranks, same
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
-from workers import WorkerPool, class_of, error_of, get_pool, process_context
+from workers import class_of, process_context
 
 import fullrank
 from fullrank.distributed import exchange
@@ -35,53 +36,25 @@ def after_no_step(name: str, rank: int, world_size: int) -> list[bytes]:
     return _after(CALLS[name], rank, None)
 
 
-def spoil_a_rank(rank: int, name: str, group: str, kind: str, odd_ranks: Sequence[int]) -> list[str]:
-    """Spoil the second of three steps, on each of the ranks in turn; return the texts of the errors.
+def spoil(rank: int, name: str, fault: Fault, odd_ranks: Sequence[int], head: str) -> None:
+    """Spoil the second of three steps, on each of the ranks in turn.
 
-    ``group`` is ``"bad"`` or ``"differ"``. The state is as before, and the third step as if the second had never been.
+    The message is the same on all, and begins with ``head``. The state is as before, and the third step as if the
+    second had never been.
     """
-    call, texts = CALLS[name], []
-    fault: Fault = getattr(call, group)[kind]
+    call = CALLS[name]
     for odd_rank in odd_ranks:
         subject = call.make()
         take_step(call, subject, rank, 0)
         arguments, before = _arguments(call, rank, 1), _state(subject)
         arguments |= fault.change(arguments) if rank == odd_rank else {}
-        error, text = error_of(partial(subject, **arguments))
+        error, text = common_error(partial(subject, **arguments))
         assert error == fault.kind, text
         assert fault.text in text, text
         assert f"rank {odd_rank}" in text
+        assert text.startswith(tuple(head.format(call=one, rank=odd_rank) for one in call.heads)), text
         assert _state(subject) == before
         assert take_step(call, subject, rank, 2) == after_no_step(name, rank, dist.get_world_size())
-        texts.append(text)
-    return texts
-
-
-def step_in_between(rank: int, name: str) -> bool:
-    """Return whether a step that is not spoiled leaves the next one as it was."""
-    return _after(CALLS[name], rank, 1) == _after(CALLS[name], rank, None)
-
-
-def not_finite(rank: int, name: str, value: float, odd_ranks: Sequence[int]) -> list[str]:
-    """Put ``value`` into the first row of each of the ranks in turn, in the second of three steps.
-
-    The third step is that of a run in which the row was ignored, or for calls without targets had never been; the
-    control is a finite value in its place. Return the objectives of the second step.
-    """
-    call, objectives = CALLS[name], []
-    has_logits = "logits" in _arguments(call, rank, 0)
-    for odd_rank in odd_ranks:
-        given = value if rank == odd_rank else None
-        objective, bits = _with_first_element(call, rank, given)
-        if has_logits:
-            assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1]
-        else:
-            assert bits == after_no_step(name, rank, dist.get_world_size())
-        if has_logits and name not in ("wrapper_in_warmup", "queries", "ndcg"):  # which have no queue
-            assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1]
-        assert math.isnan(objective) or not math.isnan(value)
-        objectives.append(str(objective))
-    return objectives
 
 
 def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool = False) -> tuple[float, list[bytes]]:
@@ -268,14 +241,6 @@ def validates_alone(rank: int) -> None:
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
 
 
-def check(pool: WorkerPool, name: str, group: str, kind: str, odd_ranks: Sequence[int], head: str) -> None:
-    """Spoil a step on each of the ranks in turn; the message is the same on all, and begins with ``head``."""
-    texts, *others = pool(spoil_a_rank, name, group, kind, odd_ranks)
-    assert all(other == texts for other in others)
-    for odd_rank, text in zip(odd_ranks, texts, strict=True):
-        assert text.startswith(tuple(head.format(call=call, rank=odd_rank) for call in CALLS[name].heads)), text
-
-
 ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
 
 
@@ -299,20 +264,23 @@ def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("world_size", "odd_ranks", "name", "kind"), over_ranks(BAD))
-def test_bad_input_on_one_rank_raises_on_all(world_size: int, odd_ranks: tuple[int, ...], name: str, kind: str) -> None:
-    check(get_pool(world_size), name, "bad", kind, odd_ranks, "{call} failed on rank {rank}: ")
+@on_ranks(...)
+def test_bad_input_on_one_rank_raises_on_all(rank: int, odd_ranks: tuple[int, ...], name: str, kind: str) -> None:
+    spoil(rank, name, CALLS[name].bad[kind], odd_ranks, "{call} failed on rank {rank}: ")
 
 
 @pytest.mark.parametrize(("world_size", "odd_ranks", "name", "kind"), over_ranks(DIFFERENT))
+@on_ranks(...)
 def test_input_that_differs_on_one_rank_raises_on_all(
-    world_size: int, odd_ranks: tuple[int, ...], name: str, kind: str
+    rank: int, odd_ranks: tuple[int, ...], name: str, kind: str
 ) -> None:
-    check(get_pool(world_size), name, "differ", kind, odd_ranks, "{call}: expected the same on every rank, got ")
+    spoil(rank, name, CALLS[name].differ[kind], odd_ranks, "{call}: expected the same on every rank, got ")
 
 
 @pytest.mark.parametrize("name", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "wrapper_in_blend"])
-def test_control_a_step_that_did_happen_shows_in_the_next(pool_of_two: WorkerPool, name: str) -> None:
-    assert pool_of_two(step_in_between, name) == [False, False]
+@on_ranks(2)
+def test_control_a_step_that_did_happen_shows_in_the_next(rank: int, name: str) -> None:
+    assert _after(CALLS[name], rank, 1) != _after(CALLS[name], rank, None)
 
 
 def test_every_loss_and_gather_is_in_the_registry() -> None:
@@ -329,13 +297,25 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
     ("world_size", "odd_ranks", "name", "value"),
     over_ranks([(name, value) for name in CALLS for value in (math.nan, math.inf, -math.inf)]),
 )
-def test_a_value_that_is_not_finite_on_one_rank(
-    world_size: int, odd_ranks: tuple[int, ...], name: str, value: float
-) -> None:
-    """No error. A NaN makes the loss NaN on every rank; the queue and the next step know nothing of it."""
-    objectives, *others = get_pool(world_size)(not_finite, name, value, odd_ranks)
-    assert len(objectives) == len(odd_ranks)
-    assert all(other == objectives for other in others)
+@on_ranks(...)
+def test_a_value_that_is_not_finite_on_one_rank(rank: int, odd_ranks: tuple[int, ...], name: str, value: float) -> None:
+    """No error. In the first row of each of the ranks in turn, in the second of three steps.
+
+    A NaN makes the loss NaN on every rank. The third step is that of a run in which the row was ignored, or for calls
+    without targets had never been; the control is a finite value in its place.
+    """
+    call = CALLS[name]
+    has_logits = "logits" in _arguments(call, rank, 0)
+    for odd_rank in odd_ranks:
+        given = value if rank == odd_rank else None
+        objective, bits = _with_first_element(call, rank, given)
+        if has_logits:
+            assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1]
+        else:
+            assert bits == after_no_step(name, rank, dist.get_world_size())
+        if has_logits and name not in ("wrapper_in_warmup", "queries", "ndcg"):  # which have no queue
+            assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1]
+        assert math.isnan(same(objective)) or not math.isnan(value)
 
 
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
