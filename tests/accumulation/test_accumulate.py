@@ -20,15 +20,16 @@ from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
 from verbs import run_window
-from workers import WorkerPool, error_of, get_pool
+from workers import error_of
 
 import fullrank
 from fullrank import accumulate, count_valid_tokens, discard_gradients_
 from fullrank.accumulation.window import list_micro_batches
 
 
-def forms(rank: int, kind: str) -> dict[str, float]:
-    """Return the errors of every form of count and of step."""
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
+@on_ranks()
+def test_every_form_of_count_and_step(rank: int, kind: str) -> None:
     reference, model = Model(), wrap(Model(), kind)
     batches = make_window("uneven", rank)
     expected = one_process(reference, all_batches("uneven"))
@@ -65,7 +66,7 @@ def forms(rank: int, kind: str) -> dict[str, float]:
     def plain(step: Any, batch: Batch) -> None:
         step.backward(sum_loss(model, batch))
 
-    return {
+    errors = {
         "function": in_a_loop(num_valid, plain),
         "function of tensors": in_a_loop(lambda batch: (batch["labels"][:, 1:] != -100).sum(), plain),
         "number": in_a_loop(total, plain),
@@ -78,12 +79,25 @@ def forms(rank: int, kind: str) -> dict[str, float]:
         "mean": in_a_loop(count_valid_tokens, torch_mean),
         "scale": in_a_loop(count_valid_tokens, scaled),
     }
+    assert_exact(errors, "float64")
 
 
-def aborted(rank: int, kind: str, sync: str, discard: bool) -> list[float]:
-    """Return errors of the window after one that was left, in the middle or in front of the last backward."""
+@pytest.mark.parametrize(
+    ("kind", "sync", "world_size", "discard"),
+    [
+        ("ddp", "last", 2, True),
+        ("fsdp2", "last", 2, True),
+        ("fsdp2", "each", 2, True),
+        ("plain", "last", 2, True),
+        pytest.param("hsdp", "shard", 4, True, marks=pytest.mark.slow),
+        ("fsdp2", "last", 2, False),  # the control: zero_grad does not discard
+    ],
+)
+@on_ranks(...)
+def test_discarded_window_leaves_nothing(rank: int, kind: str, sync: str, discard: bool) -> None:
+    """Left in the middle, or in front of the last backward. There the switches of the wrapper are restored."""
     reference, model = Model(), wrap(Model(), kind)
-    batches, errors, before = make_window("full", rank), [], switches(model)
+    batches, before = make_window("full", rank), switches(model)
     expected = one_process(reference, all_batches("full")).gradient
     options: dict[str, Any] = {"sync": sync, "group": by_hand(model)}
     for last in (0, 2):
@@ -100,9 +114,9 @@ def aborted(rank: int, kind: str, sync: str, discard: bool) -> list[float]:
         if discard:
             discard_gradients_(model)
         run_window(model, batches, sync=sync)
-        errors.append(error(reduced(model), expected))
+        wrong = error(reduced(model), expected)
+        assert wrong <= LIMITS["float64"] if discard else wrong > 0.1
         discard_gradients_(model)
-    return errors
 
 
 @pytest.mark.full
@@ -139,12 +153,6 @@ def test_tensor_parallel_copies_count_once(rank: int) -> None:
     assert wrong["world loss"] <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
-def test_every_form_of_count_and_step(pool: WorkerPool, kind: str) -> None:
-    for errors in pool(forms, kind):
-        assert_exact(errors, "float64")
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @on_ranks()
 def test_half_precision_is_as_good_as_one_process(rank: int, dtype: str) -> None:
@@ -155,27 +163,6 @@ def test_half_precision_is_as_good_as_one_process(rank: int, dtype: str) -> None
     alone = one_process(Model(dtype), all_batches("uneven")).gradient
     limit = 2 * error(alone.double(), true) + torch.finfo(alone.dtype).eps
     assert error(gradient(model).double(), true) <= limit
-
-
-@pytest.mark.parametrize(
-    ("kind", "sync", "world_size"),
-    [
-        ("ddp", "last", 2),
-        ("fsdp2", "last", 2),
-        ("fsdp2", "each", 2),
-        ("plain", "last", 2),
-        pytest.param("hsdp", "shard", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_discarded_window_leaves_nothing(kind: str, sync: str, world_size: int) -> None:
-    """The switches of the wrapper are restored where the loop is left."""
-    for errors in get_pool(world_size)(aborted, kind, sync, True):
-        assert max(errors) <= LIMITS["float64"]
-
-
-def test_zero_grad_does_not_discard(pool_of_two: WorkerPool) -> None:
-    for errors in pool_of_two(aborted, "fsdp2", "last", False):
-        assert min(errors) > 0.1
 
 
 @on_ranks()

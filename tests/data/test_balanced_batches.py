@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import common_error, on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from workers import WorkerPool, error_of, get_pool
+from workers import get_pool
 
 import fullrank
 from fullrank.data import BalancedBatchSampler
@@ -53,11 +54,12 @@ def test_control_plain_shuffling_has_batches_without_a_positive() -> None:
     assert 0 in {int(targets.sum()) for (targets,) in loader}
 
 
-def test_epochs_are_orders_of_their_own(pool_of_two: WorkerPool) -> None:
-    first, again, second = (pool_of_two(batches, epoch, {}) for epoch in (0, 0, 1))
-    assert first == again
-    assert first != second
-    assert pool_of_two(batches, 0, {"seed": 1}) != first
+@on_ranks(2)
+def test_epochs_are_orders_of_their_own(rank: int) -> None:
+    first = batches(rank, 0, {})
+    assert batches(rank, 0, {}) == first
+    assert batches(rank, 1, {}) != first
+    assert batches(rank, 0, {"seed": 1}) != first
 
 
 def test_classes_with_numbers_of_their_own() -> None:
@@ -96,44 +98,38 @@ def test_it_resumes_within_an_epoch() -> None:
     assert again.sampler is again  # what Lightning and Accelerate look for
 
 
-def start_epochs(rank: int, mistake: str, first: int) -> list[Any]:
-    """Start three epochs, with a mistake on one rank in the epoch ``first``; then start one without it."""
-    targets = make_targets()
-    options: dict[str, Any] = {"batch_size": 10, "positives": 2}
-    odd = {
-        "targets": {"targets": targets[rank * 50 : 50 + rank * 53]},
-        "seed": {"seed": rank},
-        "batch_size": {"batch_size": 10 + rank},
-    }.get(mistake, {})
-    found: list[Any] = []
-    plain = BalancedBatchSampler(targets, **options)
-    for epoch in range(3):
-        sampler = plain
-        if epoch == first and odd:
-            sampler = BalancedBatchSampler(**{"targets": targets, **options, **odd})
-        sampler.set_epoch(epoch + (mistake == "epoch" and epoch == first and rank == 1))
-        if mistake == "batches done" and epoch == first and rank == 1:
-            sampler.advance()
-        found.append(error_of(lambda sampler=sampler: iter(DataLoader(targets, batch_sampler=sampler))))  # type: ignore[misc]
-    plain.set_epoch(9)
-    return [*found, len(list(plain))]
+MISTAKES = {
+    "targets": lambda rank: {"targets": make_targets()[rank * 50 : 50 + rank * 53]},
+    "seed": lambda rank: {"seed": rank},
+    "batch_size": lambda rank: {"batch_size": 10 + rank},
+}
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("mistake", ["targets", "seed", "batch_size", "epoch", "batches done", "none"])
-def test_ranks_that_differ_raise_when_an_epoch_starts(pool_of_two: WorkerPool, mistake: str, first: int) -> None:
-    found, other = pool_of_two(start_epochs, mistake, first)
-    assert found == other
-    *epochs, length = found
-    assert length == 103 // 20
-    for epoch, (kind, text) in enumerate(epochs):
-        if epoch != first or mistake == "none":
+@pytest.mark.parametrize("mistake", [*MISTAKES, "epoch", "batches done", "none"])
+@on_ranks(2)
+def test_ranks_that_differ_raise_when_an_epoch_starts(rank: int, mistake: str, first: int) -> None:
+    """In the first of three epochs or in the second; the others, and one after them, start."""
+    options: dict[str, Any] = {"targets": make_targets(), "batch_size": 10, "positives": 2}
+    plain = BalancedBatchSampler(**options)
+    for epoch in range(3):
+        sampler, is_odd = plain, epoch == first
+        if is_odd and mistake in MISTAKES:
+            sampler = BalancedBatchSampler(**options | MISTAKES[mistake](rank))
+        sampler.set_epoch(epoch + (mistake == "epoch" and is_odd and rank == 1))
+        if mistake == "batches done" and is_odd and rank == 1:
+            sampler.advance()
+        loader = DataLoader(make_targets(), batch_sampler=sampler)  # type: ignore[arg-type]
+        kind, text = common_error(lambda loader=loader: iter(loader))
+        if not is_odd or mistake == "none":
             assert kind == "none", text
             continue
         assert kind == "RuntimeError"
         assert f"BalancedBatchSampler: expected the same on every rank, got {mistake}: " in text
         place = mistake in ("epoch", "batches done")
         assert ("Call set_epoch and advance, or load" if place else "Pass the targets of the whole data set") in text
+    plain.set_epoch(9)
+    assert len(list(plain)) == 103 // 20
 
 
 def test_the_length_of_an_epoch_does_not_change_while_it_is_counted() -> None:
@@ -273,13 +269,9 @@ def test_arguments_that_do_not_fit(arguments: tuple[Any, ...], error: type[Excep
         BalancedBatchSampler(*arguments)
 
 
-def in_a_worker_of_a_loader(rank: int) -> int:
-    """Body: only rank 0 starts an epoch, where torch says that it runs in a worker of a loader."""
+@on_ranks(2)
+def test_a_worker_of_a_loader_waits_for_no_rank(rank: int) -> None:
+    """Only rank 0 starts an epoch, where torch says that it runs in a worker of a loader."""
     if rank == 0:
         with mock.patch("torch.utils.data._utils.worker._worker_info", object()):
-            return len(batches(rank, 0, {}))
-    return 5
-
-
-def test_a_worker_of_a_loader_waits_for_no_rank(pool_of_two: WorkerPool) -> None:
-    assert pool_of_two(in_a_worker_of_a_loader) == [5, 5]
+            assert len(batches(rank, 0, {})) == 5

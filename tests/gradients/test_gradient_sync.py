@@ -17,14 +17,20 @@ from subjects import LIMITS, Model, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
-from workers import error_of, get_pool
+from workers import error_of
 
 import fullrank
 from fullrank.gradients.wrappers import find_sync
 
 
-def no_sync(rank: int, kind: str, reductions: int) -> None:
-    """Assert that ``maybe_no_sync`` reduces in the last micro-step alone, and that it restores.
+@pytest.mark.parametrize(
+    ("kind", "reductions", "world_size"),
+    # Two groups under FSDP2; under HSDP over shards and over replicas.
+    [("ddp", 1, 2), ("fsdp2", 2, 2), pytest.param("hsdp", 4, 4, marks=pytest.mark.full)],
+)
+@on_ranks(...)
+def test_maybe_no_sync_reduces_in_the_last_micro_step(rank: int, kind: str, reductions: int) -> None:
+    """And it restores.
 
     Its gradient is that of a row of tests/conformance/test_equals_one_process.py.
     """
@@ -43,8 +49,10 @@ def no_sync(rank: int, kind: str, reductions: int) -> None:
     assert switches(model) == before
 
 
-def summed(rank: int, kinds: list[str]) -> None:
-    """Assert what ``sum_gradients_`` returns, and a sum over the ranks before and after it."""
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["plain", "ddp", "fsdp2"]), (4, ["hsdp", "replicate"])])
+@on_ranks(...)
+def test_sum_gradients(rank: int, kinds: list[str]) -> None:
+    """What it returns, and a sum over the ranks before and after it."""
     batch, everyone = make_batch(rank, 0), [make_batch(other, 0) for other in range(dist.get_world_size())]
     expected = one_process(Model(), everyone, total=1.0)
     for kind in kinds:
@@ -60,15 +68,6 @@ def summed(rank: int, kinds: list[str]) -> None:
 
 def text_of(call: Callable[[], Any]) -> str:
     return ": ".join(error_of(call))
-
-
-@pytest.mark.parametrize(
-    ("kind", "reductions", "world_size"),
-    # Two groups under FSDP2; under HSDP over shards and over replicas.
-    [("ddp", 1, 2), ("fsdp2", 2, 2), pytest.param("hsdp", 4, 4, marks=pytest.mark.full)],
-)
-def test_maybe_no_sync_reduces_in_the_last_micro_step(kind: str, reductions: int, world_size: int) -> None:
-    get_pool(world_size)(no_sync, kind, reductions)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +92,6 @@ def test_maybe_no_sync_checks_its_numbers(given: dict[str, Any], kind: type, tex
         pass
     with fullrank.maybe_no_sync(torch.nn.Linear(1, 1), micro_step=0, grad_accum_steps=2):
         pass
-
-
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["plain", "ddp", "fsdp2"]), (4, ["hsdp", "replicate"])])
-def test_sum_gradients(world_size: int, kinds: list[str]) -> None:
-    get_pool(world_size)(summed, kinds)
 
 
 @on_ranks(4)
