@@ -348,11 +348,16 @@ def test_what_is_refused_at_the_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*ORDER, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss", "NDCGLoss"])
-def test_a_bad_temperature_set_later_is_refused(name: str) -> None:
+def test_a_bad_value_set_later_is_refused(name: str) -> None:
+    """In every call, until it is set right."""
     kind, call, settings = SUBJECTS[POOLED[name].module.__name__ if name in POOLED else name]
-    for value, error in ((-1.0, ValueError), (0.0, ValueError), (NAN, ValueError), ("0.1", TypeError)):
+    given: list[tuple[str, Any]] = [("temperature", value) for value in (-1.0, 0.0, NAN, "0.1")]
+    if name == "pauc_at_budget":
+        given += [("surrogate", "nope"), ("dro_lambda", -1.0), ("beta", 2.0), ("n_knots", 5)]
+    for argument, value in given:
         module = kind(**(settings or {}))
-        module.temperature = value
+        kept = getattr(module, argument)
+        setattr(module, argument, value)
         before = state_of(module)
         calls = [lambda m=module: m(**call), lambda m=module: m.eval()(**call)]
         if name == "smooth_ap":
@@ -360,9 +365,11 @@ def test_a_bad_temperature_set_later_is_refused(name: str) -> None:
             streamed.temperature = value
             calls += [lambda s=streamed: s(LOGITS[:, :1], BINARY), lambda s=streamed: s.open_stream(weighted=False)]
         for one in calls:
-            with pytest.raises(error, match=rf"^temperature: expected .+, got '?{value}"):
+            with pytest.raises(T if value == "0.1" else V, match=rf"^(\w+, )?{argument}: expected .+, got .*{value}"):
                 one()
         assert state_of(module) == before
+        setattr(module, argument, kept)
+        assert module.train()(**call).isfinite()
 
 
 @pytest.mark.parametrize("subject", GATHERING)

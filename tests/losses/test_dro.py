@@ -212,27 +212,6 @@ def test_without_iid_negatives_a_class_is_not_valid() -> None:
     assert module(leaf, rows.targets, return_per_class=True).valid.tolist() == [True]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("surrogate", "nope", "surrogate: expected one of 'trapezoid'"),
-        ("dro_lambda", -1.0, "dro_lambda: expected"),
-        ("beta", 2.0, "alpha, beta: expected 0 <= alpha < beta <= 1"),
-        ("n_knots", 5, "n_knots: expected 2 with surrogate='dro', got 5"),
-    ],
-)
-def test_what_is_assigned_is_checked_in_the_next_call(name: str, value: object, text: str) -> None:
-    rows, loss = INPUTS["binary"].rows(), PAUCAtBudgetLoss()
-    first = loss(rows.logits, rows.targets)
-    kept = getattr(loss, name)
-    setattr(loss, name, value)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=text):
-            loss(rows.logits, rows.targets)
-    setattr(loss, name, kept)
-    assert torch.equal(loss(rows.logits, rows.targets), first)
-
-
 def test_a_loss_is_copied_after_a_transform() -> None:
     rows, loss = INPUTS["binary"].rows(), PAUCAtBudgetLoss()
     gradient = torch.func.grad(lambda x: loss(x, rows.targets))(rows.logits)
