@@ -8,6 +8,7 @@ start them again when one has died.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -23,6 +24,13 @@ from processes import process_context
 
 KINDS = ("out", "err")
 GRACE_S = 10  # how long the other processes may live after one has failed
+
+
+def imported(path: Path) -> Any:
+    """Import a script of another folder, which finds the files next to it as if it was run."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
 
 
 class Done(NamedTuple):

@@ -6,17 +6,14 @@ next one cannot lose what it has won. A step that needs more has to say why, and
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from device import DEVICE, count
 from loss_cases import POOLED, normal
-from scripts import run_script
+from scripts import imported, run_script
 from torch import Tensor, nn
 
 from fullrank.distributed import exchange
@@ -71,23 +68,10 @@ def table() -> dict[str, tuple[int, int]]:
 
 
 TABLE = table()
+launches = imported(SCRIPT)
 
 
-@pytest.fixture(scope="module")
-def launches() -> ModuleType:
-    """The benchmark that counts."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        spec = importlib.util.spec_from_file_location("launches", SCRIPT)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["launches"] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
-
-
-def test_every_step_is_in_the_table_and_has_a_limit(launches: ModuleType) -> None:
+def test_every_step_is_in_the_table_and_has_a_limit() -> None:
     assert [*launches.STEPS, *(f"over ranks: {name}" for name in launches.OVER_RANKS)] == [*TABLE] == [*LIMITS]
 
 
@@ -99,12 +83,12 @@ def test_every_step_is_in_the_table_and_has_a_limit(launches: ModuleType) -> Non
         if "over ranks" not in name
     ],
 )
-def test_a_step_costs_what_the_table_says(launches: ModuleType, name: str) -> None:
+def test_a_step_costs_what_the_table_says(name: str) -> None:
     counts = launches.counts_of(launches.STEPS[name])
     check(name, counts.waits, counts.launches, counts.report())
 
 
-def test_control_one_value_that_is_read_is_over_the_budget(launches: ModuleType) -> None:
+def test_control_one_value_that_is_read_is_over_the_budget() -> None:
     class Curious(SmoothAPLoss):
         def compute_per_class(self, pool: object) -> object:
             assert float(pool.scores.detach().amax()) > 0
@@ -117,7 +101,7 @@ def test_control_one_value_that_is_read_is_over_the_budget(launches: ModuleType)
         check("SmoothAP", counts.waits, counts.launches, counts.report())
 
 
-def test_more_rows_launch_no_more(launches: ModuleType) -> None:
+def test_more_rows_launch_no_more() -> None:
     step = launches.STEPS["SmoothAP of more rows"]
     few, many = (launches.counts_of(step._replace(rows=rows)) for rows in (step.rows, 3 * step.rows))
     assert (few.waits, few.launches) == (many.waits, many.launches)
@@ -145,7 +129,7 @@ def test_more_classes_wait_no_more(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_steps_over_ranks_cost_what_the_table_says(tmp_path: Path, launches: ModuleType, processes: int) -> None:
+def test_steps_over_ranks_cost_what_the_table_says(tmp_path: Path, processes: int) -> None:
     """Whatever the number of ranks."""
     done = run_script(SCRIPT, cwd=tmp_path, processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr

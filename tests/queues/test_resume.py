@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import importlib.util
 import re
 from collections.abc import Callable
 from itertools import chain
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from pages import blocks, run_block
-from scripts import run_under_agent
+from scripts import imported, run_under_agent
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -147,7 +145,7 @@ class Job:
 
 def run_example(rank: int, folder: str, steps: int, forget: str | None = None) -> tuple[str, str]:
     """Run ``train`` of the example in this group, from the checkpoint on if there is one; return its digests."""
-    example = import_example()
+    example = imported(EXAMPLE)
     options = argparse.Namespace(
         steps=steps, batch_size=24, save_every=10, folder=Path(folder), kill_at=None, forget=forget
     )
@@ -168,15 +166,6 @@ class Unpicklable:
 
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
-
-
-@functools.cache
-def import_example() -> Any:
-    """Return the example as a module; its folder is no package."""
-    spec: Any = importlib.util.spec_from_file_location("resume", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def same(one: Any, other: Any) -> bool:
@@ -247,7 +236,7 @@ def test_a_killed_job_ends_with_the_bits_of_one_that_ran_through(through: tuple[
     assert weights != queue
 
 
-@pytest.mark.parametrize("part", [None, *import_example().PARTS, "queue"])
+@pytest.mark.parametrize("part", [None, *imported(EXAMPLE).PARTS, "queue"])
 def test_every_part_of_the_checkpoint_counts(
     through: tuple[str, str], stopped: str, tmp_path: Path, part: str | None
 ) -> None:
@@ -255,7 +244,7 @@ def test_every_part_of_the_checkpoint_counts(
     checkpoint = torch.load(f"{stopped}/checkpoint.pt", weights_only=True)
     assert checkpoint["loss"]["main_loss.queue._extra_state"]["fill"] == 256
     if part == "queue":  # drop the queue alone and keep the schedule of the loss
-        empty = import_example().make_loss().state_dict()
+        empty = imported(EXAMPLE).make_loss().state_dict()
         checkpoint["loss"]["main_loss.queue._extra_state"] = empty["main_loss.queue._extra_state"]
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     forget = None if part == "queue" else part
@@ -274,7 +263,7 @@ def test_another_number_of_ranks_takes_over(stopped: str) -> None:
 
 @on_ranks(2)
 def test_a_save_that_fails_leaves_the_old_checkpoint(rank: int, tmp_path: Path) -> None:
-    example, path, model = import_example(), tmp_path / "checkpoint.pt", nn.Linear(1, 1)
+    example, path, model = imported(EXAMPLE), tmp_path / "checkpoint.pt", nn.Linear(1, 1)
     nn.init.constant_(model.weight, 1.0)
     example.save(path, 7, {"model": model})
     nn.init.constant_(model.weight, 2.0)
@@ -287,7 +276,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(rank: int, tmp_path: Path) 
 
 def test_the_sampler_continues_where_it_was() -> None:
     """Two ranks begin an epoch of 24 rows, three ranks finish it: no row is left out, none comes twice."""
-    sampler_class = import_example().ResumableSampler
+    sampler_class = imported(EXAMPLE).ResumableSampler
     before = [sampler_class(range(24), num_replicas=2, rank=rank, seed=5) for rank in range(2)]
     after = [sampler_class(range(24), num_replicas=3, rank=rank, seed=5) for rank in range(3)]
     for sampler in before:

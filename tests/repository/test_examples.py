@@ -6,13 +6,12 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scripts import Done, run_script
+from scripts import Done, imported, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -46,18 +45,15 @@ def _run(script: str, *arguments: object, cwd: Path, processes: int) -> Done:
     return done
 
 
-@pytest.fixture(scope="module")
-def modules() -> Iterator[Callable[[str], Any]]:
-    """A function that imports an example by its name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module
+def module(name: str) -> Any:
+    """Import a script of the folder."""
+    return imported(EXAMPLES / f"{name}.py")
 
 
 # The demo
 
 
-def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable[[str], Any], tmp_path: Path) -> None:
+def test_the_demo_proves_its_gradients_and_compares_its_losses(tmp_path: Path) -> None:
     output = tmp_path / "figures" / "demo.png"
     done = _run("train_ddp", "--seeds", 2, "--steps", 8, "--output", output, cwd=tmp_path, processes=2)
     proofs = {label: (float(ours), float(detached)) for label, ours, detached, _ in PROOF_LINE.findall(done.stdout)}
@@ -71,7 +67,7 @@ def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable
     assert pools["difference"] != 0  # the two do not train alike
     (difference,) = re.findall(r"largest difference (\S+), they agree", done.stdout)
     assert float(difference) <= 1e-6
-    demo = modules("train_ddp")
+    demo = module("train_ddp")
     others = [demo.STYLES[name].label for name in demo.DEFAULT if name != "cross_entropy"]
     assert [label for label, _, _ in VERDICT_LINE.findall(done.stdout)] == others  # one verdict for each
     assert "\r" not in done.stdout  # a log is no terminal: one line for each loss, nothing redrawn
@@ -79,9 +75,9 @@ def test_the_demo_proves_its_gradients_and_compares_its_losses(modules: Callable
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_the_verdict_follows_the_figures(modules: Callable[[str], Any], tmp_path: Path) -> None:
+def test_the_verdict_follows_the_figures(tmp_path: Path) -> None:
     """Steps are found between two evaluations, and the title claims fewer steps only if there are."""
-    report = modules("demo_report")
+    report = module("demo_report")
     assert report.steps_to([(10, 0.4), (20, 0.6), (30, 0.9)], 0.5) == pytest.approx(15)
     assert report.steps_to([(10, 0.4)], 0.2) == pytest.approx(5)
     assert report.steps_to([(10, 0.4)], 0.5) == float("inf")
@@ -103,9 +99,9 @@ def test_the_verdict_follows_the_figures(modules: Callable[[str], Any], tmp_path
     assert "of its own: more steps" in slower.verdict  # the control
 
 
-def test_the_recipe_is_the_sum_of_its_two_losses(modules: Callable[[str], Any]) -> None:
+def test_the_recipe_is_the_sum_of_its_two_losses() -> None:
     """What the docstring says to copy: weighted cross-entropy, divided by the sum of the weights, plus Smooth-AP."""
-    demo, generator = modules("train_ddp"), torch.Generator().manual_seed(0)
+    demo, generator = module("train_ddp"), torch.Generator().manual_seed(0)
     logits, targets = torch.randn(40, 1, generator=generator), (torch.arange(40) % 10 == 0).long()
     weights = torch.where(targets == 1, 0.9, 0.1)
     each = torch.nn.functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float(), reduction="none")
