@@ -34,6 +34,12 @@ def blocks(page: str, section: str = "") -> list[str]:
     return [code for code, _ in printing_blocks(page, section)]
 
 
+def block_with(page: str, text: str) -> str:
+    """Return the only block of a page that contains ``text``."""
+    (block,) = [block for block in blocks(page) if text in block]
+    return block
+
+
 def output_of(code: str, names: dict[str, Any]) -> str:
     """Return what a block prints, and leave what it defines in ``names``."""
     with contextlib.redirect_stdout(io.StringIO()) as out:

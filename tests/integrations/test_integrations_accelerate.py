@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,10 +16,9 @@ from workers import WorkerPool
 
 import fullrank
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the extra `integrations`"),
-]
+pytestmark = pytest.mark.slow
+
+FRAMEWORK = ["accelerate"]
 
 LIMIT = 1e-6  # float32, of what the training has changed
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
@@ -118,11 +115,6 @@ def best_after_restart(rank: int, definitions: str, script: str, folder: str) ->
         found.append(best == last)
         torch.distributed.barrier()
     return found
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerPool]:
-    yield from cases.own_pool("accelerate")
 
 
 # What Accelerate's documentation calls gradient accumulation.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -182,6 +181,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs the extra `integrations`"),
 ]
+FRAMEWORK = ["pytorch_lightning", "lightning.pytorch"]
 
 LIMIT = 1e-6  # of what the training has changed
 DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER, CONTRAST = blocks("recipes/lightning.md")
@@ -210,11 +210,6 @@ class Writer(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 """
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerPool]:
-    yield from cases.own_pool("pytorch_lightning", "lightning.pytorch")
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.full)])

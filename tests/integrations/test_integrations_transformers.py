@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +24,7 @@ import fullrank
 from fullrank.integrations.transformers import LossMonitor, LossState, PooledLossMixin, causal_lm_loss_func
 
 pytestmark = pytest.mark.slow
+FRAMEWORK = ["accelerate", "transformers.modeling_utils", "transformers.trainer"]
 
 EPOCHS = 2
 
@@ -344,11 +344,6 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[float, float, float]]] = {
     "a pooled loss as function": (("bert", POOLED_FUNC, {"gradient_accumulation_steps": 1}), (0, 0.4, 0.9)),
     "the same, and the sum of two pools": (("bert", POOLED_FUNC, {}), (0, 1.8, 0.9)),
 }
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerPool]:
-    yield from cases.own_pool("accelerate", "transformers.modeling_utils", "transformers.trainer")
 
 
 @pytest.mark.parametrize(

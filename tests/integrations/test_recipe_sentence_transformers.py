@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, flat, gathered, own_pool, reset_accelerate, train, worst
+from integration_cases import change, flat, gathered, reset_accelerate, train, worst
 from on_ranks import on_ranks
 from pages import blocks, run_block
 from subjects import error
@@ -22,6 +20,7 @@ from fullrank import RetrievalSmoothAPLoss, SupConLoss
 from fullrank.integrations.sentence_transformers import RetrievalAPLoss
 
 pytestmark = pytest.mark.slow
+FRAMEWORK = ["accelerate", "datasets", "transformers.trainer", "sentence_transformers"]
 
 SCRIPT, POOLED = blocks("recipes/sentence-transformers.md")
 IMPORTS = "\n".join(line for line in SCRIPT.splitlines() if line.startswith("from "))
@@ -141,14 +140,6 @@ def pooled(rank: int, script: str, folder: str, columns: list[str]) -> float:
 
     expected, *_ = train(reference, loss, [[[]] * len(windows)], max_norm=1.0)
     return change(model, before, expected)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerPool]:
-    missing = [name for name in ("sentence_transformers", "datasets") if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"needs {' and '.join(missing)}: the extra `sentence-transformers`")
-    yield from own_pool("accelerate", "datasets", "transformers.trainer", "sentence_transformers")
 
 
 ALONE = SCRIPT.replace("RetrievalAPLoss(model)", "RetrievalAPLoss(model, gather_distributed=False)")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loss_cases import POOLED, VARIANTS, normal
+from subjects import error
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
@@ -30,11 +31,6 @@ def shares(distance: Tensor) -> Tensor:
     """Return s'(d) divided by its sum over the rows, which exists where every s' underflows."""
     far = distance.abs()
     return torch.softmax(-far - 2 * torch.log1p(torch.exp(-far)), dim=0)
-
-
-def error(ours: Tensor, exact: Tensor) -> float:
-    """Return the relative error in the norm."""
-    return float((ours.double() - exact).norm() / exact.norm())
 
 
 # Partial AUC

@@ -10,20 +10,11 @@ import pytest
 import torch
 from loss_cases import POOLED
 from on_ranks import on_ranks
+from test_sharded_queue import rows_of
 from torch import Tensor
 
 import fullrank
 from fullrank import MemoryQueue
-
-
-def step(loss: fullrank.SmoothAPLoss, index: int, rank: int, world_size: int) -> float:
-    """Return the loss of the same global batch of 24 rows, whatever the number of ranks."""
-    generator = torch.Generator().manual_seed(index)
-    logits = torch.randn(24, 1, dtype=torch.float64, generator=generator)
-    targets = torch.randint(0, 2, (24,), generator=generator)
-    loss.temperature = 0.4 / (index + 1)
-    rows = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
-    return loss(logits[rows], targets[rows]).item()
 
 
 def rows(first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -253,11 +244,11 @@ def test_over_ranks_validation_rows_are_ranked_among_themselves(rank: int, pool:
     for queue_in_eval in (False, True):
         loss = fullrank.SmoothAPLoss(1, queue_size=40, temperature=0.4, queue_in_eval=queue_in_eval, pool=pool)
         for index in range(3):
-            step(loss, index, rank, 2)
+            loss(*rows_of(index, rank, 2))
         before = loss.queue.position
-        values.append(step(loss.eval(), 9, rank, 2))
+        values.append(loss.eval()(*rows_of(9, rank, 2)).item())
         assert loss.queue.position == before
-    whole = step(fullrank.SmoothAPLoss(1, temperature=0.4, gather_distributed=False), 9, 0, 1)
+    whole = fullrank.SmoothAPLoss(1, temperature=0.4, gather_distributed=False)(*rows_of(9, 0, 1)).item()
     assert values[0] == pytest.approx(whole, rel=0 if pool == "gathered" else 1e-12, abs=0)
     assert abs(values[1] - whole) > 1e-3
 

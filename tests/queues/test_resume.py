@@ -6,16 +6,18 @@ import argparse
 import contextlib
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import loss_cases
+import pages
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from pages import blocks, run_block
+from pages import run_block
 from scripts import imported, run_under_agent
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -184,15 +186,7 @@ def small_loss(**settings: Any) -> SmoothAPLoss:
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*drawn down")]
 
-BLOCKS = blocks("checkpointing.md")
-
-
-def block_with(text: str) -> str:
-    """Return the only block of docs/checkpointing.md that contains ``text``."""
-    (block,) = [block for block in BLOCKS if text in block]
-    return block
-
-
+block_with = partial(pages.block_with, "checkpointing.md")
 ONE_FILE, DCP, ASYNC, FSDP_FILE = (
     block_with(text)
     for text in ("model.module.load_state_dict", "dcp.load(", "dcp.async_save(", "full_state_dict=True")
@@ -458,7 +452,7 @@ def test_another_queue_is_refused_and_nothing_changes(argument: str, value: obje
 
 def test_no_block_is_left_out() -> None:
     used = {ONE_FILE, DCP, ASYNC, FSDP_FILE, block_with("state = loss_fn.state_dict()"), block_with("strict=False")}
-    assert set(BLOCKS) == used
+    assert set(pages.blocks("checkpointing.md")) == used
 
 
 def test_the_two_lines() -> None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
+import pages
 import pytest
 import torch
-from pages import blocks
 from scripts import run_script
 
 import fullrank
 
-BLOCKS = blocks("README.md")
-
-
-def block_with(text: str) -> str:
-    """Return the only block that contains ``text``."""
-    (block,) = [block for block in BLOCKS if text in block]
-    return block
+block_with = partial(pages.block_with, "README.md")
 
 
 def test_no_block_is_left_out() -> None:
-    assert len(BLOCKS) == 3
+    assert len(pages.blocks("README.md")) == 3
 
 
 def test_the_added_line() -> None:
