@@ -87,6 +87,10 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     if name == "combined":
         parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
         return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
+    if name == "warm_up":
+        warmup, main = fullrank.SoftmaxFocalLoss(**of_elements), case._replace(loss="smooth_ap", num_classes=3)
+        schedule = {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
+        return fullrank.LossWarmupWrapper(warmup, make_loss(main, local, group), **schedule)
     same = ("queue_size", "max_pool_size", "reduction", "queue_keep", "multi_hot")
     pooled = options | {name: getattr(case, name) for name in same} | ({} if local else {"pool": case.pool})
     pooled |= dict(case.options)
@@ -142,7 +146,7 @@ def num_outputs(case: Case) -> int:
     """Return the number of logits per row."""
     if case.loss in (*CONTRASTIVE, *RETRIEVAL):
         return 8
-    return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined") else case.num_classes
+    return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined", "warm_up") else case.num_classes
 
 
 class Trace(NamedTuple):
@@ -174,6 +178,8 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
         if not local:
             step = part_of(step, split(len(step.features), world_size, index, case.layout), rank)
         optimizer.zero_grad()
+        if case.loss == "warm_up":
+            loss.on_train_batch_start(index)
         options = {} if step.weight is None else {"sample_weight": step.weight}
         if case.masked:
             options["iid_mask"] = step.features[:, 0] < 0.8

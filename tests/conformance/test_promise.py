@@ -24,6 +24,7 @@ from fullrank.losses import sharded_smooth_ap
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
 LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", "queries"]
+LOSSES += ["warm_up"]
 LOSSES += UNWEIGHTED
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
@@ -251,14 +252,17 @@ def sharded(loss: str, form: str) -> list[Case]:
     return cases + [Case(loss, pool="sharded", form=form, **kind) for kind in kinds]
 
 
-GATHERED = [Case(loss, dtype, pool="sharded", masked=True, weighted=True) for loss in POOLED[1:5] for dtype in LIMITS]
+OTHERS_SHARDED = [Case("warm_up", pool="sharded")]
+OTHERS_SHARDED += [
+    Case(loss, dtype, pool="sharded", masked=True, weighted=True) for loss in POOLED[1:5] for dtype in LIMITS
+]
 SHARDED = [pytest.param(sharded("smooth_ap", "moments"), id="moments")]
 SHARDED += [
     pytest.param(cases, id=f"{cases[0].loss}-{cases[0].form}", marks=pytest.mark.slow)
     for cases in (
         *(sharded("smooth_ap", form) for form in ("positives", "gather")),
         *(sharded(loss, "sums") for loss in ("recall", "pauc_trapezoid")),
-        GATHERED,
+        OTHERS_SHARDED,
     )
 ]
 

@@ -255,33 +255,6 @@ def test_bytes_do_not_grow_with_the_rows(rank: int) -> None:
     assert sent[0] == sent[1] < 100_000
 
 
-# Under a wrapper
-
-
-@on_ranks(2)
-def test_a_warm_up_before_a_sharded_loss(rank: int) -> None:
-    """Value and gradient in a warm-up, a blend and with the main loss, whose queue is reset."""
-    case, schedule = AP._replace(queue_size=130), {"temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
-    losses = [
-        fullrank.LossWarmupWrapper(
-            fullrank.SigmoidFocalLoss(), make_loss(case, local), warmup_steps=2, blend_steps=2, **schedule
-        )
-        for local in (False, True)
-    ]
-    losses[1].gather_distributed = False
-    for index in range(6):
-        step = make_step(case, index)
-        step = step._replace(targets=(torch.arange(len(step.targets)) % 3 // 2)[:, None])
-        counts, found = split(len(step.targets), 2, index), []
-        for loss, rows in zip(losses, (part_of(step, counts, rank), step)):
-            loss.on_train_batch_start(index)
-            found.append(loss_and_gradient(loss, rows))
-        (value, gradient), (expected, whole) = found
-        reference = whole.split(counts)[rank]
-        assert abs(float(value - expected)) <= 1e-12
-        assert (gradient / 2 - reference).norm() <= 1e-12 * whole.norm()
-
-
 # The choice
 
 

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from on_ranks import on_ranks
+from fault_calls import CALLS
+from on_ranks import common_error, on_ranks
 from torch import Tensor
 from workers import error_of
 
-import fullrank
 from fullrank.distributed import header
 
-TARGETS = torch.arange(6) % 3 // 2
-
-
-def make_calls() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return every kind of differentiable call over ranks, of rows (6, 1)."""
-    smooth_ap = fullrank.SmoothAPLoss(1, queue_size=32, temperature=0.5)
-    sharded = fullrank.SmoothAPLoss(1, queue_size=32, temperature=0.5, pool="sharded")
-    focal, retrieval = fullrank.SigmoidFocalLoss(), fullrank.RetrievalSmoothAPLoss(0.1)
-    return {
-        "gather_rows": lambda x: fullrank.gather_rows(x)[0].square().sum(),  # type: ignore[union-attr]
-        "all_gather_with_grad": lambda x: fullrank.all_gather_with_grad(x, backward="reduce_scatter").square().sum(),
-        "global_mean": lambda x: fullrank.global_mean(x.square().sum(), 3),
-        "SmoothAPLoss": lambda x: smooth_ap(x, TARGETS),
-        "SmoothAPLoss of a sharded pool": lambda x: sharded(x, TARGETS),
-        "SigmoidFocalLoss": lambda x: focal(x, TARGETS[:, None].double()),
-        "RetrievalSmoothAPLoss": lambda x: retrieval(torch.cat([x, x.square()], 1), TARGETS),
-    }
+# A call of every kind.
+NAMES = ["gather_rows", "all_gather_with_grad_reduce_scatter", "global_mean", "smooth_ap", "smooth_ap_sharded"]
+NAMES += ["sigmoid_focal", "retrieval"]
 
 
 def dual(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
@@ -51,8 +38,11 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
-def rows_of(rank: int, step: int) -> Tensor:
-    return torch.randn(6, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+def call_of(name: str, subject: Any, rank: int, step: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Return a call as a function of its first argument, and that argument."""
+    given = CALLS[name].arguments(torch.Generator().manual_seed(10 * step + rank), rank)
+    first, rows = next(iter(given.items()))
+    return lambda x: CALLS[name].objective(subject(**given | {first: x})), rows.detach()
 
 
 def plain(call: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
@@ -68,21 +58,22 @@ def plain(call: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
 def test_a_transform_raises_one_sentence_on_every_rank(rank: int, transform: str, odd: int | None) -> None:
     """On rank ``odd``, or on every rank, before and after a clean step, which has the gradients without transforms."""
     where = "ranks 0, 1" if odd is None else f"rank {odd}"
-    calls, clean = make_calls(), make_calls()
-    for name, call in calls.items():
+    for name in NAMES:
+        subject, clean = CALLS[name].make(), CALLS[name].make()
+        head = f"{CALLS[name].heads[0]} failed on {where}: differentiation: expected backward() or torch.autograd.grad"
         for step in range(2):
+            call, rows = call_of(name, subject, rank, step)
             run = TRANSFORMS[transform] if odd in (None, rank) else plain
-            kind, text = error_of(lambda run=run, call=call, step=step: run(call, rows_of(rank, step)))
-            head = f"{name.split()[0]} failed on {where}: differentiation: expected backward() or torch.autograd.grad"
+            kind, text = common_error(partial(run, call, rows))
             assert kind == "RuntimeError", (name, step)
             assert text.startswith(head), (name, step, text)
             assert text.endswith("as with gather_distributed=False.")
-            assert plain(call, rows_of(rank, step)) == plain(clean[name], rows_of(rank, step))
+            assert plain(call, rows) == plain(call_of(name, clean, rank, step)[0], rows)
 
 
 @on_ranks(2)
 def test_control_without_the_check_torch_raises(rank: int) -> None:
-    call, rows = make_calls()["gather_rows"], rows_of(rank, 0)
+    call, rows = call_of("gather_rows", CALLS["gather_rows"].make(), rank, 0)
     unseen = dict.fromkeys(("func_transforms_are_active", "has_tangent"), lambda *_: False)
     with mock.patch.multiple(header, **unseen):
         for name in ("grad", "grad of grad", "vmap", "jvp"):

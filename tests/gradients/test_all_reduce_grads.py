@@ -190,16 +190,6 @@ def test_a_module_that_fsdp_left_unsharded(rank: int) -> None:
     assert worst([p.grad.full_tensor() for p in held], [p.grad for p in reference.parameters()]) <= 1e-14
 
 
-@on_ranks()
-def test_nan_and_inf_come_through(rank: int) -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.tensor([1.0, torch.nan if rank == 0 else 1.0, torch.inf if rank == 1 else 1.0])
-    all_reduce_grads_(parameter, dist.group.WORLD)
-    assert parameter.grad[0] == dist.get_world_size()
-    assert parameter.grad[1].isnan()
-    assert parameter.grad[2] == torch.inf
-
-
 @on_ranks(2)
 def test_nothing_to_add(rank: int) -> None:
     """No group and a group of one cost nothing; no parameter costs the header, in which the others would object."""
