@@ -51,8 +51,8 @@ class Costs(NamedTuple):
 
 _CPU = Costs(
     pair=4e-9,
-    native_pair=8e-10,
-    native_class=3e-4,
+    native_pair=3.5e-10,
+    native_class=5e-4,
     fixed=1.3e-3,
     row=13e-9,
     coarse_bin=4e-6,
