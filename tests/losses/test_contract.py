@@ -17,8 +17,9 @@ import numpy
 import pytest
 import torch
 from loss_cases import FOCAL, ORDER, POOLED
+from on_ranks import on_ranks
 from torch import Tensor, nn
-from workers import WorkerPool, error_of
+from workers import error_of
 
 import fullrank.metrics
 from fullrank import losses
@@ -578,30 +579,22 @@ def test_a_warm_up_gives_the_losses_of_torch_what_they_need(form: str, device: t
     assert torch.equal(wrapper(several, soft), nn.CrossEntropyLoss()(several, soft))
 
 
-def other_forms(rank: int) -> list[Any]:
-    """Give each rank its rows in another form; return the answers, and what a bad row of rank 1 raises."""
+@on_ranks(2)
+def test_ranks_may_give_their_rows_in_other_forms(rank: int) -> None:
     logits, targets = binary_rows()
     own = slice(0, 20) if rank == 0 else slice(20, 60)
     clean, bad = targets.clamp_min(0)[own], targets[own].float()
     bad[3] = 0.25 if rank else 1.0
     other = (logits[own], targets[own].float()) if rank else (logits[own, 0], targets[own, None])
-    found: list[Any] = [
-        [answer.tolist() for answer in answers(SmoothAPLoss(1, temperature=0.3, queue_size=30), *rows)]
-        for rows in ((logits[own], targets[own]), other)
-    ]
+    loss, twin = (SmoothAPLoss(1, temperature=0.3, queue_size=30) for _ in range(2))
+    expected = answers(loss, logits[own], targets[own])
+    assert all(map(torch.equal, answers(twin, *other), expected))
+    assert fullrank.all_gather_no_grad(expected[0][None]).unique().numel() == 1
     focal = SigmoidFocalLoss()
-    found.append([focal(logits[own], given).item() for given in (clean[:, None], clean.float() if rank else clean)])
-    return [*found, error_of(lambda: SmoothAPLoss(1)(logits[own], bad))]
-
-
-def test_ranks_may_give_their_rows_in_other_forms(pool_of_two: WorkerPool) -> None:
-    outcomes = pool_of_two(other_forms)
-    for plain, other, focal, (error, text) in outcomes:
-        assert plain == other
-        assert focal[0] == focal[1]
-        assert error == "ValueError"
-        assert "rank 1: targets: expected 0, 1 or ignore_index=-100, got 0.25." in text
-    assert outcomes[0][0][0] == outcomes[1][0][0]
+    assert torch.equal(focal(logits[own], clean[:, None]), focal(logits[own], clean.float() if rank else clean))
+    error, text = error_of(lambda: SmoothAPLoss(1)(logits[own], bad))
+    assert error == "ValueError"
+    assert "rank 1: targets: expected 0, 1 or ignore_index=-100, got 0.25." in text
 
 
 def test_floats_cost_no_wait_and_three_launches(simulated_device: Any) -> None:

@@ -12,9 +12,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from gradient_cases import Case
 from loss_cases import CLASSES, FUNCTIONS, normal
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from workers import WorkerPool
 
 from fullrank import losses
 
@@ -152,27 +152,19 @@ def pool_of(name: str, rank: int, count: int) -> tuple[nn.Module, Tensor, Tensor
     return loss, logits, targets[:, None] if name == "sigmoid_focal" else targets, options
 
 
-def autocast_errors(rank: int, names: list[str], guarded: bool, count: int) -> dict[str, float]:
-    """Return how far autocast moves each loss and its gradient; without ``guarded`` the losses are blind to it."""
-    errors = {}
-    for name in names:
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.full)], ids=["pairs", "bins"])
+@on_ranks(2)
+def test_no_bit_is_changed_by_autocast(rank: int, count: int) -> None:
+    """Of losses and gradients; the control are losses that are blind to it."""
+    for name, is_guarded in [*((name, True) for name in AUTOCAST), *((name, False) for name in OF_PRODUCTS)]:
         outcomes = []
         for enabled in (False, True):
-            loss, logits, targets, options = pool_of(name, rank, 600 if name == "retrieval" and count > 600 else count)
-            blind = nullcontext() if guarded else mock.patch.object(torch, "is_autocast_enabled", return_value=False)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), blind:
+            loss, logits, targets, options = pool_of(name, rank, min(count, 600) if name == "retrieval" else count)
+            blind = mock.patch.object(torch, "is_autocast_enabled", return_value=False)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), nullcontext() if is_guarded else blind:
                 leaf = logits.requires_grad_()
                 value = loss(leaf, targets, **options)
                 (gradient,) = torch.autograd.grad(value, leaf)
             outcomes.append(torch.cat([value.detach().reshape(1), gradient.flatten() * 100]))
-        errors[name] = float((outcomes[0] - outcomes[1]).norm() / outcomes[0].norm())
-    return errors
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.full)], ids=["pairs", "bins"])
-def test_no_bit_is_changed_by_autocast(pool_of_two: WorkerPool, count: int) -> None:
-    for errors in pool_of_two(autocast_errors, AUTOCAST, True, count):
-        assert set(errors) == set(AUTOCAST)
-        assert set(errors.values()) == {0.0}, errors
-    for errors in pool_of_two(autocast_errors, OF_PRODUCTS, False, count):  # the control
-        assert min(errors.values()) > 2e-5, errors
+        error = float((outcomes[0] - outcomes[1]).norm() / outcomes[0].norm())
+        assert error == 0.0 if is_guarded else error > 2e-5, (name, error)

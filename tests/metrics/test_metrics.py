@@ -66,39 +66,6 @@ def _values(results):
     return [result.reshape(-1).tolist() for result in results]
 
 
-def compute_in_every_way(rank, shards, more_shards):
-    """Values of two rounds of updates, of the second alone, by a collection, and by a user's own dist_sync_fn.
-
-    Then the local rows between the rounds, and how often a metric called the user's function.
-    """
-    rounds, kept, calls = ([], [], []), [], []
-
-    def gather(tensor, group=None):
-        calls.append(tensor.shape)
-        return gather_all_tensors(tensor, group)
-
-    for metric in make_metrics():
-        update_with_shard(metric, rank, shards)
-        rounds[0].append(metric.compute())
-        kept.append((sum(map(len, metric.logits)), sum(map(len, metric.targets)), metric.update_count))
-        update_with_shard(metric, rank, more_shards, seed=1)
-        rounds[1].append(metric.compute())
-        metric.reset()
-        update_with_shard(metric, rank, more_shards, seed=1)
-        rounds[2].append(metric.compute())
-    collection = MetricCollection({str(index): metric for index, metric in enumerate(make_metrics())})
-    for given in ((shards, 0), None, (more_shards, 1)):  # metrics that share their state; None: compute again
-        if given:
-            update_with_shard(collection, rank, *given)
-        results = collection.compute()
-        rounds += ([results[key] for key in sorted(results)],)
-    own = make_metrics(dist_sync_fn=gather)
-    for metric in own:
-        update_with_shard(metric, rank, shards)
-    rounds += ([metric.compute() for metric in own],)
-    return [_values(results) for results in rounds], kept, len(calls) / len(own)
-
-
 @pytest.mark.slow
 @on_ranks(3)
 def test_process_group(rank):
@@ -159,19 +126,6 @@ def test_forward_across_ranks(rank, on_step):
     )
     _close(_values(batch_values), whole if on_step else local)
     _close(_values(values), whole)
-
-
-def warnings_of_compute(rank, shards):
-    """Texts of the warnings of compute, and its values."""
-    texts, results = [], []
-    for metric in make_metrics():
-        update_with_shard(metric, rank, shards)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            results.append(metric.compute())
-        texts += [str(warning.message) for warning in caught]
-        assert metric.update_called == bool(shards[rank])
-    return texts, _values(results)
 
 
 @on_ranks(2)
@@ -567,7 +521,7 @@ SHARDS = {
 def _one_process(*rounds):
     """Values of one process with the rows of all ranks; a round is (shards, seed)."""
     results = []
-    for metric in make_metrics():
+    for metric in make_metrics(sync_on_compute=False):
         for shards, seed in rounds:
             metric.update(*make_rows(total_rows(shards), seed))
         results.append(metric.compute().reshape(-1).tolist())
@@ -575,30 +529,55 @@ def _one_process(*rounds):
 
 
 @pytest.mark.parametrize("case", SHARDS)
-def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(pool, case):
-    # In the second round only the first rank has rows: the others' values of the first are out of date all the same.
-    shards, more = SHARDS[case][: pool.world_size], SHARDS["never_last"][: pool.world_size]
+@on_ranks()
+def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(rank, case):
+    """In two rounds, in the second alone, in a collection, and by a user's own dist_sync_fn.
+
+    In the second round only the first rank has rows: the others' values of the first are out of date all the same.
+    """
+    shards, more = (SHARDS[name][: dist.get_world_size()] for name in (case, "never_last"))
     first, both, alone = (_one_process(*rounds) for rounds in ([(shards, 0)], [(shards, 0), (more, 1)], [(more, 1)]))
-    for rank, (values, kept, calls) in enumerate(pool(compute_in_every_way, shards, more)):
-        for found, expected in zip(values, (first, both, alone, first, first, both, first), strict=True):
-            _close(found, expected)
-        _, targets = make_rows(total_rows(shards))
-        start = total_rows(shards[:rank])
-        own = int((targets[start : start + sum(shards[rank])] != -100).sum())
-        assert kept == [(own, own, len(shards[rank]))] * len(values[0])
-        assert calls == 2  # logits and targets
+    logits, targets = make_rows(total_rows(shards))
+    start = total_rows(shards[:rank])
+    own = int((targets[start : start + sum(shards[rank])] != -100).sum())
+    for metric, *expected in zip(make_metrics(), first, both, alone):
+        update_with_shard(metric, rank, shards)
+        _close(metric.compute().reshape(-1), expected[0])
+        kept = sum(map(len, metric.logits)), sum(map(len, metric.targets)), metric.update_count
+        assert kept == (own, own, len(shards[rank]))
+        update_with_shard(metric, rank, more, seed=1)
+        _close(metric.compute().reshape(-1), expected[1])
+        metric.reset()
+        update_with_shard(metric, rank, more, seed=1)
+        _close(metric.compute().reshape(-1), expected[2])
+    collection = MetricCollection({str(index): metric for index, metric in enumerate(make_metrics())})
+    for given, expected in (((shards, 0), first), (None, first), ((more, 1), both)):  # None: compute again
+        if given:
+            update_with_shard(collection, rank, *given)
+        results = collection.compute()  # of metrics that share their state
+        _close(_values(results[key] for key in sorted(results)), expected)
+    calls = []
+    gather = lambda tensor, group=None: calls.append(tensor.shape) or gather_all_tensors(tensor, group)  # noqa: E731
+    for metric, expected in zip(make_metrics(dist_sync_fn=gather), first):
+        update_with_shard(metric, rank, shards)
+        _close(metric.compute().reshape(-1), expected)
+    assert len(calls) == 2 * len(first)  # logits and targets
     if case == "uneven":  # the control: the mean of the values of the ranks
-        logits, targets = make_rows(total_rows(shards))
         cuts = [sum(shard) for shard in shards]
-        for metrics, value in zip(zip(*(make_metrics() for _ in shards)), first):
+        for metrics, value in zip(zip(*(make_metrics(sync_on_compute=False) for _ in shards)), first):
             parts = zip(metrics, logits.split(cuts), targets.split(cuts))
             mean = torch.stack([_value(*part) for part in parts]).mean(dim=0)
             assert (mean - torch.tensor(value, dtype=torch.float64)).abs().max() > 1e-3
 
 
-def test_only_a_metric_without_a_row_on_any_rank_warns(pool_of_two):
-    assert [texts for texts, _ in pool_of_two(warnings_of_compute, [[50], []])] == [[], []]
-    for texts, values in pool_of_two(warnings_of_compute, [[], []]):
-        assert len(texts) == len(values)
-        assert all("found no row on any rank" in text for text in texts)
-        assert all(math.isnan(value) for value in itertools.chain(*values))
+@on_ranks(2)
+def test_only_a_metric_without_a_row_on_any_rank_warns(rank):
+    for shards in ([[50], []], [[], []]):
+        for metric in make_metrics():
+            update_with_shard(metric, rank, shards)
+            assert metric.update_called == bool(shards[rank])
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                value = metric.compute()
+            assert ["found no row on any rank" in str(one.message) for one in caught] == [True] * (not shards[0])
+            assert shards[0] or value.isnan().all()

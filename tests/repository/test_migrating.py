@@ -18,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
-from workers import error_of, get_pool
+from workers import error_of
 
 import fullrank
 
@@ -131,45 +132,28 @@ def test_same_focal_losses(name: str) -> None:
         assert_close(ours, theirs, rtol=1e-7 if rounded else 1e-12, atol=1e-14)
 
 
-def imbalanced_on_a_rank(rank: int) -> dict[str, tuple[Any, Any]]:
-    """Return what both packages do on two ranks, ours first."""
+@on_ranks(2)
+def test_imbalanced_losses_on_two_ranks(rank: int) -> None:
+    """The share of the gradient under DDP, the elements, whether both ranks draw alike, and the positives."""
     import imbalanced_losses
 
     logits, targets = draw(columns=1)
-    own = slice(20 * rank, 20 * rank + 20)
-    found: dict[str, list[Any]] = {"share": [], "elements": [], "subset": [], "positives": []}
+    logits, own, arguments = logits.detach(), slice(20 * rank, 20 * rank + 20), {"queue_size": 0, "temperature": 0.3}
+    found = []
     for module in (fullrank, imbalanced_losses):
-        arguments = {"num_classes": 1, "queue_size": 0, "temperature": 0.3}
         weight, one = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        module.SmoothAPLoss(**arguments)(weight * logits.detach()[own], targets[own]).backward()
+        module.SmoothAPLoss(1, **arguments)(weight * logits[own], targets[own]).backward()
         dist.all_reduce(weight.grad)
-        whole = module.SmoothAPLoss(**arguments, gather_distributed=False)(one * logits.detach(), targets)
-        found["share"].append(round(float(weight.grad / 2 / gradient(whole, one)), 6))
-        found["elements"].append(
-            len(module.SigmoidFocalLoss(reduction="none")(logits[own], targets[own, None].double()))
-        )
+        whole = module.SmoothAPLoss(1, **arguments, gather_distributed=False)(one * logits, targets)
+        share = round(float(weight.grad / 2 / gradient(whole, one)), 6)
+        elements = module.SigmoidFocalLoss(reduction="none")(logits[own], targets[own, None].double())
         torch.manual_seed(rank)
-        found["subset"].append(
-            float(module.SmoothAPLoss(**arguments, max_pool_size=8)(logits.detach()[own], targets[own]))
-        )
+        drawn = module.SmoothAPLoss(1, **arguments, max_pool_size=8)(logits[own], targets[own])
+        alike = fullrank.all_gather_no_grad(drawn[None]).unique().numel() == 1
         counts = module.PAUCAtBudgetLoss(1, beta=0.5, surrogate="pairwise", queue_size=0)
         stats = counts(logits[own], targets[own], return_per_class=True, return_diagnostics=True)[3]
-        found["positives"].append(int(stats["grad_pos_count"]))
-    bad = targets[own] if rank == 0 else targets[own][:3]
-    found["bad"] = [error_of(lambda: fullrank.SmoothAPLoss(1)(logits[own], bad)), int(targets[own].sum())]
-    return {name: tuple(values) for name, values in found.items()}
-
-
-def test_imbalanced_losses_on_two_ranks() -> None:
-    peer("imbalanced_losses")
-    first, second = get_pool(2)(imbalanced_on_a_rank)
-    own = [found["bad"][1] for found in (first, second)]
-    for found, positives in zip((first, second), own):
-        assert found["share"] == (1, 0.5)  # of the gradient under DDP
-        assert found["elements"] == (20, 40)
-        assert found["positives"] == (sum(own), positives)
-        assert "rank 1" in found["bad"][0][1]
-    assert [one == other for one, other in zip(first["subset"], second["subset"])] == [True, False]
+        found.append((share, len(elements), alike, int(stats["grad_pos_count"])))
+    assert found == [(1, 20, True, int(targets.sum())), (0.5, 40, False, int(targets[own].sum()))]
 
 
 def test_the_old_numbers() -> None:
