@@ -145,7 +145,8 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
             own = checked_rows("embeddings", embeddings, width), checked_labels(labels, embeddings)
-            return Offer(own, self._state(), checksum=self._checksum, tensors=own)
+            facts = {} if group is None else self._state()
+            return Offer(own, facts, checksum=self._checksum, tensors=own)
 
         agreed, split = agree_on(call, group, bring), None
         rows = agreed.value
