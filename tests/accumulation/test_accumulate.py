@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
 from blindfold import Blindfold
-from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
@@ -182,44 +181,6 @@ def test_discarded_window_of_unequal_length_leaves_nothing(rank: int) -> None:
         model.zero_grad()
         run_window(model, batches)
         assert error(gradient(model), one_process(reference, everything).gradient) <= LIMITS["float64"]
-
-
-REDUCTIONS = {"ddp": "allreduce_.default", "fsdp2": "_reduce_scatter_base_.default"}
-
-
-def collectives(rank: int, kind: str, sync: str) -> tuple[Counter[str], Counter[str]]:
-    """Return the numbers of collectives in a window, and in the micro-batches of it but the last."""
-    model, before_last = wrap(Model(torch.float32), kind), Counter[str]()
-    for _ in range(3):  # DDP arranges its buckets in the second
-        with CollectiveCounter() as counter:
-            loop = accumulate(model, make_window("full", rank), count_valid_tokens, sync=sync)
-            for index, (step, batch) in enumerate(loop):
-                step.backward(sum_loss(model, batch))
-                before_last = Counter(counter.counts) if index == 1 else before_last
-            step.mean_loss()
-    return counter.counts, before_last
-
-
-@pytest.mark.parametrize(("kind", "num_groups"), [("ddp", 1), ("fsdp2", 2)])
-@on_ranks()
-def test_gradients_are_reduced_once_per_window(rank: int, kind: str, num_groups: int) -> None:
-    """DDP reduces one bucket here, FSDP2 two groups of parameters. Headers: two per window, none in between."""
-    name, headers = REDUCTIONS[kind], "_allgather_base_.default"
-    total, before_last = collectives(rank, kind, "last")
-    assert (total[name], before_last[name]) == (num_groups, 0)
-    if kind == "ddp":
-        assert total == {name: 1, headers: 2}
-        assert before_last == {headers: 1}
-    total, before_last = collectives(rank, kind, "each")
-    assert (total[name], before_last[name]) == (3 * num_groups, 2 * num_groups)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_hsdp_reduces_where_it_is_set_to(rank: int) -> None:
-    for sync, scatters in (("last", 2), ("shard", 6)):
-        total, _ = collectives(rank, "hsdp", sync)
-        assert (total["_reduce_scatter_base_.default"], total["allreduce_.default"]) == (scatters, 2)
 
 
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, halves, make_batch, make_window, num_valid, one_process, sum_loss
-from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import Adapted, Model, by_hand, error, gradient, whole, wrap
@@ -105,36 +104,6 @@ def test_parameters_that_fsdp_left_unsharded(rank: int) -> None:
     model.reshard()
     model.up.reshard()
     assert error(gradient(model), expected) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "times"),
-    [
-        ("ddp", "allreduce_.default", 1),
-        ("fsdp2", "_reduce_scatter_base_.default", 2),
-        ("plain", "allreduce_.default", 0),
-    ],
-)
-@on_ranks(2)
-def test_gradients_are_reduced_once_per_call(rank: int, kind: str, name: str, times: int) -> None:
-    """DDP has one bucket here, FSDP2 two groups of parameters. A plain model is reduced in finish, in one bucket."""
-    model, header = wrap(Model(), kind), "_allgather_base_.default"
-    deferred = DeferredMean(model, by_hand(model))
-    for _ in range(3):  # DDP arranges its buckets in the second
-        calls = []
-        model.zero_grad()
-        for batch in make_window("full", rank)[:2]:
-            loss = sum_loss(model, batch)
-            with CollectiveCounter() as counter:
-                deferred.backward(loss, num_valid(batch))
-            calls.append(counter.counts)
-        with CollectiveCounter() as finish:
-            deferred.finish(sync_groups(kind))
-    assert [counts[name] for counts in calls] == [times, times]
-    if kind != "fsdp2":  # which gathers its parameters with the same collective
-        assert [counts[header] for counts in calls] == [1, 1]
-    # Two headers; the header and the words of the sum.
-    assert finish.counts == ({"allreduce_.default": 1, header: 4} if kind == "plain" else {header: 1})
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
-from collective_counter import CollectiveCounter
 from gradient_cases import Case, joined_loss, make_loss, make_step
 from on_ranks import on_ranks
 from subjects import Model, by_hand, error, gradient, has_gradients, mesh_of, wrap
@@ -334,23 +333,6 @@ def test_window_without_rows_gives_zero_gradients() -> None:
 
 
 # --- over ranks: communication and state
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@on_ranks(2)
-def test_one_reduction_per_window(rank: int, kind: str) -> None:
-    """Four headers, that of the loss with its rows, DDP's broadcast of buffers, and one reduction."""
-    for count in (1, 4):
-        model = wrap(make_model(RunningNorm(8)), kind)
-        loss = joined_loss(make_loss(Case("smooth_ap"), local=False))
-        for _ in range(3):  # a wrapper sets itself up in the first two: DDP arranges its buckets
-            with CollectiveCounter() as counter:
-                pool_window(model, own_window(rank, count), loss)
-        if kind == "ddp":
-            expected = {"_allgather_base_.default": 5, "allreduce_.default": 1, "broadcast_.default": 1}
-            assert counter.counts == expected
-        else:
-            assert counter.counts["_reduce_scatter_base_.default"] == 2  # of each layer
 
 
 @on_ranks(2)

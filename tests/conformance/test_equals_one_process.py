@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
+from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, error, gradient, wrap
 from verbs import UNDER_HSDP, VERBS, WRAPPERS_OF
@@ -83,6 +84,42 @@ def test_equals_one_process(rank: int, verb: str, kind: str, dtype: str) -> None
         if layout == "none":
             assert float(gradient(model).abs().max()) == 0
     assert_exact(errors, dtype)
+
+
+# Headers, reductions and broadcasts of a buffer in a window of three micro-batches. DDP has one bucket here, FSDP2 two
+# groups of parameters, which it gathers with the collective of the headers; HSDP reduces over shards and replicas.
+COLLECTIVES = {
+    (2, "accumulate", "ddp"): (2, 1, 1),
+    (2, "accumulate", "fsdp2"): (0, 2, 0),
+    (4, "accumulate", "hsdp"): (0, 4, 0),
+    (2, "accumulate each", "ddp"): (2, 3, 3),
+    (2, "accumulate each", "fsdp2"): (0, 6, 0),
+    (4, "accumulate shard", "hsdp"): (0, 8, 0),
+    (2, "DeferredMean", "ddp"): (4, 3, 3),
+    (2, "DeferredMean", "fsdp2"): (0, 6, 0),
+    (2, "pooled_backward", "ddp"): (5, 1, 1),
+    (2, "pooled_backward", "fsdp2"): (0, 2, 0),
+    (4, "pooled_backward shard", "hsdp"): (0, 8, 0),
+    (2, "maybe_no_sync", "ddp"): (1, 2, 1),  # one reduction is that of the losses, by hand
+    (2, "maybe_no_sync", "fsdp2"): (0, 3, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "verb", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] == 4 else []) for case in COLLECTIVES],
+)
+@on_ranks(...)
+def test_number_of_collectives(rank: int, verb: str, kind: str) -> None:
+    model = wrap(Model(buffers=True), kind)
+    for _ in range(3):  # a wrapper sets itself up in the first two: DDP arranges its buckets
+        model.zero_grad()
+        with CollectiveCounter() as counter:
+            VERBS[verb](model, make_window("full", rank))
+    headers = counter.counts["_allgather_base_.default"] if kind == "ddp" else 0
+    reductions = counter.counts["allreduce_.default"] + counter.counts["_reduce_scatter_base_.default"]
+    found = headers, reductions, counter.counts["broadcast_.default"]
+    assert found == COLLECTIVES[dist.get_world_size(), verb, kind]
 
 
 @pytest.mark.parametrize(
