@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,12 @@ import pages
 import pytest
 import torch
 import torch.distributed as dist
-from batches import LENGTH, Batch, halves, make_batch, one_process
-from experts import Experts
+from batches import LENGTH, Batch, halves, make_batch, num_valid, one_process, sum_loss
 from integration_cases import flat as parameters
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import run_block
-from subjects import Model, error, wrap
+from subjects import Adapted, Model, error, wrap
 from subjects import gradient as flat
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
@@ -38,43 +36,22 @@ def batches_of(rank: int) -> list[Batch]:
     return [make_batch(rank, index, empty=index == rank) for index in range(NUM_BATCHES)]
 
 
-def steps_of_one_process(model: nn.Module, windows: list[list[Batch]], max_norm: float) -> Tensor:
-    """Take an optimizer step for each window, and return the parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batches in windows:
-        one_process(model, batches)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    return parameters(model)
-
-
-def training(rank: int, kind: str, blocks: list[str], size: int) -> float:
-    """Return the error of the parameters after a training in windows of ``size``."""
-    model, ranks = wrap(Model(torch.float64), kind), range(dist.get_world_size())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    names = {"model": model, "optimizer": optimizer, "loader": batches_of(rank), "scaler": torch.amp.GradScaler("cpu")}
-    found = run_blocks(blocks, micro_batches=batches_of(rank), **names)
+def training(rank: int, kind: str, recipe: list[str], size: int) -> None:
+    """Train in windows of ``size``, as one process does."""
+    model, reference, ranks = wrap(Model(), kind), Model(), range(dist.get_world_size())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    names = {"optimizer": optimizers[0], "loader": batches_of(rank), "scaler": torch.amp.GradScaler("cpu")}
+    found = run_blocks(NAMES + recipe, model=model, micro_batches=batches_of(rank), **names)
     if "on_step" in found:
         for number, batch in enumerate(batches_of(rank)):
             found["on_backward"](batch)
             if number % size == size - 1:
                 found["on_step"]()
-    windows = [
-        [batch for r in ranks for batch in batches_of(r)[start : start + size]] for start in range(0, NUM_BATCHES, size)
-    ]
-    return error(parameters(model), steps_of_one_process(Model(torch.float64), windows, max_norm=1.0))
-
-
-def gradient(rank: int, kind: str, blocks: list[str]) -> float:
-    """Return the error of the gradient of one window."""
-    model = wrap(Model(torch.float64), kind)
-    names: dict[str, Any] = {"model": model, "micro_batches": batches_of(rank)}
-    if "accelerator" in "".join(blocks):
-        from accelerate import Accelerator
-
-        names["accelerator"] = Accelerator(cpu=True)
-    run_blocks(blocks, **names)
-    return error(flat(model), whole([b for r in range(dist.get_world_size()) for b in batches_of(r)]))
+    for start in range(0, NUM_BATCHES, size):
+        one_process(reference, [batch for r in ranks for batch in batches_of(r)[start : start + size]])
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizers[1].step()
+    assert error(parameters(model), parameters(reference)) <= LIMIT
 
 
 def whole(batches: list[Batch], model: nn.Module | None = None) -> Tensor:
@@ -95,10 +72,15 @@ def test_every_block_is_run_here() -> None:
     assert pages.PAGES["accumulation.md"].count("```python") == len(NAMES) + 2 + len(tested) + 1
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
-def test_the_loop(kind: str, world_size: int) -> None:
-    """Six micro-batches in windows of four: four and two."""
-    assert max(get_pool(world_size)(training, kind, [*NAMES, LOOP], 4)) <= LIMIT
+LOOPS = {f"loop, {kind}": (size, kind, [LOOP], 4) for kind, size in (("ddp", 2), ("fsdp2", 2), ("hsdp", 4))}
+LOOPS["scaler"] = 2, "ddp", blocks("GradScaler"), NUM_BATCHES
+LOOPS |= {f"server, {kind}": (2, kind, blocks("A server, whose calls come one by one"), 3) for kind in ("ddp", "fsdp2")}
+
+
+@pytest.mark.parametrize(("world_size", "kind", "recipe", "size"), LOOPS.values(), ids=LOOPS)
+def test_a_training(world_size: int, kind: str, recipe: list[str], size: int) -> None:
+    """Six micro-batches in windows of four: four and two. The server takes two steps of three calls, by one object."""
+    get_pool(world_size)(training, kind, recipe, size)
 
 
 def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
@@ -108,12 +90,26 @@ def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
     )
     assert wrong != LOOP
     with pytest.raises(AssertionError, match="expected one backward, got 0"):
-        pool_of_two(training, "ddp", [*NAMES, wrong], 4)
+        pool_of_two(training, "ddp", [wrong], 4)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_means_with_their_number(pool_of_two: WorkerPool, kind: str) -> None:
-    assert max(pool_of_two(gradient, kind, [*NAMES, MEANS])) <= LIMIT
+WINDOWS = {
+    "means, ddp": ("ddp", [MEANS]),
+    "means, fsdp2": ("fsdp2", [MEANS]),
+    "Accelerate": ("ddp", blocks("Accelerate")),
+}
+
+
+@pytest.mark.parametrize(("kind", "recipe"), WINDOWS.values(), ids=WINDOWS)
+@on_ranks(2)
+def test_a_window(rank: int, kind: str, recipe: list[str]) -> None:
+    model, names = Model(), {}
+    if "accelerator" in "".join(recipe):
+        from accelerate import Accelerator
+
+        names["accelerator"] = Accelerator(cpu=True)
+    run_blocks(NAMES + recipe, model=wrap(model, kind), micro_batches=batches_of(rank), **names)
+    assert error(flat(model), whole([batch for r in range(2) for batch in batches_of(r)])) <= LIMIT
 
 
 @on_ranks(2)
@@ -135,15 +131,17 @@ def test_experts(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    model, reference = Experts(torch.float64, mesh["experts"].get_group()), Experts(torch.float64)
-    (expert,) = model.experts.values()
+    model, reference, own = Adapted(), Adapted(), mesh["experts"].get_local_rank()
+    expert = model.adapters[own]
+    model.adapters[1 - own] = nn.Identity()  # is on another rank
+    model.forward = partial(model.forward, index=own)
     fully_shard(expert, mesh=mesh["data"])
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     run_blocks(NAMES + blocks("Experts"), model=model, micro_batches=batches_of(rank))
-    whole([b for r in range(4) for b in batches_of(r)], reference)
-    own = reference.experts[str(dist.get_rank(model.group))].weight.grad
-    assert error(flat(model.outer), flat(reference.outer)) <= LIMIT
-    assert error(flat(expert), own.flatten()) <= LIMIT
+    parts = [(partial(reference, index=r % 2), batch) for r in range(4) for batch in batches_of(r)]
+    (sum(sum_loss(*part) for part in parts) / sum(num_valid(batch) for _, batch in parts)).backward()
+    assert error(flat(model.base), flat(reference.base)) <= LIMIT
+    assert error(flat(expert), flat(reference.adapters[own])) <= LIMIT
 
 
 @pytest.mark.parametrize("folded", ["all", "none", "ring_only", "ulysses_only"])
@@ -192,23 +190,6 @@ def test_pipeline_schedules(rank: int) -> None:
     whole([b for r in range(2) for b in batches_of(r)], reference)
     own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
     assert error(flat(part), flat(own)) <= LIMIT
-
-
-def test_grad_scaler(pool_of_two: WorkerPool) -> None:
-    assert max(pool_of_two(training, "ddp", NAMES + blocks("GradScaler"), NUM_BATCHES)) <= LIMIT
-
-
-def test_accelerate(pool_of_two: WorkerPool) -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed")
-    assert max(pool_of_two(gradient, "ddp", NAMES + blocks("Accelerate"))) <= LIMIT
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_the_server(pool_of_two: WorkerPool, kind: str) -> None:
-    """Two steps of three calls, by one object."""
-    recipe = NAMES + blocks("A server, whose calls come one by one")
-    assert max(pool_of_two(training, kind, recipe, 3)) <= LIMIT
 
 
 @on_ranks(2)
