@@ -37,24 +37,14 @@ class InfoNCELoss(ContrastiveLoss):
 
     Args:
         temperature: > 0, what the similarities are divided by. May be assigned between steps.
-        symmetric: average with the same loss of keys among the queries, as CLIP does.
+        symmetric: average with the same loss of keys among the queries, as CLIP does; the queries then travel too.
         learn_temperature: let ``logit_scale``, the logarithm of 1 / temperature, be a parameter of this module, of
             shape (1,). Its gradient is that of one process on every rank, before and after an average over the ranks:
             give it to the optimizer, inside the model that DDP or FSDP2 wraps or outside of it. With
             ``gradient_reduction="sum"`` it must be added up with the others. Assign ``loss.logit_scale =
-            model.logit_scale`` to use the parameter of a model.
+            model.logit_scale`` to use the parameter of a model. One that FSDP2 has sharded takes two more collectives.
         max_logit_scale: the largest factor on the similarities with a learned temperature, which is at least 1 / it. A
             ``logit_scale`` above its logarithm counts as that, and has a gradient only if that lowers it.
-
-    Shape:
-        queries (N, D), keys (N, D): row i of the keys is the positive of query i. N may differ between ranks and may be
-        0. Output scalar.
-
-    Distributed:
-        Three collectives forward: the header with the keys of all ranks, one reduce-scatter of their gradients if they
-        have any, two sums; keys that do not fit behind the header take one more. None backward. Each rank computes the
-        terms of its own queries, with ``symmetric`` also of its own keys, for which the queries travel too. Every rank
-        gets the same value. A learned scale that FSDP2 has sharded takes two more.
 
     Example:
         >>> import torch
@@ -126,7 +116,7 @@ class InfoNCELoss(ContrastiveLoss):
     @completed(DistributedLoss)
     @not_compiled
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the loss of the pairs of all ranks.
+        """Return the loss of the pairs of all ranks, a scalar.
 
         Args:
             queries: (N, D) of this rank; N may differ between ranks and may be 0.

@@ -52,10 +52,6 @@ class NDCGLoss(CurrentTemperature):
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), by sorted indexes.
         ignore_index: rows with this relevance take no part.
 
-    Shape:
-        logits (N,) or (N, 1), relevance (N,) or (N, 1), indexes (N,); N may differ between ranks and may be 0. Output
-        scalar, or (queries,) with ``reduction="none"``.
-
     Degenerate:
         A query without a relevance above 0 is left out of the mean and the sum, and NaN under ``"none"``. With no valid
         query the loss is 0 with zero gradients.
@@ -102,7 +98,7 @@ class NDCGLoss(CurrentTemperature):
     @completed(DistributedLoss)
     @not_compiled
     def forward(self, logits: Tensor, relevance: Tensor, indexes: Tensor | None = None) -> Tensor:
-        """Return the loss of the rows of all ranks.
+        """Return the loss of the rows of all ranks, a scalar, or (queries,) with ``reduction="none"``.
 
         Args:
             logits: (N,) or (N, 1) raw scores of this rank; N may differ between ranks and may be 0.

@@ -94,10 +94,6 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
         validate_args: no effect: every integer is a valid label. Types, shapes and devices are always checked.
 
-    Shape:
-        embeddings (N, D), labels (N,); N may differ between ranks and may be 0. Output scalar, or with
-        ``reduction="none"`` (sum over ranks of N,), in rank order.
-
     Distributed:
         Those of :func:`~fullrank.gather_rows` forward, one or two, and then the losses of the queries, and one
         reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every rank gets
@@ -131,7 +127,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
     @completed(DistributedLoss)
     @not_compiled
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of the rows of all ranks.
+        """Return the loss of the rows of all ranks, a scalar, or with ``reduction="none"`` that of each, in rank order.
 
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.

@@ -39,9 +39,6 @@ class SupConLoss(ContrastiveLoss):
     Args:
         temperature: > 0, what the similarities are divided by. May be assigned between steps.
 
-    Shape:
-        embeddings (N, D), labels (N,) or (N, 1); N may differ between ranks and may be 0. Output scalar.
-
     Example:
         >>> import torch
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [-1.0, 1.0]])
@@ -75,7 +72,7 @@ class SupConLoss(ContrastiveLoss):
     @completed(DistributedLoss)
     @not_compiled
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of the rows of all ranks.
+        """Return the loss of the rows of all ranks, a scalar.
 
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.

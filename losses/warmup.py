@@ -56,9 +56,6 @@ class LossWarmupWrapper(LossOfParts):
         gather_distributed: None leaves the settings of the two losses; another value is set on both, also when it is
             assigned between steps: False while rank 0 validates alone, None to detect again.
 
-    Shape:
-        Inputs as for the two losses, which must take the same. Output a scalar in the warm-up, then as ``main_loss``.
-
     Raises:
         TypeError: for losses that are not instances of a module, and for arguments of the wrong type.
         ValueError: for values out of range, lengths in epochs and in steps, one temperature without the other, and when
