@@ -53,30 +53,14 @@ class Mutant(NamedTuple):
 
 # Changes of the source. Annotations, docstrings, texts, imports, assertions and warnings stay as they are.
 
-OTHERS: dict[type[ast.AST], list[type[Any]]] = {
-    ast.Lt: [ast.LtE, ast.Gt],
-    ast.LtE: [ast.Lt, ast.GtE],
-    ast.Gt: [ast.GtE, ast.Lt],
-    ast.GtE: [ast.Gt, ast.LtE],
-    ast.Eq: [ast.NotEq],
-    ast.NotEq: [ast.Eq],
-    ast.Is: [ast.IsNot],
-    ast.IsNot: [ast.Is],
-    ast.In: [ast.NotIn],
-    ast.NotIn: [ast.In],
-    ast.And: [ast.Or],
-    ast.Or: [ast.And],
-    ast.Add: [ast.Sub],
-    ast.Sub: [ast.Add],
-    ast.Mult: [ast.Div],
-    ast.Div: [ast.Mult],
-    ast.FloorDiv: [ast.Mult],
-    ast.Mod: [ast.Mult],
-    ast.Pow: [ast.Mult],
-    ast.BitAnd: [ast.BitOr],
-    ast.BitOr: [ast.BitAnd],
-    ast.LShift: [ast.RShift],
-}
+SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Lt, ast.Gt), (ast.LtE, ast.GtE), (ast.Eq, ast.NotEq)]
+SWAPPED += [(ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or), (ast.BitAnd, ast.BitOr)]
+SWAPPED += [(ast.Add, ast.Sub), (ast.Mult, ast.Div)]
+OTHERS: dict[type[ast.AST], list[type[Any]]] = defaultdict(list)
+for _one, _other in SWAPPED:
+    OTHERS[_one].append(_other)
+    OTHERS[_other].append(_one)
+OTHERS |= {ast.FloorDiv: [ast.Mult], ast.Mod: [ast.Mult], ast.Pow: [ast.Mult], ast.LShift: [ast.RShift]}
 METHODS = {"amin": "amax", "min": "max", "floor": "ceil", "sum": "mean", "clamp_min": "clamp_max", "any": "all"}
 METHODS |= {new: old for old, new in METHODS.items()}
 DROPPED = {"detach", "cumsum", "contiguous", "clone", "double", "abs", "flip", "exp", "sqrt", "neg", "float"}
@@ -100,10 +84,10 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         case ast.IfExp():
             yield with_fields(node, body=node.orelse, orelse=node.body)
         case ast.Compare(ops=[op]):
-            for other in OTHERS.get(type(op), []):
+            for other in OTHERS[type(op)]:
                 yield with_fields(node, ops=[other()])
         case ast.BinOp(op=op) | ast.BoolOp(op=op):
-            for other in OTHERS.get(type(op), []):
+            for other in OTHERS[type(op)]:
                 yield with_fields(node, op=other())
         case ast.UnaryOp():
             yield node.operand

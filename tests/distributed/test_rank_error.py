@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import on_ranks, same
 from scripts import run_script
 from torch import nn
-from workers import error_of, get_pool
+from workers import error_of
 
 import fullrank
 from fullrank.distributed import header
@@ -132,49 +132,41 @@ class Raised(Exception):
     """A class of the user's own."""
 
 
-def fail_with(rank: int, reasons: list[tuple[type[Exception], str] | None]) -> tuple[str, str, str, int]:
-    """Raise this rank's reason in an agreement; return class, text, the class of the cause, and the bytes sent."""
-    sent, original = 0, dist.all_gather_object
+A, LONG = (Raised, "a"), (TypeError, "x" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "reasons", "kind"),
+    [
+        (3, [(ValueError, "a"), None, (OSError, "b")], "RankValueError"),
+        (3, [None, A, A], "RankRuntimeError"),
+        (4, [(TypeError, "a"), (ValueError, "b"), (ValueError, "c"), (ValueError, "b")], "RankTypeError"),
+        (4, [None, None, LONG, LONG], "RankTypeError"),
+    ],
+    ids=["two", "one twice", "three", "long"],
+)
+@on_ranks(...)
+def test_several_reasons_on_several_ranks(rank: int, reasons: list[Any], kind: str) -> None:
+    """The class is that of the first; the cause is the rank's own error, which the check of no package has raised."""
+    sent, original, reason = [0], dist.all_gather_object, reasons[rank]
 
     def exchange(said: Any, own: Any, **options: Any) -> None:
-        nonlocal sent
-        sent = len(pickle.dumps(own))
+        sent.append(len(pickle.dumps(own)))
         original(said, own, **options)
 
     def bring() -> Offer[None]:
-        reason = reasons[rank]
         if reason is not None:
             raise reason[0](reason[1])
         return Offer(None, {"long": "y" * 100_000})
 
     with mock.patch.object(dist, "all_gather_object", exchange), pytest.raises(fullrank.RankError) as caught:
         agree_on("a call", dist.group.WORLD, bring)
-    return type(caught.value).__name__, str(caught.value), type(caught.value.__cause__).__name__, sent
-
-
-A, LONG = (Raised, "a"), (TypeError, "x" * 100_000)
-
-
-@pytest.mark.parametrize(
-    ("reasons", "kind"),
-    [
-        ([(ValueError, "a"), None, (OSError, "b")], "RankValueError"),
-        ([None, A, A], "RankRuntimeError"),
-        ([(TypeError, "a"), (ValueError, "b"), (ValueError, "c"), (ValueError, "b")], "RankTypeError"),
-        ([None, None, LONG, LONG], "RankTypeError"),
-    ],
-    ids=["two", "one twice", "three", "long"],
-)
-def test_several_reasons_on_several_ranks(reasons: list[Any], kind: str) -> None:
-    """The class is that of the first; the cause is the rank's own error, which the check of no package has raised."""
-    outcomes = get_pool(len(reasons))(fail_with, reasons)
-    assert {outcome[:2] for outcome in outcomes} == {(kind, outcomes[0][1])}
-    text = outcomes[0][1]
+    text = same(str(caught.value))
+    assert type(caught.value).__name__ == kind
     assert len(text) < 2_200
-    for rank, (reason, (*_, cause, sent)) in enumerate(zip(reasons, outcomes)):
-        assert cause == ("NoneType" if reason is None else reason[0].__name__)
-        assert sent < (3_000 if reason is not None and reasons.index(reason) == rank else 10)
-        assert reason in (None, LONG) or reason[1] in text
+    assert isinstance(caught.value.__cause__, type(None) if reason is None else reason[0])
+    assert sent[-1] < (3_000 if reason is not None and reasons.index(reason) == rank else 10)
+    assert all(one in (None, LONG) or one[1] in text for one in reasons)
 
 
 class Odd:
