@@ -16,24 +16,22 @@ from .torch_private import not_compiled, note_kind
 
 
 class _GlobalRatio(torch.autograd.Function):
-    """Return sum_r S_r / N, equal on every rank; backward gives rank r ``k / N`` for its own S_r.
+    """Return sum_r S_r / N, the ``ratio``; backward gives rank r ``scale``, k / N, for its own ``total`` S_r.
 
-    total (), ratio () float64, scale () = k / N. The totals of other ranks are constants here: each rank takes the
-    gradient of its own total, and the wrapper combines the parameter gradients. A second derivative would multiply by k
-    twice, so it raises.
+    The totals of other ranks are constants here: each rank takes the gradient of its own total, and the wrapper
+    combines the parameter gradients. A second derivative would multiply by k twice, so it raises.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: str, total: Tensor, anchor: Tensor, ratio: Tensor, scale: Tensor) -> Tensor:
-        ctx.call = call
-        ctx.save_for_backward(scale, anchor)
-        return ratio.to(total.dtype).reshape(total.shape)
+    def forward(ctx: Any, call: str, total: Tensor, anchor: Tensor, ratio: float, scale: float) -> Tensor:
+        ctx.call, ctx.scale = call, scale
+        ctx.save_for_backward(anchor)
+        return torch.full_like(total, ratio)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scale, _ = ctx.saved_tensors
-        return None, grad * scale.to(grad.dtype), None, None, None
+        return None, grad * ctx.scale, None, None, None
 
 
 def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
@@ -73,9 +71,7 @@ def mean_agreed(
     divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor
-    found = torch.tensor([summed / divisor, scale], dtype=torch.float64, device="cpu").to(total.dtype)
-    ratio, scale = found.to(total.device, non_blocking=True)
-    return note_kind(_GlobalRatio.apply(call, total, anchor_of(total), ratio, scale), over_ranks=True)
+    return note_kind(_GlobalRatio.apply(call, total, anchor_of(total), summed / divisor, scale), over_ranks=True)
 
 
 def global_mean(

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     @property
     def counts(self) -> tuple[float, float, float]:
         """What :meth:`of_all` adds over the ranks; NaN where the host does not know."""
-        if not len(self.targets):
+        if not self.targets.shape[0]:
             return 0.0, 0.0, 0.0
         positive, stored = self.num_positive, self.num_stored
         known = math.nan if positive is None else positive, math.nan if stored is None else stored

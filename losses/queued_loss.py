@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
 from typing_extensions import Unpack
 
 from ..distributed.header import Checksum, State
@@ -23,6 +22,8 @@ from .targets import TargetRule
 
 PoolForm = Literal["gathered", "sharded"]
 POOL_FORMS = ("gathered", "sharded")
+
+_FIXED = {bool, float, int, str, type(None), tuple, State}  # types of arguments and of state
 
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
@@ -171,8 +172,8 @@ class QueuedLoss(HoldsQueue):
         seen += [*self.queue.position, *self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
         seen += [self.temperature] if self.has_temperature else []
         last, facts = self._last_facts
-        is_fixed = not any(isinstance(one, (Tensor, list, dict)) for one in seen)  # these change in place
-        if len(seen) != len(last) or not (is_fixed and all(map(is_, seen, last))):
+        # Values of other types, such as lists, may change in place.
+        if len(seen) != len(last) or not (_FIXED.issuperset(map(type, seen)) and all(map(is_, seen, last))):
             facts = {**self._state(), **of_call}
             vars(self)["_last_facts"] = seen, facts  # an assignment to a module takes as long as an operator
         return facts

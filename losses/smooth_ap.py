@@ -230,7 +230,8 @@ class SmoothAPLoss(RankingLoss):
             if agreed is not None and group is not None:
                 begin, k = sum(agreed.rows[: group.rank()]), gradient_scale(self.gradient_reduction, group)
             if gradient.shape != logits.shape:
-                gradient = gradient.narrow(0, begin, logits.shape[0]).view(logits.shape)
+                gradient = gradient.narrow(0, begin, logits.shape[0])
+                gradient = gradient if gradient.shape == logits.shape else gradient.view(logits.shape)
             loss = _WithGradient.apply(logits, value, gradient, divisor, k)
         if self._enqueues:
             self.queue.enqueue(live[0].view(-1, self.num_classes), live[1], num_stored=live[1].shape[0])
