@@ -96,17 +96,9 @@ def gather_agreed(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> Agreement[T]:
-    """Check, agree, gather. All gathers of rows use this: a header and at most one payload, for any number of tensors.
+    """Return what :func:`agree_on` does, whose ``tensors`` have the rows of all ranks: a header, at most one payload.
 
-    Args:
-        call: name of the call for the header and for messages.
-        group: a group of at least two ranks.
-        bring: checks this rank's arguments and returns its :class:`Offer`; all ranks raise what it raises.
-        gradient_reduction: see :func:`all_gather_with_grad`.
-        backward: see :func:`all_gather_with_grad`.
-
-    Returns:
-        The agreement, whose ``tensors`` have the rows of all ranks.
+    ``gradient_reduction`` and ``backward`` are those of :func:`all_gather_with_grad`.
     """
     agreed = agree_on(call, group, bring)
     agreed.tensors = gather_after(call, group, agreed, gradient_reduction, backward)
@@ -120,22 +112,14 @@ def gather_after(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> tuple[Any, ...]:
-    """Return the tensors of an agreement with the rows of all ranks: the payload of :func:`gather_agreed`.
-
-    Args:
-        call: name of the call.
-        group: the group.
-        agreed: the header, with the tensors of this rank; None passes through.
-        gradient_reduction: see :func:`all_gather_with_grad`.
-        backward: see :func:`all_gather_with_grad`.
-    """
-    present, rows = [tensor for tensor in agreed.tensors if tensor is not None], agreed.rows
+    """Return the tensors of an agreement with the rows of all ranks; None stays None."""
+    present = [tensor for tensor in agreed.tensors if tensor is not None]
     places = [place for place, tensor in enumerate(present) if tensor.requires_grad and torch.is_grad_enabled()]
     scale = gradient_scale(gradient_reduction, group, needs_grad=bool(places))
     found = rows_after(call, group, agreed)
     if places:
         inputs, outputs = [present[place] for place in places], [found[place] for place in places]
-        plan = _Plan(call, group, rows, scale, backward == "reduce_scatter")
+        plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
         # Anchors, not the outputs, which may change in place before a backward that creates a graph.
         for place, output in zip(places, _GatherRows.apply(plan, outputs, list(map(anchor_of, inputs)), *inputs)):
             found[place] = output

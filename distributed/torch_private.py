@@ -176,29 +176,12 @@ def backward_is_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def norms_of_each(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the p-norm of every tensor, its powers summed in ``dtype``, in few kernels where the device has them."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+# In few kernels where the device has them: the p-norm of every tensor, its powers summed in ``dtype``; copies, which
+# convert dtypes; products with a scalar on the device; divisions by a number.
+norms_of_each, copy_each_ = torch._foreach_norm, torch._foreach_copy_
+multiply_each_, divide_each_ = torch._foreach_mul_, torch._foreach_div_
 
-
-def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy every source into its target of the same shape, converting dtypes, in few kernels where they exist."""
-    torch._foreach_copy_(targets, sources)
-
-
-def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply every tensor in place by a scalar on its device, in few kernels where the device has them."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def divide_each_(tensors: list[Tensor], divisor: float) -> None:
-    """Divide every tensor in place, in few kernels where the device has them."""
-    torch._foreach_div_(tensors, divisor)
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the values that a sparse COO tensor stores, not coalesced, sharing its memory."""
-    return tensor._values()
+sparse_values = Tensor._values  # those that a sparse COO tensor stores, not coalesced, sharing its memory
 
 
 class FsdpGroup:

@@ -77,7 +77,7 @@ def _norm_without_looking(tensors: list[Tensor], norm_type: float) -> Tensor:
     if dtype in (torch.float64, torch.complex128) or norm_type > _HIGHEST_POWER:
         return _norm_of_quotients(tensors, norm_type)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    return join_norms(torch.stack(norms_of_each(tensors, norm_type, wide)), norm_type)
+    return join_norms(torch.stack(norms_of_each(tensors, norm_type, dtype=wide)), norm_type)
 
 
 def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
@@ -92,7 +92,7 @@ def _row_norms(
     """Return in ``dtype`` the norms of the rows into which elements are cut; with ``unit`` divided by it, no sizes."""
     small = [tensor for tensor, size in zip(tensors, sizes) if size <= _ROW]
     long = [tensor for tensor, size in zip(tensors, sizes) if size > _ROW] if sizes else tensors
-    found = [torch.stack(norms_of_each(small, norm_type, dtype))] if small else []
+    found = [torch.stack(norms_of_each(small, norm_type, dtype=dtype))] if small else []
     found += _norms_of_long(long, norm_type, dtype, unit)
     return found[0] if len(found) == 1 else torch.cat(found)
 
