@@ -40,9 +40,8 @@ class PAUCAtBudgetLoss(RankingLoss):
     the last call. A number for ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the
     diagnostics. Added to cross-entropy with its defaults it lowered average precision on 29 tables by 0.008.
 
-    For a hard band up to ``beta`` take ``surrogate="pairwise"``, or ``"trapezoid"``. With fewer than ``1 / beta`` iid
-    negatives, 200 by default, both edges of a band from 0 are the top negative. Give the pool many more, and watch
-    ``band_neg_count``.
+    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a hard band from 0 are the top negative.
+    Give the pool many more, and watch ``band_neg_count``.
 
     The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
     most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the

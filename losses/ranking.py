@@ -123,9 +123,9 @@ class RankingLoss(QueuedLoss):
         Args:
             logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
             return_per_class: also return the loss of each class and which classes are valid.
-            indexes: (N,) integers, the query of each row, on every rank or on none; :class:`SmoothAPLoss` alone takes
-                it. Requires ``num_classes=1`` and no ``max_pool_size``. ``reduction`` and ``return_per_class`` then
-                refer to the queries of all ranks: (queries,) in the order of their sorted indexes. No queue is used.
+            indexes: (N,) integers, the query of each row, on whichever rank; for :class:`SmoothAPLoss` alone, with
+                ``num_classes=1`` and no ``max_pool_size``, on every rank or on none. ``reduction`` and
+                ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No queue is used.
 
         Returns:
             The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.

@@ -121,8 +121,7 @@ class RecallAtQuantileLoss(RankingLoss):
     """One minus the smooth recall at a quantile, over the rows of all ranks and of a memory queue.
 
     The formula is that of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
-    queue. With fewer than ``1 / quantile`` rows, 200 by default, the threshold is the top score and often no row has
-    gradient. Give the pool many more rows than that.
+    queue. Give it many more rows than ``1 / quantile``, 200 by default.
 
     The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
     threshold, not the balance: the threshold carries the slope of the live positives, and the gradient of the live rows

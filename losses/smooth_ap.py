@@ -177,10 +177,8 @@ def _of_small_pool(
 class SmoothAPLoss(RankingLoss):
     """One minus the smooth average precision, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.smooth_ap`. The pool is the rows of all ranks and of the queue.
-
-    With ``indexes`` there is one loss for each query instead. Rows with the same index are one query, on whichever rank
-    they are. Such a call neither reads nor fills the queue, since rows of earlier steps belong to other queries.
+    The formula is that of :func:`~fullrank.losses.smooth_ap`. The pool is the rows of all ranks and of the queue. With
+    ``indexes`` there is one loss for each query instead, without the queue.
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
