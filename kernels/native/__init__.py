@@ -152,7 +152,7 @@ def moments(
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
     masks = _contiguous(member), _contiguous(positive)
     scores, groups = scores.contiguous(), 1 if positive is None else 2
-    lanes = _LANES if num_classes == 1 and num_rows > _LANES * num_bins else 1
+    lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
