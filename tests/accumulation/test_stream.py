@@ -59,9 +59,24 @@ def streamed(model: nn.Module, batches: Any, loss: Any, case: Case = PLAIN, **op
 
 def joined(model: nn.Module, batches: Any, loss: Any, _: Case = PLAIN, **options: Any) -> Tensor:
     """Return the loss of the same window with all scores kept."""
-
     given = {"forward": lambda batch: model(batch.features), "loss": joined_loss(loss)}
     return fullrank.pooled_backward(model, list(batches), **{**given, **options})
+
+
+def assert_same(
+    case: Case, batches: list[Rows], *middle: nn.Module, rtol: float = 1e-12, of_gradient: float = 0.0, **options: Any
+) -> Tensor:
+    """Assert that loss, gradient and random state are those of the window with all scores kept; return the loss."""
+    held = []
+    for run in (joined, streamed):
+        model = make_model(case, *middle)
+        torch.manual_seed(3)
+        held.append((run(model, batches, make_loss(case), case, **options), gradient(model), torch.get_rng_state()))
+    (expected, slope, state), (value, found, after) = held
+    torch.testing.assert_close(value, expected, rtol=rtol, atol=0)
+    assert error(found, slope) <= (of_gradient or rtol)
+    assert torch.equal(after, state)
+    return value
 
 
 @on_ranks(2)
@@ -82,16 +97,8 @@ def test_number_of_collectives(rank: int) -> None:
 def test_one_process(dtype: str, name: str) -> None:
     """With dropout, whose masks are drawn again, and a scaler."""
     case = CASES[name]._replace(dtype=dtype)
-    batches, held = parts_of(case, 3, seed=1), []
-    for run in (joined, streamed):
-        model = make_model(case, nn.Dropout(0.4))
-        torch.manual_seed(3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        value = run(model, batches, make_loss(case), case, scaler=scaler)
-        held.append((value, gradient(model) / 8, torch.get_rng_state()))
-    torch.testing.assert_close(held[1][0], held[0][0], rtol=LIMITS[dtype], atol=0)
-    assert error(held[1][1], held[0][1]) <= LIMITS[dtype]
-    assert torch.equal(held[1][2], held[0][2])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert_same(case, parts_of(case, 3, seed=1), nn.Dropout(0.4), rtol=LIMITS[dtype], scaler=scaler)
 
 
 @pytest.mark.parametrize("kind", ["loader", "targets"])
@@ -134,15 +141,11 @@ def test_micro_batches_are_read_with_gradients_enabled() -> None:
 
 @pytest.mark.parametrize("scales", [(1e308, 1e308), (1e-320, 1e-320), (1e-290, 1e300), (1e300, 1e-290)], ids=str)
 def test_weights_near_the_ends_of_float64(scales: tuple[float, float]) -> None:
-    case, held = CLASSES._replace(weighted=True), []
+    case = CLASSES._replace(weighted=True)
     batches = [
         batch._replace(weight=(batch.weight > 0).double() * scale) for batch, scale in zip(parts_of(case, 2), scales)
     ]
-    for run in (joined, streamed):
-        model = make_model(case)
-        held.append((run(model, batches, make_loss(case), case), gradient(model)))
-    torch.testing.assert_close(held[1][0], held[0][0], rtol=1e-12, atol=0)
-    assert error(held[1][1], held[0][1]) <= 1e-12
+    assert_same(case, batches)
 
 
 def test_one_column_or_none() -> None:
@@ -156,13 +159,8 @@ def test_one_column_or_none() -> None:
 
 
 def test_half_precision_is_computed_in_float32() -> None:
-    model = make_model(PLAIN._replace(dtype="bfloat16"))
-    batches = [batch._replace(features=batch.features.bfloat16()) for batch in parts_of(PLAIN, 3)]
-    value = streamed(model, batches, make_loss(PLAIN))
-    streaming = gradient(model)
-    model.zero_grad()
-    torch.testing.assert_close(value, joined(model, batches, make_loss(PLAIN)), rtol=2e-6, atol=0)
-    assert error(streaming, gradient(model)) <= 1e-2  # of bfloat16, 2**-8
+    case = PLAIN._replace(dtype="bfloat16")
+    value = assert_same(case, parts_of(case, 3), rtol=2e-6, of_gradient=1e-2)  # of bfloat16, 2**-8
     assert value.dtype == torch.float32
 
 
