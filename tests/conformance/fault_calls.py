@@ -48,9 +48,12 @@ def _queries(generator: torch.Generator, rank: int) -> Arguments:
     return {"logits": logits, "targets": rows["targets"] % 2, "indexes": indexes}
 
 
-def _embeddings(generator: torch.Generator, rank: int) -> Arguments:
-    rows = _rows(generator, rank)
-    return {"embeddings": rows["logits"], "labels": rows["targets"]}
+def _named(*names: str) -> Callable[[torch.Generator, int], Arguments]:
+    """Return ``_rows`` under other names."""
+    return lambda generator, rank: dict(zip(names, _rows(generator, rank).values()))
+
+
+_embeddings, _class_inputs = _named("embeddings", "labels"), _named("inputs", "targets")
 
 
 def _grades(generator: torch.Generator, rank: int) -> Arguments:
@@ -60,11 +63,6 @@ def _grades(generator: torch.Generator, rank: int) -> Arguments:
 
 def _pairs(generator: torch.Generator, rank: int) -> Arguments:
     return {"queries": _rows(generator, rank)["logits"], "keys": _rows(generator, rank)["logits"]}
-
-
-def _class_inputs(generator: torch.Generator, rank: int) -> Arguments:
-    rows = _rows(generator, rank)
-    return {"inputs": rows["logits"], "targets": rows["targets"]}
 
 
 def _binary_inputs(generator: torch.Generator, rank: int) -> Arguments:
@@ -252,27 +250,14 @@ def _pooled(name: str, head: str, **options: Any) -> Call:
     return Call((head,), head, lambda: gradient_cases.make_loss(case, local=False), _rows, _BAD_ROWS, _DIFFERENT_ROWS)
 
 
-def _by_form(form: str) -> Call:
-    """Return Smooth-AP over a sharded pool that is never gathered."""
-
-    class SmoothAPLoss(fullrank.SmoothAPLoss):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with gradient_cases.forced(form):
-                return super().forward(*args, **kwargs)
-
-    call = _pooled("smooth_ap", "SmoothAPLoss", pool="sharded")
-    return call._replace(make=lambda: SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2, pool="sharded"))
-
-
-def _by_sums(name: str, cls: Any) -> Call:
-    """Return a loss at thresholds over a sharded pool that is never gathered."""
+def _by_form(name: str, cls: Any, form: str, **options: Any) -> Call:
+    """Return a loss over a sharded pool that is never gathered."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with gradient_cases.forced("sums"):
+        with gradient_cases.forced(form):
             return cls.forward(self, *args, **kwargs)
 
     never_gathered = type(cls.__name__, (cls,), {"forward": forward})
-    options: dict[str, Any] = {"surrogate": "trapezoid", "beta": 0.5} if name != "recall" else {"quantile": 0.2}
     make = partial(never_gathered, CLASSES, queue_size=64, temperature=0.2, pool="sharded", **options)
     return _pooled(name, cls.__name__, pool="sharded")._replace(make=make)
 
@@ -384,10 +369,12 @@ CALLS = {
     "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
     "hard_negative": _pooled("hard_negative", "HardNegativeCrossEntropyLoss"),
     "smooth_ap_sharded": _pooled("smooth_ap", "SmoothAPLoss", pool="sharded"),
-    "smooth_ap_by_moments": _by_form("moments"),
-    "smooth_ap_by_positives": _by_form("positives"),
-    "recall_by_sums": _by_sums("recall", fullrank.RecallAtQuantileLoss),
-    "pauc_trapezoid_by_sums": _by_sums("pauc_trapezoid", fullrank.PAUCAtBudgetLoss),
+    "smooth_ap_by_moments": _by_form("smooth_ap", fullrank.SmoothAPLoss, "moments"),
+    "smooth_ap_by_positives": _by_form("smooth_ap", fullrank.SmoothAPLoss, "positives"),
+    "recall_by_sums": _by_form("recall", fullrank.RecallAtQuantileLoss, "sums", quantile=0.2),
+    "pauc_trapezoid_by_sums": _by_form(
+        "pauc_trapezoid", fullrank.PAUCAtBudgetLoss, "sums", surrogate="trapezoid", beta=0.5
+    ),
     "queries": _call(_MAIN, _queries, _BAD_QUERIES, _DIFFERENT_QUERIES, queue_size=64, temperature=0.2),
     "retrieval": _call("RetrievalSmoothAPLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
     "ndcg": _call("NDCGLoss", _grades, _BAD_GRADES, _DIFFERENT_GRADES),
