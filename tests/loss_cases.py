@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import reference
@@ -181,7 +181,6 @@ class InputCase:
     multi_hot: bool = False
     positive_share: float = 0.4
     grid: float = 0.0  # scores are rounded to multiples of it
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, seed: int = 0, *, num_rows: int | None = None, weighted: bool = False, masked: bool = False) -> Rows:
         """Float64 rows, about a tenth of them ignored; positives of class c score a little higher in column c."""

@@ -13,7 +13,8 @@ import torch
 from device import DEVICE, count, deterministic, no_float64, no_waits
 from loss_cases import INPUTS, POOLED
 from scripts import run_script
-from torch import Tensor, nn
+from subjects import error
+from torch import nn
 
 import fullrank
 from fullrank.kernels import native
@@ -114,11 +115,6 @@ def limits(request: pytest.FixtureRequest) -> dict[torch.dtype, float]:
     return {torch.float32: 2e-6, torch.float64: 1e-12}
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Return the norm of the difference over the norm."""
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300))
-
-
 @pytest.mark.filterwarnings("ignore:.*is drawn down to max_pool_size")
 @pytest.mark.parametrize(
     "dtype",
@@ -146,7 +142,7 @@ def test_steps_of_a_loss_equal_those_of_the_cpu(
             found += [value.detach().cpu(), rows.logits.grad.cpu()]
         results.append(found)
     for theirs, ours in zip(*results):
-        assert relative(ours, theirs) <= limits[dtype]
+        assert error(ours.double(), theirs.double()) <= limits[dtype]
 
 
 # Rows, classes and the share of positives; from bins of one and of several classes to many ties.
@@ -178,7 +174,7 @@ def test_large_pools_equal_those_of_the_cpu(
         value.backward()
         results.append((value.detach().cpu(), leaf.grad.cpu()))
     for theirs, ours in zip(*results):
-        assert relative(ours, theirs) <= limits[dtype]
+        assert error(ours.double(), theirs.double()) <= limits[dtype]
 
 
 @pytest.mark.parametrize("count", [256, 700, 256 * 256 + 300])

@@ -26,8 +26,6 @@ from fullrank.losses.targets import TargetRule
 SAME = {"rtol": 1e-12, "atol": 1e-13}
 
 OF_ORDER = [name for name, (loss, _) in VARIANTS.items() if POOLED[loss].of_order]
-OF_STEPS = [name for name in OF_ORDER if "dro" not in name]  # losses in [0, 1]: sums of sigmoids
-OF_LOSS = {loss: name for name, (loss, _) in reversed(VARIANTS.items())}  # the first variant of each loss
 over_losses = pytest.mark.parametrize("name", POOLED)
 over_variants = pytest.mark.parametrize("name", VARIANTS)
 over_inputs = pytest.mark.parametrize("inputs", INPUTS)
