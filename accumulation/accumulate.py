@@ -1,8 +1,7 @@
 """Accumulation of summed losses over micro-batches and ranks, with one division by one global count.
 
 The loss of a window is ``(sum over ranks and micro-batches of S) / N``. The ranks count N before the first backward,
-and each micro-batch back-propagates ``m * S / N``, where m is what the wrapper divides gradients by. The gradients
-are added up and reduced once per window, and equal those of one process with all the rows.
+and each micro-batch back-propagates ``m * S / N``, where m is what the wrapper divides gradients by.
 
 What happens in a window, on every rank and whatever the data::
 
@@ -12,20 +11,15 @@ What happens in a window, on every rank and whatever the data::
     closing header      sum of losses, and any mistake of this rank since the opening   Step._close
     the last            backward, in which the wrapper reduces
 
-The closing header comes before the last backward, because that is the last place where all ranks can raise the
-same error: DDP has not begun to reduce, so no rank waits in a collective that the others will not enter. Before it a
-rank must not raise, because the others may be micro-batches away from any exchange. It keeps the mistake, runs a
-backward of zeros instead, and continues.
+The closing header comes before the last backward, the last place where all ranks can raise the same error: DDP has not
+begun to reduce. Before it a rank must not raise, because the others may be micro-batches away from any exchange. It
+keeps the mistake, runs a backward of zeros instead, and continues. Ranks outside the group, such as those of tensor
+parallelism, do not learn of it.
 
 A header never meets a collective of the wrapper in the same group. Between the two headers a wrapper communicates
 either nothing (DDP and plain modules, whose ranks may therefore have different numbers of micro-batches, and leave one
 out), or the same on all ranks (FSDP2, SyncBatchNorm and sync="each", where different numbers are refused). What the
 first forward of DDP would communicate, its buckets and its buffers, is communicated right after the opening header.
-What a forward or backward has enqueued on a device's stream was enqueued before the header on every rank.
-
-Not covered, because no exchange is left for it: a rank that leaves the loop early while others continue, a rank that
-raises in the loop, and a rank that calls ``backward`` a second time in the last micro-batch. Ranks outside the group,
-such as those of tensor parallelism, do not learn of a mistake that they have not made too.
 """
 
 from __future__ import annotations
@@ -51,6 +45,10 @@ from .window import Window, open_window
 
 B = TypeVar("B")
 
+SUM_UP = 'Sum it up, as with reduction="sum"'
+# Between the sum of num_items and the count: integers agree exactly, weights up to the rounding of their float32 sums.
+_ROUNDING = 1e-5
+
 
 @not_compiled
 def accumulate(
@@ -66,8 +64,8 @@ def accumulate(
 
     .. math:: \frac{\sum_r \sum_g S_{rg}}{\sum_r \sum_g n_{rg}}
 
-    over ranks r and micro-batches g: what one process computes from the whole batch. Accumulation usually computes the
-    mean of the micro-batches' means instead, which weights a micro-batch of 100 tokens like one of 900. ::
+    over ranks r and micro-batches g: what one process computes from the whole batch. The mean of the micro-batches'
+    means, which is usual, weights a micro-batch of 100 tokens like one of 900. ::
 
         for micro_batches in windows(loader, 4):
             optimizer.zero_grad()
@@ -84,12 +82,11 @@ def accumulate(
             mass of weights, on this rank; or :func:`count_valid_tokens`, keywords bound by ``functools.partial``; or
             one number, already over all ranks and micro-batches.
         group: the ranks that hold different rows. None for those that ``model`` reduces its gradients over, else the
-            default group. With context parallelism that is not part of the wrapper's mesh, the larger group. A model
-            that no wrapper reduces needs it on several ranks: it says that you add up the gradients.
+            default group. With context parallelism outside of the wrapper's mesh, the larger group. A model that no
+            wrapper reduces needs it on several ranks: it says that you add up the gradients.
         sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"`` (needs less memory under
             FSDP2), or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
-        multiplier: what gradients are divided by after the loss; None to read it from ``model``. Pass it when a hook of
-            yours divides by another number.
+        multiplier: what gradients are divided by after the loss, such as by a hook; None to read it from ``model``.
 
     Returns:
         An iterator over ``(step, micro_batch)``. ``step`` is the same :class:`Step` throughout: call
@@ -106,11 +103,10 @@ def accumulate(
     Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank, or a
         micro-batch, without terms takes part like any other.
     Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
-    Distributed: one header before the first micro-batch, where the host reads the counts from the device
-        once, and one in the last, where it reads the losses once; none in between. One reduction of the gradients with
-        ``sync="last"``. Errors are raised on every rank, see :meth:`Step.backward`. Without a process group, or with
-        one rank, nothing is exchanged. Leave the loop early on every rank or on none, and call
-        :func:`discard_gradients_` then.
+    Distributed: one header before the first micro-batch, where the host reads the counts from the device once, and one
+        in the last, where it reads the losses once. One reduction of the gradients with ``sync="last"``. Errors are
+        raised on every rank, see :meth:`Step.backward`. Without a process group, or with one rank, nothing is
+        exchanged. Leave the loop early on every rank or on none, and call :func:`discard_gradients_` then.
 
     Example:
         >>> import torch
@@ -140,9 +136,8 @@ def accumulate(
             raise TypeError(expected("count", what, count))
         return Offer(terms, {"multiplier": factor, "count": kind}, totals=(number,))
 
-    window, terms, totals = open_window(
-        "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
-    )
+    given = "accumulate", model, micro_batches
+    window, terms, totals = open_window(*given, sync=sync, group=group, multiplier=multiplier, bring=bring)
     if sync == "each":
         window.check_equal_numbers()  # also of a plain model: a hook may reduce after each
     if terms.counts is not None:
@@ -207,9 +202,8 @@ class Step:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
 
         ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``; ``accelerator.backward(step.scale(loss))``
-        with an Accelerator whose ``gradient_accumulation_steps`` is 1, or it divides once more.
-
-        Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
+        with an Accelerator whose ``gradient_accumulation_steps`` is 1, or it divides once more. Arguments and errors
+        are those of :meth:`backward`. The header is exchanged in this call.
         """
         share = self._scale(loss, num_items, others_prepare=True)
 
@@ -240,8 +234,7 @@ class Step:
         """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
 
         A detached scalar, the same on every rank of the group over which the terms were counted, on the device and in
-        the dtype of the losses, float32 for half precision. A window without terms gives the sum, which is 0. Local:
-        the last micro-batch has exchanged it.
+        the dtype of the losses, float32 for half precision; 0 without terms. The last micro-batch has exchanged it.
 
         Raises:
             RuntimeError: before the loop has ended, or when it was left early.
@@ -270,9 +263,7 @@ class Step:
                     return  # the step has raised, and the caller has continued the loop
                 if self._num_backward != 1:
                     name, found = f"micro-batch {index}", Words(f"{self._num_backward}")
-                    fix = (
-                        "Call step.backward(loss) once per iteration, or backward() on the result of step.scale(loss)."
-                    )
+                    fix = "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns."
                     mistake = RuntimeError(expected(name, "one backward", found, fix))
                     self._note(mistake, keeps_step=self._num_backward > 0)
                     if self._is_last:
@@ -287,8 +278,7 @@ class Step:
 
     def _share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
         """Check and add up one micro-batch, and return ``m * S / N``."""
-        where = f"of micro-batch {self._index}"
-        name = f"loss {where}"
+        where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
             raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
@@ -327,10 +317,7 @@ class Step:
         return self._terms.number == sum(window.num_micro_batches) if counts is None else counts[self._index] == 1
 
     def _note(self, mistake: Exception, *, keeps_step: bool) -> None:
-        """Keep ``mistake`` for the closing header; raise it at once where no header follows, or where ranks would hang.
-
-        ``keeps_step`` says that this rank runs its backward all the same, so that nobody waits for it.
-        """
+        """Keep ``mistake`` for the closing header; raise it where none follows, or ranks hang without a backward."""
         hangs = self._window.is_lockstep and not self._is_last and not keeps_step
         if self._window.ranks is None or self._is_closed or hangs:
             if not self._is_closed:
@@ -374,13 +361,6 @@ class Step:
         self._switched.close()  # now: the generator does not end while the caller keeps it
 
 
-# Between the sum of num_items and the count: integers agree exactly, weights up to the rounding of their float32 sums.
-_ROUNDING = 1e-5
-
-
-SUM_UP = 'Sum it up, as with reduction="sum"'
-
-
 def over_ranks(name: str) -> str:
     """Return the message for a loss that has the rows of all ranks already; the ranks would count them again."""
     fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
@@ -405,9 +385,8 @@ def _has_graph(loss: object) -> bool:
 def _zero_loss(loss: Tensor) -> Tensor:
     """Return 0, connected to the graph of ``loss``, with exactly zero gradients for all that it reaches.
 
-    Equal to ``loss * 0`` where everything is finite. A mean over no rows is 0 / 0, and its backward turns even a
-    gradient of 0 into NaN. The backward must run all the same, for the collectives of the wrapper in it. So hooks
-    replace what each node of the graph returns by zeros.
+    Not ``loss * 0``: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. Yet it must
+    run, for the collectives of the wrapper in it. So hooks replace what each node of the graph returns by zeros.
     """
     seen: set[Node] = set()
     pending = [loss.grad_fn]

@@ -233,10 +233,7 @@ class DeferredMean:
             missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
             if missing:
                 what = "every trainable parameter inside a wrapper, or in a pair of sync_groups"
-                fix = (
-                    "Pass (parameters, group), with the group of the ranks that have copies, or None if no rank has "
-                    "one."
-                )
+                fix = "Pass (parameters, group), with the group of the ranks that have copies, or None if none has."
                 raise ValueError(expected("model", what, Words(f"{shorten(missing)} in neither"), fix))
             facts = {"calls of backward": sums.num_calls, "sync_groups": len(entries)}
             return Offer((own, entries, set(sync.unmanaged)), facts)
