@@ -18,6 +18,7 @@ from blindfold import Blindfold
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
+from torch.utils.data import Subset
 from verbs import run_window
 from workers import error_of
 
@@ -235,20 +236,10 @@ def test_no_micro_batch_but_the_last_is_waited_for(
         float(step.mean_loss())
 
 
-class Indexed:
-    """A sequence by the old protocol, such as a map-style data set."""
-
-    def __init__(self, items: list[int]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> int:
-        return self.items[index]
+two_of = partial(Subset, indices=[0, 1])  # a sequence by the old protocol, such as a map-style data set
 
 
-@pytest.mark.parametrize("kind", [list, tuple, deque, Indexed, lambda items: dict.fromkeys(items).keys()])
+@pytest.mark.parametrize("kind", [list, tuple, deque, two_of, lambda items: dict.fromkeys(items).keys()])
 def test_every_sequence_is_a_window(kind: Callable[[list[int]], Any]) -> None:
     assert list_micro_batches(kind([3, 4])) == [3, 4]
 
