@@ -31,27 +31,20 @@ EPOCHS = 2
 
 def make_model(kind: str) -> nn.Module:
     """Return a causal model, or a BERT with one score; without dropout, which draws other masks for other batches."""
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    import transformers as hf
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if kind == "llama":
-            return LlamaForCausalLM(LlamaConfig(vocab_size=11, max_position_embeddings=8, **sizes))
+            return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=11, max_position_embeddings=8, **sizes))
         if kind == "bert":
             dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-            return BertForSequenceClassification(BertConfig(vocab_size=11, num_labels=1, **sizes, **dropout))
+            return hf.BertForSequenceClassification(hf.BertConfig(vocab_size=11, num_labels=1, **sizes, **dropout))
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         ends = {"bos_token_id": 0, "eos_token_id": 0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=11, **sizes, **dropout, **ends))
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=11, **sizes, **dropout, **ends))
 
 
 def make_arguments(folder: str, **options: Any) -> Any:
