@@ -82,19 +82,12 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
     return call
 
 
-_are_func_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_outside_func_transforms = getattr(torch._C, "_DisableFuncTorch", nullcontext)
-
-
-def func_transforms_are_active() -> bool:
-    """Return True inside ``torch.func.grad``, ``torch.vmap`` and the other transforms of ``torch.func``."""
-    return bool(_are_func_transforms_active())
-
-
-def outside_func_transforms() -> AbstractContextManager[object]:
-    """Return a context in which the transforms of ``torch.func`` around it leave tensors alone."""
-    context: AbstractContextManager[object] = _outside_func_transforms()
-    return context
+# Whether this is inside ``torch.func.grad``, ``torch.vmap`` or another transform of ``torch.func``; and a context in
+# which those around it leave tensors alone.
+func_transforms_are_active: Callable[[], bool]
+func_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+outside_func_transforms: Callable[[], AbstractContextManager[object]]
+outside_func_transforms = getattr(torch._C, "_DisableFuncTorch", nullcontext)
 
 
 def has_tangent(*values: object) -> bool:
@@ -247,11 +240,6 @@ class FsdpGroup:
     def _held(self) -> list[Any]:
         """Return what torch keeps for each parameter of the model in this group."""
         return [held for held in self.state.fsdp_params if any(id(form) in self._ids for form in _forms(held))]
-
-    @property
-    def is_unreduced(self) -> bool:
-        """Whether a backward without reduction has left gradients of the model that no ``grad`` shows."""
-        return any(map(_is_unreduced, self._held()))
 
     def discard(self) -> None:
         """Drop every gradient of these parameters, and the unsharded ones that a backward without reduction leaves."""

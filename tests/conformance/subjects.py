@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
-from fullrank.distributed.torch_private import fsdp_groups
-from fullrank.gradients.wrappers import find_sync
+from fullrank.distributed.torch_private import count_unreduced, fsdp_groups
 
 # float64: rounding of sums in another order. float32: the model's own products, added up over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
@@ -142,8 +141,8 @@ def reduced(model: nn.Module) -> Tensor:
 
 def has_gradients(model: nn.Module) -> bool:
     """Return whether any parameter has a gradient, or FSDP2 holds one back."""
-    is_held_back = any(group.is_unreduced for group in find_sync(model).fsdp)
-    return is_held_back or any(parameter.grad is not None for parameter in model.parameters())
+    parameters = list(model.parameters())
+    return count_unreduced(parameters) > 0 or any(parameter.grad is not None for parameter in parameters)
 
 
 def switches(model: nn.Module) -> list[Any]:
