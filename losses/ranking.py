@@ -122,13 +122,10 @@ class RankingLoss(QueuedLoss):
 
         Args:
             logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
-            return_per_class: also return the loss of each class and which classes are valid.
+            return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also that of each class, if valid.
             indexes: (N,) integers, the query of each row, on whichever rank; for :class:`SmoothAPLoss` alone, with
                 ``num_classes=1`` and no ``max_pool_size``, on every rank or on none. ``reduction`` and
                 ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No queue is used.
-
-        Returns:
-            The loss, or ``LossWithClasses(loss, per_class, valid)`` with ``return_per_class``.
         """
         given = Given(logits, targets, iid_mask, sample_weight, indexes)
         agreed = self._agree(given)
@@ -166,15 +163,13 @@ class RankingLoss(QueuedLoss):
     def _shared_temperature(self, pool: Pool, shared: PoolFacts) -> float | None:
         """Return the temperature for the parts of a sharded pool; None if that takes a look at all of its rows."""
         assert self.spread_multiple is not None
-        temperature = agreed_temperature(pool, shared, self.temperature, self.spread_multiple)
-        self._last_temperature = temperature
-        return temperature
+        self._last_temperature = agreed_temperature(pool, shared, self.temperature, self.spread_multiple)
+        return self._last_temperature
 
     def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
-        """Return the loss of each class over the parts of a pool that the ranks hold, the same on every rank.
+        """Return the loss of each class from the parts of a pool, equal on all ranks; None for rows to be gathered.
 
-        None asks for the rows to be gathered, for ``compute_per_class``; that is what a subclass without a form of
-        its own does. The choice depends on what is equal on all ranks, such as ``shared``, alone.
+        The choice depends on what is equal on all ranks, such as ``shared``, alone.
         """
         return None
 
@@ -195,11 +190,7 @@ class RankingLoss(QueuedLoss):
         return agree_on(call, group, bring)
 
     def _pool(self, given: Given, agreed: Agreement[None] | None, needs_rows: bool = False) -> PooledRows:
-        """Return what the call ranks: the live rows, of all ranks unless the pool is sharded, and the queued rows.
-
-        With ``indexes`` the pool is the live rows alone, and it is not sharded. ``needs_rows`` gathers sharded rows in
-        any case.
-        """
+        """Return what the call ranks: live rows, of all ranks unless sharded without ``needs_rows``, and the queue."""
         group = self._resolve_group()
         if group is None:
             live = self._check(given, group)
