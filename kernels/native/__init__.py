@@ -2,7 +2,7 @@
 
 ``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
-compare :data:`KERNELS`. They do not depend on the number of threads.
+compare :data:`KERNELS`. They depend neither on the number of threads nor on the vector instructions of the processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 # From which parts are worth a thread: those of torch keep their cores busy for milliseconds after an operation.
 _MANY_ROWS = 4_000_000
-
 _ABI = 6  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

@@ -17,9 +17,7 @@
 //   returns the number of valid classes, or 0 for what is left to others: other targets, scores that are not finite or
 //   whose spread is not usual, too many pairs
 //
-// moments, evaluate: see bins.inc and kernels/bins.py.
-//
-// A call is one thread.
+// moments, evaluate: see bins.inc and kernels/bins.py. A call is one thread.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
