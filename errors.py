@@ -189,14 +189,16 @@ def first_order_only(backward: Backward) -> Backward:
 
     The returned gradients depend on the saved tensors that require a gradient. If these are inputs, or are connected to
     them, a derivative with respect to any of the inputs reaches the error. Otherwise one that asks for the inputs alone
-    finds no path to them. ``ctx.call`` is the head of the message, if there is one.
+    finds no path to them. ``ctx.witness`` is such an input where none is saved, because it may change in place.
+    ``ctx.call`` is the head of the message, if there is one.
     """
 
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():  # in a backward, gradients are enabled only with create_graph=True
             return backward(ctx, *grads)
-        connected = [saved for saved in ctx.saved_tensors if saved is not None and saved.requires_grad]
+        saved = *ctx.saved_tensors, getattr(ctx, "witness", None)
+        connected = [one for one in saved if one is not None and one.requires_grad]
         with torch.no_grad():
             found = backward(ctx, *grads)
         witnesses = connected or [torch.zeros((), requires_grad=True)]

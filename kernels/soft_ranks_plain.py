@@ -103,7 +103,7 @@ def _product(matrix: Tensor, columns: Tensor) -> Tensor:
 
 def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
     """Return ``gradient`` (C, M), which a forward has saved, times the float64 numbers ``grad`` (C,), in its dtype."""
-    if grad.numel() == 1 and may_overwrite(gradient):
+    if grad.numel() == 1 and may_overwrite(gradient, grad):
         if grad.is_cpu and grad.item() == 1:  # as from loss.backward()
             return gradient
         return gradient.mul_(grad.reshape(()))  # new pages would take longer

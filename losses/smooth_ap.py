@@ -19,7 +19,7 @@ from ..kernels.registration import refuse_forward_mode
 from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.soft_ranks_plain import scaled
 from ..kernels.spread import MOST_SCORES
-from ..kernels.torch_private import func_transforms_are_active
+from ..kernels.torch_private import are_numbers_in_memory
 from ..queues.memory_queue import QueueRows
 from .arguments import completed
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
@@ -118,15 +118,15 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, loss: float, gradient: Tensor, count: int, k: int) -> Tensor:
-        ctx.save_for_backward(logits, gradient)
-        ctx.count, ctx.k = count, k
+        ctx.save_for_backward(gradient)
+        ctx.witness, ctx.count, ctx.k = logits, count, k
         return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # As in a mean of float64 numbers, and in the backward of a gather.
-        gradient = scaled(ctx.saved_tensors[1], grad if ctx.count == 1 else grad.double() / ctx.count)
+        gradient = scaled(ctx.saved_tensors[0], grad if ctx.count == 1 else grad.double() / ctx.count)
         return times(gradient, ctx.k), None, None, None, None
 
     jvp = staticmethod(refuse_forward_mode)
@@ -137,6 +137,7 @@ def _of_small_pool(
     targets: Tensor,
     queued: QueueRows | None,
     temperature: float | None,
+    multiple: float,
     ignore_index: int,
     num_classes: int,
     is_mean: bool,
@@ -147,8 +148,9 @@ def _of_small_pool(
     None for all but an ordinary call: finite scores in contiguous memory of the host, int64 indices of the classes, and
     pairs that take less time than bins.
     """
-    is_plain = type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and targets.is_cpu
-    if not is_plain or torch.compiler.is_compiling() or func_transforms_are_active() or not native.is_usable(logits):
+    if not (type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and native.is_usable(logits)):
+        return None
+    if not are_numbers_in_memory(logits, targets):
         return None
     count = targets.shape[0] if targets.ndim == 1 else 0
     shaped = logits.shape == (count, num_classes) or (num_classes == 1 and logits.shape == (count,))
@@ -163,7 +165,7 @@ def _of_small_pool(
     if targets.shape[0] > MOST_SCORES:
         return None
     most = costs_of(logits.device).most_native_pairs(num_classes, scores.numel())
-    found = native.smooth_ap_step(scores, targets, ignore_index, temperature, SPREAD_MULTIPLE, with_grad, most)
+    found = native.smooth_ap_step(scores, targets, ignore_index, temperature, multiple, with_grad, most)
     if found is None:
         return None
     losses, num_valid, gradient, width = found
@@ -205,7 +207,8 @@ class SmoothAPLoss(RankingLoss):
         keeps = self.queue_keep != "all" or self.max_pool_size is not None or self.pool_counts is not None
         is_ordinary, is_mean = not (self.multi_hot or self.reduction == "none"), self.reduction == "mean"
         is_watched = self.validate_args and self.training
-        if has_more or keeps or not is_ordinary or (is_watched and self._hints.looks_at_rows):
+        is_own = type(self).compute_per_class is SmoothAPLoss.compute_per_class  # no subclass has another formula
+        if not is_own or has_more or keeps or not is_ordinary or (is_watched and self._hints.looks_at_rows):
             return None
         temperature = self.temperature
         if temperature is not None and not (type(temperature) is float and 0 < temperature < math.inf):
@@ -216,7 +219,7 @@ class SmoothAPLoss(RankingLoss):
         live = given[:2] if agreed is None or group is None else rows_after(type(self).__name__, group, agreed)
         logits = given.logits  # which may be no tensor
         with_grad = torch.is_grad_enabled() and getattr(logits, "requires_grad", False)
-        settings = temperature, self.ignore_index, self.num_classes, is_mean
+        settings = temperature, self.spread_multiple, self.ignore_index, self.num_classes, is_mean
         found = _of_small_pool(live[0], live[1], self._queued_rows(), *settings, with_grad)
         if found is None:
             return None

@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import runpy
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
+from loss_cases import normal
 from on_ranks import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import fullrank
 from fullrank.kernels import native
@@ -17,6 +21,7 @@ from fullrank.kernels.costs import TABLE
 from fullrank.kernels.sigmoid_sums import sigmoid_sums
 from fullrank.kernels.soft_ranks import smooth_ap_and_gradient
 from fullrank.kernels.spread import spread_of
+from fullrank.losses.pool import PerClass, Pool
 
 needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
 
@@ -157,6 +162,78 @@ def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int, nu
                 assert all(map(torch.equal, *([*loss.queue.rows()[:3], loss.queue.checksum] for loss in losses)))
                 assert losses[0].current_temperature == losses[1].current_temperature
             assert sum(one is not None for one in counted) >= 3  # not in calls 1, 2, 4 and 8, nor without rows
+
+
+def _tangent(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(loss(forward_ad.make_dual(x, torch.ones_like(x)), y)).tangent
+
+
+def _traced(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.jit.trace(lambda *rows: loss(*rows), (x, y), check_trace=False)(-x, y)
+
+
+def _of_fake_tensors(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return loss(x, y)
+
+
+def _batch_of_gradients(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    given = x.requires_grad_()
+    return torch.autograd.grad(loss(given, y), given, torch.tensor([1.0, 2.0]), is_grads_batched=True)[0]
+
+
+def _changed_in_place(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = x.clone().requires_grad_()
+    value = loss(logits, y)
+    logits.detach().sigmoid_()
+    value.backward()
+    return logits.grad
+
+
+WATCHED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "forward mode": _tangent,
+    "trace": _traced,
+    "fake tensors": _of_fake_tensors,
+    "several gradients": _batch_of_gradients,
+    "in place": _changed_in_place,
+    "negative bit": lambda loss, x, y: loss(torch._neg_view(x), y),
+    "zeros without memory": lambda loss, x, y: loss(torch._efficientzerotensor(x.shape), y),
+    "the largest numbers": lambda loss, x, y: loss(3.3e38 * x.sign() * (1 - x.abs() / 1e4), y),
+}
+
+
+@needs_extension
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_classes", [1, 3])
+@pytest.mark.parametrize("way", WATCHED)
+def test_the_step_is_left_to_torch_where_something_follows_it(way: str, num_classes: int) -> None:
+    """The value, the gradient or the error is that of the long way. Eval mode has no hints that look at the rows."""
+    found = []
+    for kind in (fullrank.SmoothAPLoss, TheLongWay):
+        x, targets = normal(40, num_classes).float(), torch.arange(40) % max(2, num_classes)
+        try:
+            found.append(WATCHED[way](kind(num_classes).eval(), x, targets))
+        except (RuntimeError, NotImplementedError) as error:
+            found.append(torch.tensor([*f"{type(error)}: {error}".encode()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_extension
+def test_a_subclass_with_another_formula_never_takes_the_step() -> None:
+    class Half(fullrank.SmoothAPLoss):
+        def compute_per_class(self, pool: Pool) -> PerClass:
+            return PerClass(super().compute_per_class(pool).values / 2, pool.positive.any(dim=1))
+
+    class Wide(fullrank.SmoothAPLoss):
+        spread_multiple = 0.3
+
+    x, targets = normal(40, 3).float(), torch.arange(40) % 3
+    half, wide, plain = (kind(3, gather_distributed=False) for kind in (Half, Wide, fullrank.SmoothAPLoss))
+    for _ in range(6):
+        torch.testing.assert_close(2 * half(x, targets), plain(x, targets))
+        wide(x, targets)
+        assert wide.current_temperature == pytest.approx(3 * plain.current_temperature)
 
 
 @needs_extension
