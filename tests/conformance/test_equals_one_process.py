@@ -107,7 +107,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize(
     ("world_size", "verb", "kind"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] == 4 else []) for case in COLLECTIVES],
+    [pytest.param(*case, marks=[] if case[2] == "ddp" else [pytest.mark.slow]) for case in COLLECTIVES],
 )
 @on_ranks(...)
 def test_number_of_collectives(rank: int, verb: str, kind: str) -> None:

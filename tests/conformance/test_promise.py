@@ -303,12 +303,16 @@ def test_sharded_pools_at_random(pool_of_four: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("what", "case"),
     [
-        ("table", STREAMED[0]),  # in the second step one rank has all rows
-        ("table", Case("smooth_ap", pool="sharded", form="moments")),
-        ("ranges", Case("smooth_ap", pool="sharded", form="moments")),
-        ("table", Case("recall", pool="sharded", form="sums")),
+        pytest.param("table", STREAMED[0], id="streamed"),  # in the second step one rank has all rows
+        *(
+            pytest.param(what, Case(loss, pool="sharded", form=form), id=f"{what}-{form}", marks=pytest.mark.slow)
+            for what, loss, form in (
+                ("table", "smooth_ap", "moments"),
+                ("ranges", "smooth_ap", "moments"),
+                ("table", "recall", "sums"),
+            )
+        ),
     ],
-    ids=["streamed", "sharded", "ranges", "thresholds"],
 )
 @on_ranks(2)
 def test_control_what_one_rank_knows_is_not_enough(rank: int, what: str, case: Case) -> None:
