@@ -325,6 +325,7 @@ def test_a_library_from_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert native._load() == {}
 
 
+@needs_extension
 @pytest.mark.parametrize(("value", "expected"), [("0", "torch"), ("1", fullrank.__config__["kernels"])])
 def test_it_can_be_left_out(value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is read at import."""
