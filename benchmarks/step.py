@@ -29,7 +29,7 @@ from torch import Tensor
 import fullrank
 
 SHARE = 0.1  # of positives, of one class; several classes are uniform
-SHORTEST_S, FEWEST = 0.002, 8  # CPU time and steps of a repetition: the first finds the caches of another competitor
+SHORTEST_S, FEWEST = 0.002, 8  # CPU time and steps of a turn
 MOST_PAIRS = 2**26  # for the naive lines
 WARM = 5  # steps over processes before the first that is measured
 
@@ -73,7 +73,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def least(steps: Mapping[str, Step], repeats: int) -> dict[str, float]:
-    """Return the least CPU time of each step in microseconds. The steps take turns; each first runs unmeasured."""
+    """Return the least CPU time of each step in microseconds.
+
+    The steps take turns. The first of a turn finds the caches of another competitor, and is not measured.
+    """
     numbers, found = {}, dict.fromkeys(steps, math.inf)
     for name, step in steps.items():
         step()
@@ -82,6 +85,7 @@ def least(steps: Mapping[str, Step], repeats: int) -> dict[str, float]:
         numbers[name] = max(FEWEST, int(SHORTEST_S / max(time.process_time() - start, 1e-6)))
     for _ in range(repeats):
         for name, step in steps.items():
+            step()
             start = time.process_time()
             for _ in range(numbers[name]):
                 step()
