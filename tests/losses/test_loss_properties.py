@@ -394,6 +394,8 @@ def test_draw_keeps_a_quota_of_every_class() -> None:
     codes[3, 0] = 1
     index = draw_rows(Batch(torch.zeros(400, 2), codes), TargetRule(2, multi_hot=True), 30, 0)
     assert codes[index].sum(dim=0).tolist() == [4, 3]
+    codes[4:, 0] = IGNORED  # a row that counts for the other class is drawn
+    assert len(draw_rows(Batch(torch.zeros(400, 2), codes), TargetRule(2, multi_hot=True), 30, 0)) == 30
 
 
 @over_losses
