@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import pickle
@@ -21,6 +22,7 @@ from torchmetrics.classification import BinaryAveragePrecision
 from torchmetrics.utilities.distributed import gather_all_tensors
 from workers import error_of
 
+import fullrank
 from fullrank.kernels.quantiles import INTERPOLATIONS
 from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
@@ -569,6 +571,16 @@ def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(rank, case):
             parts = zip(metrics, logits.split(cuts), targets.split(cuts))
             mean = torch.stack([_value(*part) for part in parts]).mean(dim=0)
             assert (mean - torch.tensor(value, dtype=torch.float64)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("metric", [RecallAtQuantile, PAUCAtBudget])
+def test_the_defaults_are_those_of_the_loss(metric):
+    given, of_loss = (
+        inspect.signature(one).parameters for one in (metric, getattr(fullrank, f"{metric.__name__}Loss"))
+    )
+    shared = [name for name in given if name in of_loss and name != "kwargs"]
+    assert len(shared) >= 5
+    assert [given[name].default for name in shared] == [of_loss[name].default for name in shared]
 
 
 @on_ranks(2)
