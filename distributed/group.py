@@ -49,34 +49,28 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
     """
     if not is_initialized():
         raise RuntimeError(expected(name, "an initialized process group", None, f"Please {_NO_GROUP}."))
-    if group is None:
-        resolved = dist.group.WORLD
-    elif isinstance(group, DeviceMesh):
-        resolved = flatten_mesh(group)
-    elif isinstance(group, ProcessGroup):
-        resolved = group
-    elif group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(_not_a_member(name))
-    else:
-        raise TypeError(expected(name, "a ProcessGroup, a DeviceMesh or None", group))
-    if _rank_in(resolved, name) < 0:
-        raise ValueError(_not_a_member(name))
+    _check_group(group, name)
+    resolved = flatten_mesh(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
     assert resolved is not None
+    _check_exists(resolved, name)
     return resolved
 
 
-def _rank_in(group: ProcessGroup | None, name: str) -> int:
-    """Return this rank's place in ``group``, -1 for a non-member; RuntimeError when the group has been destroyed."""
+def _check_group(group: object, name: str) -> None:
+    """Raise TypeError for what is no group, ValueError for a group or a mesh without this rank."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, DeviceMesh) and group.get_coordinate() is None):
+        fix = "Pass the group that this rank belongs to: new_group returns one on each of its members."
+        raise ValueError(expected(name, "a group with this rank in it", f"one without rank {dist.get_rank()}", fix))
+    if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
+        raise TypeError(expected(name, "a ProcessGroup, a DeviceMesh or None", group))
+
+
+def _check_exists(group: ProcessGroup, name: str) -> None:
     try:
-        return dist.get_rank(group)
+        dist.get_rank(group)
     except (ValueError, RuntimeError, TypeError) as error:
         fix = "It was destroyed: pass another one, or None for the default group."
         raise RuntimeError(expected(name, "a process group that exists", group, fix)) from error
-
-
-def _not_a_member(name: str) -> str:
-    fix = "Pass the group that this rank belongs to: new_group returns one on each of its members."
-    return expected(name, "a group with this rank in it", f"one without rank {dist.get_rank()}", fix)
 
 
 def group_ranks(group: ProcessGroup) -> list[int]:
@@ -184,10 +178,7 @@ class DataGroup:
     """
 
     def __init__(self, group: Group = None) -> None:
-        if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
-            if group is dist.GroupMember.NON_GROUP_MEMBER:
-                raise ValueError(_not_a_member("group"))
-            raise TypeError(expected("group", "a ProcessGroup, a DeviceMesh or None", group))
+        _check_group(group, "group")
         self.group = group
         self._world: ProcessGroup | None = None
         self._resolved: ProcessGroup | None = None
@@ -213,7 +204,7 @@ class DataGroup:
             self._world = world
         assert self._resolved is not None
         if self._resolved is not world:  # which exists
-            _rank_in(self._resolved, "group")
+            _check_exists(self._resolved, "group")
         return self._resolved if self._resolved.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:

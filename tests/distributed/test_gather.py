@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import NUM_FEATURES, Model, error, gradient
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from workers import error_of, process_context
 
@@ -222,12 +224,13 @@ def test_groups_and_meshes(rank: int, form: str) -> None:
 
 @on_ranks(2)
 def test_a_rank_outside_the_group_raises(rank: int) -> None:
-    group = dist.new_group([0])
-    if rank == 0:
-        assert fullrank.all_gather_no_grad(torch.ones(2), group=group).shape == (2,)
-    else:
-        text = error_of(lambda: fullrank.all_gather_no_grad(torch.ones(2), group=group))[1]
-        assert text.startswith("group: expected a group with this rank in it, got 'one without rank 1'."), text
+    for group in (dist.new_group([0]), DeviceMesh("cpu", [0])):
+        if rank == 0:
+            assert fullrank.all_gather_no_grad(torch.ones(2), group=group).shape == (2,)
+        else:
+            for call in (partial(fullrank.all_gather_no_grad, torch.ones(2)), fullrank.SmoothAPLoss):
+                text = error_of(partial(call, group=group))[1]
+                assert text.startswith("group: expected a group with this rank in it, got 'one without rank 1'."), text
 
 
 @on_ranks(2)
