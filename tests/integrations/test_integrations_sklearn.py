@@ -1,8 +1,10 @@
 """The classifier of scikit-learn: its interface, what it optimises, and that it is one of the candidates it chooses."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from scipy import sparse
+from scipy import optimize, sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, brier_score_loss
 from sklearn.model_selection import GridSearchCV
@@ -10,6 +12,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
+from fullrank.integrations import sklearn
 from fullrank.integrations.sklearn import AveragePrecisionClassifier
 
 Rows = tuple[np.ndarray, np.ndarray]
@@ -44,6 +47,15 @@ def test_average_precision_rises_above_that_of_the_regression(rows: Rows) -> Non
     assert after > before + 0.02
     regression = LogisticRegression(class_weight="balanced").fit(features[:3000], classes[:3000])
     assert after > average_precision_score(positive, regression.decision_function(test)) + 0.02
+
+
+def test_it_optimises_with_the_slope_of_its_objective(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(objective: Callable[[np.ndarray], tuple[float, np.ndarray]], start: np.ndarray, **_: object) -> None:
+        slope = optimize.approx_fprime(start, lambda weights: objective(weights)[0], 1e-6)
+        np.testing.assert_allclose(objective(start)[1], slope, rtol=1e-3, atol=1e-6)
+
+    monkeypatch.setattr(sklearn, "minimize", check)
+    AveragePrecisionClassifier(Cs=(1e-3,), random_state=0).fit(rows[0][:500], rows[1][:500])
 
 
 def test_sparse_rows_give_the_same_model(rows: Rows) -> None:

@@ -127,6 +127,9 @@ def test_an_infinite_threshold_carries_nothing() -> None:
     assert not bool(gradient[:2].any())
     assert bool((gradient[2:].sign().long() == 1 - 2 * targets[2:, None]).all())
     assert float(imbalance(gradient)) <= 1e-12
+    live = normal(20, 1).t().requires_grad_()
+    level = carry_gradient(Levels(torch.full((1, 1), math.inf), None), live, None, torch.ones(1), levels_are_rows=True)
+    assert not bool(torch.autograd.grad(level.sum(), live)[0].any())
 
 
 def test_a_threshold_near_the_ends_of_float32() -> None:

@@ -478,6 +478,7 @@ def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
         targets[7] = -100  # a row that takes part in nothing
     by_class = []
     for multi, single in zip(make_metrics(multi_hot=True), make_metrics()):
+        assert all(part.shape == (0, NUM_CLASSES) for part in multi.rows())
         half = len(logits) // 2
         for part in (slice(half), slice(half, None)):
             multi.update(logits[part], targets[part].to(dtype))
