@@ -133,6 +133,7 @@ def test_ranks_that_differ_raise_when_an_epoch_starts(rank: int, mistake: str, f
 
 
 def test_the_length_of_an_epoch_does_not_change_while_it_is_counted() -> None:
+    assert len(BalancedBatchSampler(make_targets(), 200, 2)) == 1  # a batch larger than the data
     sampler = BalancedBatchSampler(make_targets(), 10, 2)
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from copy import deepcopy
@@ -426,6 +427,11 @@ def test_the_callback_does_nothing_in_other_events() -> None:
     assert callback.on_some_event_of_a_later_version(None, None, None) is None
     with pytest.raises(AttributeError, match="no attribute 'loss_of'"):
         callback.loss_of  # noqa: B018
+
+
+def test_outputs_may_be_a_tuple() -> None:
+    value = causal_lm_loss_func((torch.zeros(1, 3, 4), None), torch.tensor([[0, 2, -100]]))
+    assert value.item() == pytest.approx(math.log(4))
 
 
 def test_without_labels_the_error_says_what_is_missing() -> None:

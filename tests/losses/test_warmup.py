@@ -163,6 +163,9 @@ def test_resuming_continues_as_if_never_stopped(saved_at: int, temperatures: dic
     second.load_state_dict(first.state_dict())
     assert (second.in_warmup, second.main_weight) == (first.in_warmup, first.main_weight)
     assert list(course(second, range(saved_at, 12))) == straight[saved_at:]
+    third = build()
+    third.set_extra_state(wrapper_of(main_loss=Recorder(), warmup_steps=4).get_extra_state())  # without a temperature
+    assert third.main_loss.temperature is None
 
 
 # --- what reaches the two losses -------------------------------------------------------------------------------------
