@@ -47,38 +47,6 @@ def test_it_is_as_strict_as_a_device() -> None:
         assert copied.tolist() == [5, 5, 2, 3, 4, 5]
 
 
-COSTS = {  # waits and launches of one line
-    "a view": (lambda x: x.view(2, 3)[1:].t().detach(), 0, 0),
-    "arithmetic": (lambda x: (x + 1).mul_(2), 0, 2),
-    "a value": (lambda x: float(x[0]), 1, 0),
-    "a branch": (lambda x: bool((x > 0).any()), 1, 2),
-    "a list": (lambda x: x.tolist(), 1, 1),
-    "nonzero": (lambda x: x.nonzero(), 1, 4),
-    "nonzero of known size": (lambda x: torch.nonzero_static(x, size=5), 0, 4),
-    "bool index": (lambda x: x[x > 2], 1, 6),
-    "bool write": (lambda x: x.masked_fill_(x > 2, 0), 0, 2),
-    "index": (lambda x: x[x.long()], 0, 2),
-    "index of the host": (lambda x: x[torch.tensor([1])], 1, 2),
-    "unique": (lambda x: x.unique(), 2, 8),
-    "constants": (lambda x: torch.tensor([1.0, 2.0], device=x.device), 1, 1),
-    "filled": (lambda x: torch.full((2,), 3.0, device=x.device), 0, 1),
-    "free copy": (lambda x: ROWS.to(x.device, non_blocking=True), 0, 1),
-    "copy back": (lambda x: x.to("cpu", non_blocking=True), 1, 1),
-    "repeats": (lambda x: torch.repeat_interleave(x, x.long()), 1, 5),
-    "known repeats": (lambda x: torch.repeat_interleave(x, x.long(), output_size=15), 0, 5),
-    "a sum of 10 numbers": (lambda x: sum(x[:1] for _ in range(10)), 0, 10),
-    "backward": (lambda x: (x.requires_grad_() * 2).sum().backward(), 0, 4),
-}
-
-
-@pytest.mark.parametrize("name", COSTS)
-def test_counts(name: str) -> None:
-    line, waits, launches = COSTS[name]
-    with count() as counts:
-        line(ROWS.to(DEVICE, non_blocking=True))
-    assert (counts.waits, counts.launches) == (waits, launches + 1), counts.report()  # 1: the rows themselves
-
-
 # The losses
 
 

@@ -642,16 +642,8 @@ def test_what_a_subclass_passes_on_is_all_that_the_base_takes() -> None:
     assert PoolOptions.__annotations__.keys() == {p.name for p in pooled if p.kind is p.KEYWORD_ONLY}
 
 
-def test_repr_shows_the_settings() -> None:
-    """Which processes compare."""
-    shown = {
-        "alpha=0.1": losses.PAUCAtBudgetLoss(2, alpha=0.1, beta=0.2, surrogate="pairwise"),
-        "quantile=0.3": losses.RecallAtQuantileLoss(2, quantile=0.3),
-        "gamma=1.5": SigmoidFocalLoss(gamma=1.5),
-        "warmup_steps=3": LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_steps=3),
-        "temperature=0.2": RetrievalSmoothAPLoss(0.2),
-        "temperature=None\n": SmoothAPLoss(1),
-        "weight=[0.5, 2.0]": CrossEntropyLoss(torch.tensor([0.5, 2.0])),
-        "weights={'ap': 0.25}": CombinedLoss({"ap": SmoothAPLoss(1)}, {"ap": 0.25}),
-    }
-    assert [text for text, loss in shown.items() if text not in repr([loss])] == []
+def test_repr_shows_the_schedule_and_the_temperature() -> None:
+    """Other settings are compared by the processes: tests/distributed/test_drift.py."""
+    assert "warmup_steps=3" in repr(LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_steps=3))
+    assert "temperature=0.2" in repr(SmoothAPLoss(1, temperature=0.2))
+    assert "temperature=None\n" in repr(SmoothAPLoss(1))
