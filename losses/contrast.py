@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..distributed.exchange import Exchange, check_rows
 from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
-from ..distributed.torch_private import func_transforms_are_active, note_kind
+from ..distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
 from ..errors import Words, expected
 from ..kernels.costs import costs_of
 from .arguments import completed
@@ -138,9 +138,9 @@ class ContrastiveLoss(HoldsQueue):
         self._check_not_gathered(group, **{name: rows})
         checked_rows(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
-        if func_transforms_are_active():
+        if func_transforms_are_active() or has_tangent(rows):
             fix = "The loss of one call has a first derivative alone."
-            what, found = "backward() or torch.autograd.grad", Words("a transform of torch.func")
+            what, found = "backward() or torch.autograd.grad", Words("a transform of torch.func or forward mode")
             raise RuntimeError(expected("differentiation", what, found, fix))
         return rows
 

@@ -117,6 +117,15 @@ def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
             transformed(torch.stack([x] * 3))
 
 
+@pytest.mark.parametrize("loss", [losses.SupConLoss(), losses.InfoNCELoss()])
+def test_the_contrastive_losses_refuse_transforms_in_one_process_too(loss: nn.Module) -> None:
+    x, other = normal(8, 4), CLASSES[:8] if isinstance(loss, losses.SupConLoss) else normal(8, 4) + 1
+    with pytest.raises(RuntimeError, match=r"expected backward\(\) or torch\.autograd\.grad, got a transform"):
+        torch.func.grad(lambda x: loss(x, other))(x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="got a transform"):
+        loss(forward_ad.make_dual(x, torch.ones_like(x)), other)
+
+
 @over_summed
 def test_forward_mode_and_vmap_of_the_summed_losses(name: str) -> None:
     function, x = FUNCTIONS[name], normal(60, 3)
