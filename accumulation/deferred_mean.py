@@ -108,8 +108,8 @@ class DeferredMean:
         self._is_replaced = False  # by a newer object for the same parameters
         self._read_wrappers(find_sync(model))
         self._ranks = find_ranks(self._sync, group)
-        self._trainable = _trainable(model)
-        older = [one for one in _ALIVE if self._trainable & (one._trainable | _trainable(one._model))]
+        trainable = _trainable(model)
+        older = [one for one in _ALIVE if trainable & _trainable(one._model)]
         num_open = max((one._sums.num_calls for one in older), default=0)
         if num_open:
             found = Words(f"one with {num_open} calls of backward that are not finished")

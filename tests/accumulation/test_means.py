@@ -88,16 +88,22 @@ def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
     targets = (rows[:, :1] > 0).float()
     total, mean = (fullrank.BCEWithLogitsLoss(reduction=name) for name in ("sum", "mean"))
     both = fullrank.CombinedLoss({"bce": mean, "ap": fullrank.SmoothAPLoss()})
+    retrieval = fullrank.RetrievalSmoothAPLoss()
+
+    def ranked(rows: Tensor, targets: Tensor) -> Tensor:
+        return retrieval(rows, targets[:, 0].long())
+
     text = (
         "expected the sum over this rank's terms, got a loss over the rows of all ranks. Set gather_distributed=False"
     )
-    for loss, num_items in ((total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None)):
+    refused = (total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None), (ranked, None)
+    for loss, num_items in refused:
 
-        def window(loss: nn.Module = loss, num_items: int | None = num_items) -> None:
+        def window(loss: Callable[[Tensor, Tensor], Tensor] = loss, num_items: int | None = num_items) -> None:
             for step, batch in accumulate(model, [rows], len):
                 step.backward(2 * loss(model(batch), targets), num_items=num_items)
 
-        def call(loss: nn.Module = loss) -> None:
+        def call(loss: Callable[[Tensor, Tensor], Tensor] = loss) -> None:
             fullrank.DeferredMean(model).backward(loss(model(rows), targets) * len(rows), len(rows))
 
         for verb in (window, call, window, call):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from scripts import imported, run_script
 from sklearn.metrics import roc_auc_score
 
@@ -174,6 +175,59 @@ def test_the_bootstrap_over_sets() -> None:
     above = module("intervals").OverSets.of([0.1, 0.2, 0.3, 0.1, 0.2, 0.4])
     assert above.low > 0
     assert above.p == pytest.approx(2 / 2**6)  # Wilcoxon's exact p of six differences above 0
+
+
+def test_validation_chooses_rate_and_checkpoint_for_each_split() -> None:
+    real = module("real")
+    #           rate 0: splits, steps       rate 1
+    validation = [[[0.1, 0.3], [0.1, 0.2]], [[0.2, 0.1], [0.9, 0.1]]]
+    test = [[[0.11, 0.31], [0.11, 0.21]], [[0.5, 0.5], [0.41, 0.5]]]
+    found = {"a": {"one": np.array([validation, test]), "other": np.array([validation, test]) - 0.05}}
+    assert real.chosen(found, "a", ("one",)) == pytest.approx((0.31 + 0.41) / 2)
+    assert real.chosen(found, "a", ("one",), 1) == pytest.approx((0.5 + 0.41) / 2)  # within the first checkpoint
+    assert real.chosen(found, "a", ("other", "one")) == pytest.approx((0.31 + 0.41) / 2)  # the best of two methods
+    found["a"]["cross-entropy"] = found["a"]["one"]
+    # Rate 0: checkpoints at 0.31 and 0.21, mean 0.26, of which 97 % lie between 0.11 at 50 steps and 0.26 at 100.
+    expected = 50 * 2 ** ((0.97 * 0.26 - 0.11) / 0.15)
+    assert real.steps_to(found, "a", "one", 0, (50, 100)) == pytest.approx(expected)
+    assert real.steps_to(found, "a", "other", 0, (50, 100)) == 200  # never
+
+
+def test_networks_side_by_side_train_as_each_does_alone() -> None:
+    """The loss of one network is not touched by those of the others."""
+    runs = module("real_runs")
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(40, 3, generator=generator) * torch.tensor([1, 5, 9]), torch.zeros(40, 3).long()
+    targets[:9] = 1
+    for method in ("weighted cross-entropy + SmoothAP", "hard-negative 0.2", "pAUC", "SmoothAP, queue"):
+        together = runs.build(method, 0.1, 3)(logits, targets)
+        alone = [runs.build(method, 0.1, 1)(logits[:, i : i + 1], targets[:, i : i + 1]) for i in range(3)]
+        torch.testing.assert_close(together, sum(alone), rtol=1e-5, atol=1e-6)
+    networks = runs.Networks(4, (0, 1), (0.1, 0.2))
+    features = torch.randn(2, 5, 4, generator=generator)
+    for seed, own in enumerate(features):  # the same weights as the plain network of that seed, at both rates
+        expected = runs.make_model(4, seed)(own)[:, 0]
+        torch.testing.assert_close(networks(features)[:, seed], expected.expand(2, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights() -> None:
+    build = module("real_runs").build
+    logits, targets = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([[1], [0], [0]])
+    two = torch.cat([torch.zeros_like(logits), logits], dim=1)
+    expected = F.cross_entropy(two, targets[:, 0], weight=torch.tensor([1 / 0.9, 1 / 0.1]))
+    torch.testing.assert_close(build("weighted cross-entropy", 0.1, 1)(logits, targets), expected)
+    both = build("weighted cross-entropy + SmoothAP", 0.1, 1)(logits, targets)
+    torch.testing.assert_close(both, build("SmoothAP", 0.1, 1)(logits, targets) + expected)
+    assert abs(build("cross-entropy", 0.1, 1)(logits, targets) - expected) > 0.1  # the control
+
+
+def test_a_weighed_average_precision_is_that_of_fewer_positives() -> None:
+    """Each negative stands for four: the same as rows in which it occurs four times."""
+    average_precision = module("real_runs").average_precision
+    scores, targets = torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([1, 0, 1, 0])
+    repeated = average_precision(torch.cat([scores, scores[targets == 0].repeat(3)]), torch.tensor([1, 0, 1, *[0] * 7]))
+    assert average_precision(scores, targets, share=0.2) == pytest.approx(repeated)  # 2 of 10
+    assert average_precision(scores, targets) > repeated + 0.1  # the control
 
 
 def test_splits_share_no_row_and_no_column_reveals_the_target() -> None:
