@@ -202,6 +202,8 @@ def test_float32_recall(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for chunk in (TABLE["cpu"].rows_at_once, 64):
             with monkeypatch.context() as patch:
                 patch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=chunk))
+                if chunk == 64:
+                    patch.setattr(threshold_gradient, "numpy_can_sum", lambda *_: False)
                 loss = RecallAtQuantileLoss(1, queue_size=queued, **given)
                 loss.queue.enqueue(past.logits.float(), past.targets)
                 _, gradient = step(loss, live.logits.float(), live.targets)
@@ -219,6 +221,7 @@ def test_shares_exist_where_every_slope_underflows(
     """The threshold is a queued row 1,000 temperatures above every live one, at which a queued positive has a slope."""
     if chunk:
         monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=chunk))
+        monkeypatch.setattr(threshold_gradient, "numpy_can_sum", lambda *_: False)
     scores = torch.cat([normal(2, 200), torch.full((2, 1), 1000.0).double()], dim=1).to(dtype).requires_grad_()
     rows = torch.arange(201)[None].expand(2, -1) < 200
     levels = Levels(torch.tensor([[1000.0], [0.0]], dtype=dtype), None)
