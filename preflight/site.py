@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# DDP imports it too, but once the group exists: as a default of its functions the group would then outlive its end, and
+# threads of gloo with it, which can abort the process when Python ends.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

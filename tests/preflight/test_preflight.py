@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,6 +119,26 @@ def test_on_one_process(tmp_path: Path) -> None:
     found = {name: outcome for name, outcome, _ in LINE.findall(done.stdout)}
     assert {name for name, outcome in found.items() if outcome == "skipped"} == NEED_RANKS
     assert set(found.values()) == {"passed", "skipped"}
+
+
+LEAVING = """
+import gc
+import weakref
+import torch.distributed as dist
+from torch.nn import Linear
+from fullrank.preflight.site import open_site
+
+with open_site("gloo", "cpu", 60) as site:
+    site.wrap(Linear(2, 1))
+    group = weakref.ref(dist.group.WORLD)
+gc.collect()
+print(group())
+"""
+
+
+def test_nothing_holds_the_group_after_its_end() -> None:
+    """In a Python of its own: what other tests have imported, and when, decides."""
+    assert subprocess.check_output([sys.executable, "-c", LEAVING], text=True) == "None\n"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
