@@ -66,6 +66,7 @@ def _check_group(group: object, name: str) -> None:
 
 
 def _check_exists(group: ProcessGroup, name: str) -> None:
+    """Raise RuntimeError for a group that was destroyed."""
     try:
         dist.get_rank(group)
     except (ValueError, RuntimeError, TypeError) as error:

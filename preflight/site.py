@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# DDP imports it too, but once the group exists: as a default of its functions the group would then outlive its end, and
-# threads of gloo with it, which can abort the process when Python ends.
+# Before the group exists. DDP imports it later, and its functions then keep the group as a default argument: threads of
+# gloo outlive the group, and can abort the process when Python exits.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
