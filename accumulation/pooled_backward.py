@@ -37,7 +37,7 @@ from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, reading_again
 from ..gradients.when_reduced import discard_gradients_
 from .replay_state import accelerators_in_use, buffers_kept, restore_rng, save_rng
-from .scores import Scores, StreamedScores
+from .scores import Scores
 from .window import Window, open_window
 
 T = TypeVar("T")
@@ -58,9 +58,6 @@ def pooled_backward(
     sync: str = "last",
     scaler: Any = None,
     check_replay: bool = True,
-    stream: bool = False,
-    targets: Callable[[Any], Tensor] | None = None,
-    sample_weight: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
     r"""Back-propagate one loss over the rows of all micro-batches of a window, and of all ranks.
 
@@ -73,30 +70,19 @@ def pooled_backward(
     The first pass scores every micro-batch without a graph, the loss is computed once from all scores, and the second
     pass repeats each forward under the same random state to carry the scores' gradients to the parameters.
 
-    With ``stream=True`` not even the scores are kept. ``loss`` is a :class:`~fullrank.SmoothAPLoss` without a queue,
-    and ``targets`` gives the targets of a micro-batch. The first pass adds the scores of each micro-batch to a table,
-    whose size is proportional to the number of classes times the range of the scores in units of the temperature. The
-    second pass reads their gradient from it.
-
     Args:
         model: see :func:`accumulate`; it holds every module that ``forward`` runs.
-        micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows. With
-            ``stream=True`` it may load each one when it is read, as a ``DataLoader`` does. It is read twice, under the
-            same state of torch's generators, and must give the same micro-batches, as many as its length says.
+        micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows.
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
         loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
             It may use parameters of ``model``, such as a learned temperature: their gradient is computed once, and the
             last backward carries it to the wrapper. It may depend on no other tensor that requires grad, which no
-            wrapper would reduce. With ``stream=True`` a :class:`~fullrank.SmoothAPLoss` with a number as temperature.
+            wrapper would reduce.
         group: the ranks that call this together, and that ``loss`` gathers over; see :func:`accumulate`.
         sync: see :func:`accumulate`.
         scaler: a ``torch.amp.GradScaler`` by which the loss is scaled for its gradient.
-        check_replay: compare the scores of both passes, and raise on every rank when they differ. With ``stream=True``
-            16 scores of each micro-batch and their mean are compared, and a checksum of its targets and weights.
-        stream: keep sums in place of the scores.
-        targets: with ``stream=True``, ``targets(batch) -> targets`` of a micro-batch, as the loss takes them.
-        sample_weight: with ``stream=True``, ``sample_weight(batch) -> weights``; None for equal weights.
+        check_replay: compare the scores of both passes, and raise on every rank when they differ.
 
     Returns:
         The loss, a detached scalar, not scaled.
@@ -145,38 +131,21 @@ def pooled_backward(
                 raise TypeError(expected(name, "a function", function))
         given = window, loss, accelerators_in_use(model)
         scored = Scores(*given)
-        if stream:
-            open_stream = getattr(loss, "open_stream", None)
-            if open_stream is None:
-                found = Words(f"a {type(loss).__name__}") if isinstance(loss, nn.Module) else loss
-                fix = "A function of all scores, quantiles and queries need them together: leave out stream."
-                raise ValueError(expected("loss", "a SmoothAPLoss with stream=True", found, fix))
-            if not callable(targets):
-                fix = "Such as targets=lambda batch: batch[1]; the loss is not called with the micro-batches."
-                raise TypeError(expected("targets", "a function of a micro-batch with stream=True", targets, fix))
-            if sample_weight is not None and not callable(sample_weight):
-                raise TypeError(expected("sample_weight", "a function of a micro-batch or None", sample_weight))
-            table = open_stream(sample_weight is not None)
-            scored = StreamedScores(*given, table=table, targets=targets, sample_weight=sample_weight)
-        elif not (targets is None and sample_weight is None):
-            fix = "It says which rows a streamed loss has; without stream the loss is called with all micro-batches."
-            name, value = ("sample_weight", sample_weight) if targets is None else ("targets", targets)
-            raise ValueError(expected(name, "None without stream=True", value, fix))
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(expected("scaler", "a torch.amp.GradScaler or None", scaler))
         if not torch.is_grad_enabled():
             mode = Words("torch.no_grad or torch.inference_mode")
             raise RuntimeError(expected(CALL, "gradients to be enabled", mode, "Call it outside of them."))
         facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
-        return Offer(scored, {**facts, "stream": stream})
+        return Offer(scored, facts)
 
     refuse_in_backward(CALL)
     call = CALL, model, micro_batches
-    window, scored, _ = open_window(*call, sync=sync, group=group, listed=not stream, bring=bring)
+    window, scored, _ = open_window(*call, sync=sync, group=group, bring=bring)
     with window.wrappers.restored(quiet=True):
         try:
             # 1. Score every micro-batch without a graph.
-            # 2. Compute the loss from all scores, or from the sums of the stream.
+            # 2. Compute the loss from all scores.
             value = _evaluate(window, forward, scored)
             # 3. Repeat each forward, and back-propagate the gradient of its scores.
             with reading_again():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import Words, expected
 from ..gradients.parameters import leaves_of
-from .replay_state import RngState, checksum_of, largest_difference, largest_score, restore_rng, save_rng
+from .replay_state import RngState, largest_difference, largest_score, restore_rng, save_rng
 from .window import Window
 
 NUM_SAMPLED = 16  # streamed scores of each micro-batch that are kept for the comparison with those of the second pass
@@ -125,106 +125,6 @@ class Scores:
     def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
         """Return the gradient of the scores of a micro-batch."""
         return self._slopes[index]
-
-
-class StreamedScores(Scores):
-    """Scores that are not kept: each micro-batch is added to a table, and its gradient is later read from it.
-
-    ``table`` is what the loss adds them up in, such as the ``StreamedTable`` of Smooth-AP. Of each micro-batch a few
-    numbers remain, by which a second pass with other scores is noticed.
-    """
-
-    def __init__(
-        self, *given: Any, table: Any, targets: Callable[..., Tensor], sample_weight: Callable[..., Tensor] | None
-    ) -> None:
-        super().__init__(*given)
-        self._table, self._targets, self._weights = table, targets, sample_weight
-        # One tensor: small ones that live on, each behind the buffers of a forward, would keep their memory in pieces.
-        self._digests = torch.empty(0)  # [micro-batches, NUM_SAMPLED + 1]
-        self._checksums = torch.empty(0, dtype=torch.int64)  # [micro-batches] of targets and weights
-        self._top = torch.zeros(())
-        self._forwarded: RngState | None = None  # the state before the last backward of the second pass
-
-    def first_pass(self) -> Iterator[Any]:
-        """Yield each micro-batch, or raise ValueError when there are not as many as its length says."""
-        count, number = 0, len(self._window.micro_batches)
-        for batch in self._window.micro_batches:
-            count += 1
-            if count > number:
-                break
-            yield batch
-        if count != number:
-            found = Words("more" if count > number else str(count))
-            what = f"{number} micro-batches, as many as its length says, in each of two passes"
-            fix = "It must be possible to read it twice, as a list or a DataLoader." if count == 0 else ""
-            raise ValueError(expected("micro_batches", what, found, fix))
-
-    def _rows_of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        return self._targets(batch), None if self._weights is None else self._weights(batch)
-
-    def _add(self, scores: Tensor, batch: Any) -> None:
-        rows = self._rows_of(batch)
-        self._table.add(scores, *rows)
-        digest, checksum, index = digest_of(scores), checksum_of(rows), len(self._forms)
-        if index == 0:
-            number = len(self._window.micro_batches)
-            self._digests, self._checksums = digest.new_empty(number, digest.numel()), checksum.new_empty(number)
-        self._digests[index], self._checksums[index] = digest, checksum
-        self._top = torch.maximum(self._top.to(scores.device), largest_score(scores))
-
-    def evaluate(self) -> Tensor:
-        """Return the loss; a collective."""
-        value: Tensor = self._table.finish().value
-        return value
-
-    def start(self, value: Tensor) -> None:
-        """Let :meth:`gradient` be that of ``value``."""
-        self._table.start(value)
-
-    def second_pass(self) -> Iterator[Any]:
-        """Yield each micro-batch under the random state of the first pass: every draw is made again, in its order."""
-        restore_rng(self.began)
-        for batch in self.first_pass():
-            yield batch
-            if self._forwarded is not None:
-                restore_rng(self._forwarded)  # whatever the backward has drawn
-
-    def largest(self) -> Tensor:
-        """Return the largest finite |score| of the first pass."""
-        return self._top
-
-    def difference(self, index: int, scores: Tensor) -> Tensor:
-        """Return how far the ``scores`` of a micro-batch are from those of the first pass, as far as is known."""
-        return largest_difference(self._digests[index], digest_of(scores))
-
-    def gradient(self, index: int, batch: Any, scores: Tensor) -> Tensor:
-        """Return the gradient of the scores of a micro-batch.
-
-        A mistake in its targets or weights is kept for :meth:`check`. The gradient is then 0: the backward that follows
-        may communicate, so this rank must still take part in it.
-        """
-        gradient = torch.zeros_like(scores)
-        if self._mistake is None:
-            try:
-                rows = self._rows_of(batch)
-                found = self._table.gradient(scores, *rows)
-                self.num_changed = self.num_changed + (checksum_of(rows) != self._checksums[index]).double()
-                gradient = found
-            except Exception as error:
-                self._mistake = error
-        self._forwarded = save_rng(self.devices)  # targets and weights may be drawn too
-        return gradient
-
-
-def digest_of(scores: Tensor) -> Tensor:
-    """Return (NUM_SAMPLED + 1,) the mean of the scores and some of them, evenly spaced from first to last; then 0."""
-    flat = scores.detach().reshape(-1).to(torch.promote_types(scores.dtype, torch.float32))
-    digest = flat.new_zeros(NUM_SAMPLED + 1)
-    if flat.numel():
-        count = min(NUM_SAMPLED, flat.numel())
-        places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-        digest[0], digest[1 : count + 1] = flat.mean(dtype=torch.float64), flat[places]
-    return digest
 
 
 def _parameters_around(loss: Callable[..., Any]) -> Iterator[tuple[str, nn.Parameter]]:

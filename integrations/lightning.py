@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
-from .monitor import Monitor, find_schedules, sharded_losses
+from .monitor import Monitor, find_schedules
 
 # The base class of callbacks of each distribution of Lightning that is installed. Each has a class of its own, and a
 # Trainer takes a single callback only if it is an instance of its own class.
@@ -35,32 +35,10 @@ class LossSchedule(_Callback):
     hook. ``global_step`` counts optimizer steps, so it is the same for all micro-batches of a window. With several
     optimizers it counts the steps of all of them.
 
-    With ``pool="sharded"`` a checkpoint gets the queue of all ranks, and loads on any number of them. Without this
-    callback it would have the rows of rank 0 alone, as it has with ``save_weights_only=True``.
-
     Example:
         >>> LossSchedule().state_key
         'LossSchedule'
     """
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let ``state_dict`` not warn of rows that :meth:`on_save_checkpoint` adds, unless weights are saved alone."""
-        weights_only = any(getattr(saver, "save_weights_only", False) for saver in trainer.checkpoint_callbacks)
-        for _, _, queue in sharded_losses(pl_module):
-            queue.is_gathered_later = not weights_only
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let ``state_dict`` warn again."""
-        for _, _, queue in sharded_losses(pl_module):
-            queue.is_gathered_later = False
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Replace this rank's part of a queue, which Lightning has taken before, by the whole queue; a collective."""
-        for name, loss, queue in sharded_losses(pl_module):
-            loss.gather_queue()
-            key = f"{name}.queue._extra_state"
-            if key in checkpoint["state_dict"]:
-                checkpoint["state_dict"][key] = queue.get_extra_state()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the epoch of every schedule."""

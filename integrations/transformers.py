@@ -14,7 +14,7 @@ from ..accumulation import pooled_backward
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import causal_lm_loss
-from .monitor import Monitor, find_schedules, sharded_losses
+from .monitor import Monitor, find_schedules
 
 
 def causal_lm_loss_func(
@@ -77,7 +77,7 @@ class LossState(_Callback):
         ValueError: when the file was saved at another step or by another run than the checkpoint.
 
     Distributed:
-        Rank 0 writes, every rank reads. No collective, except that a sharded queue is gathered before it is saved.
+        Rank 0 writes, every rank reads. No collective.
 
     Example:
         >>> from fullrank import SmoothAPLoss
@@ -93,8 +93,6 @@ class LossState(_Callback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state next to the weights that the Trainer has just written."""
-        for _, loss, _ in sharded_losses(self.loss):
-            loss.gather_queue()
         folder, self.save_to = self.save_to or self._checkpoint(args, state), None
         if not args.should_save:
             return

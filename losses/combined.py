@@ -58,10 +58,6 @@ class LossOfParts(nn.Module):
             if isinstance(module, DistributedLoss):
                 module._surrounding_facts[name] = fact
 
-    def gather_queue(self) -> None:
-        """Let the next ``state_dict`` hold the queues of all ranks; call it on every rank, see ``SmoothAPLoss``."""
-        self._call_each("gather_queue")
-
     def _call_each(self, name: str, *args: object) -> None:
         for part in self._members():
             if hasattr(part, name):

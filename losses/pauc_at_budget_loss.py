@@ -23,11 +23,9 @@ from .partial_area import (
     missed_area,
 )
 from .pauc_at_budget import pauc_at_budget
-from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool, Reduction
+from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, Reduction
 from .queued_loss import PoolOptions
 from .ranking import Given, RankingLoss
-from .sharded import PoolFacts
-from .sharded_threshold import trapezoid_of_part
 from .tensors import has_values
 
 
@@ -56,9 +54,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue. With ``pool="sharded"`` and ``"trapezoid"`` the header, three sums over
-        the ranks for float32 and six for float64, which find the knots, and one exchange of the sums at them. The other
-        surrogates gather the rows, and so do diagnostics; the queue stays sharded.
+        the same value and holds the same queue.
 
     Example:
         >>> import torch
@@ -202,14 +198,12 @@ class PAUCAtBudgetLoss(RankingLoss):
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
         given = Given(logits, targets, iid_mask, sample_weight)
-        pooled = self._pool(given, self._agree(given), needs_rows=return_diagnostics)
-        per_class, stats = pooled.per_class, None
-        if per_class is None:
-            found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
-            per_class, flat_class, stats, tilts = found
-            is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
-            self._tilts = tilts if is_number else None
-            self._warn_if_flat(flat_class)
+        pooled = self._pool(given, self._agree(given))
+        found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
+        per_class, flat_class, stats, tilts = found
+        is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
+        self._tilts = tilts if is_number else None
+        self._warn_if_flat(flat_class)
         loss = self._finish(pooled, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
@@ -218,13 +212,6 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
-
-    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
-        if self.surrogate != "trapezoid":
-            return None
-        per_class, flat_class = trapezoid_of_part(pool, shared, self._area, self.temperature)
-        self._warn_if_flat(flat_class)
-        return per_class
 
     def _warn_if_flat(self, flat_class: int | None) -> None:
         if self.validate_args and flat_class is not None:

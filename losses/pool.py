@@ -60,11 +60,11 @@ class PoolCounts:
         # Of each call: positives in the pool, a mean over the classes, and the share of classes without a loss.
         self.sums = torch.zeros(2, dtype=torch.float64)
 
-    def add(self, pool: Pool, per_class: PerClass, total: float) -> None:
-        """Add a call with ``total`` positives of all classes; inf counts those of ``pool``."""
+    def add(self, pool: Pool, per_class: PerClass) -> None:
+        """Add a call."""
         valid = per_class.valid.detach()
         missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
-        counts = pool.positive.sum(dtype=torch.float64) if total == math.inf else torch.full_like(missing, total)
+        counts = pool.positive.sum(dtype=torch.float64)
         self.calls += 1
         self.sums = self.sums.to(valid.device) + torch.stack([counts / pool.positive.shape[0], missing])
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
 from ..distributed.header import Checksum, State
-from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_count, check_int, expected, warn
+from ..errors import check_choice, check_count, check_int, warn
 from ..kernels import native
 from ..queues.memory_queue import SAME_QUEUE, Keep, MemoryQueue, QueueRows, check_saved_queues
-from ..queues.sharded_queue import ShardedQueue
 from .arguments import completed
 from .distributed_loss import CurrentTemperature, GroupOptions
 from .hints import Hints
 from .pool import REDUCTIONS, PoolCounts, Reduction, check_temperature, local_pool
 from .targets import TargetRule
-
-PoolForm = Literal["gathered", "sharded"]
-POOL_FORMS = ("gathered", "sharded")
 
 _FIXED = {bool, float, int, str, type(None), tuple, State}  # types of arguments and of state
 
@@ -34,7 +29,6 @@ class PoolOptions(GroupOptions, total=False):
     queue_keep: Keep
     queue_in_eval: bool
     multi_hot: bool
-    pool: PoolForm
 
 
 class HoldsQueue(CurrentTemperature):
@@ -47,7 +41,7 @@ class HoldsQueue(CurrentTemperature):
         num_features: D, for a queue that ``torch.distributed.checkpoint`` loads before the first call; else None.
     """
 
-    queue: MemoryQueue | ShardedQueue
+    queue: MemoryQueue
     queue_size: int
     update_queue_in_eval = queue_in_eval = False
 
@@ -98,9 +92,6 @@ class QueuedLoss(HoldsQueue):
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
             these with a pointwise loss: all scores may rise against constant ones.
         queue_in_eval: let queued rows belong to the pool in eval mode too. By default validation rows are ranked alone.
-        pool: ``"gathered"`` gives every rank the rows of all ranks and the whole queue. With ``"sharded"`` each rank
-            keeps its own rows and its own part of the queue, and sums travel instead where they are smaller than the
-            rows: the same loss and gradient, at a cost that falls with the number of ranks. Without ``max_pool_size``.
 
     Shape:
         logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
@@ -126,14 +117,9 @@ class QueuedLoss(HoldsQueue):
         queue_keep: Keep = "all",
         queue_in_eval: bool = False,
         multi_hot: bool = False,
-        pool: PoolForm = "gathered",
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
-        self._pool_form = check_choice("pool", pool, POOL_FORMS)
-        if pool == "sharded" and max_pool_size is not None:
-            fix = "No rank holds a sharded pool, so that none has too many rows, and a draw needs them all."
-            raise ValueError(expected("max_pool_size", "None with pool='sharded'", max_pool_size, fix))
         self.num_classes = check_count("num_classes", num_classes, 1)
         self.queue_size = check_count("queue_size", queue_size, 0)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -144,19 +130,12 @@ class QueuedLoss(HoldsQueue):
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
         self.multi_hot = multi_hot
-        queue = MemoryQueue if pool == "gathered" else ShardedQueue
-        self.queue = queue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
+        self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
         self._hints = Hints(type(self).__name__)
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
         self.register_load_state_dict_pre_hook(check_saved_queues)
-        self.register_load_state_dict_pre_hook(_check_own_rows)
-
-    @property
-    def _sharded_queue(self) -> ShardedQueue:
-        assert isinstance(self.queue, ShardedQueue)
-        return self.queue
 
     @property
     def _rule(self) -> TargetRule:
@@ -183,21 +162,6 @@ class QueuedLoss(HoldsQueue):
             self._warned.add(kind)
             warn(text)
 
-    @not_compiled
-    def gather_queue(self) -> None:
-        """With ``pool="sharded"``, let the next ``state_dict`` hold the queue of all ranks; call it on every rank.
-
-        That state loads on any number of ranks, and with ``pool="gathered"``. Without this call each rank saves its own
-        rows, which load on the same rank of the same number of ranks. ``state_dict`` itself never communicates. With
-        ``pool="gathered"`` every rank holds the whole queue, and there is nothing to do.
-
-        Raises:
-            RuntimeError: on every rank, when a rank makes another call or its queue is in another state.
-            ValueError: on every rank, when the queue of one was loaded from the rows of another rank.
-        """
-        if isinstance(self.queue, ShardedQueue):
-            self.queue.gather(self._resolve_group())
-
     def get_extra_state(self) -> dict[str, Any]:
         """Return what changes during training besides the queue: the temperature and the number of draws."""
         return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
@@ -208,22 +172,6 @@ class QueuedLoss(HoldsQueue):
         super().set_extra_state(state)
 
     @property
-    def pool(self) -> PoolForm:
-        """``"gathered"`` or ``"sharded"``, as constructed: the queue is of that kind."""
-        form: PoolForm = self._pool_form
-        return form
-
-    @property
     def _shown(self) -> tuple[str, ...]:
         names = ("num_classes", *self._own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
-        names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
-        return names if self.pool == "gathered" else (*names, "pool")
-
-
-def _check_own_rows(module: QueuedLoss, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Raise ValueError if ``state_dict`` has queued rows of another rank; a pre-hook of the load."""
-    state = state_dict.get(f"{prefix}queue._extra_state", {})
-    if "rank" in state and isinstance(module.queue, ShardedQueue):
-        group = module._resolve_group()
-        if group is not None:  # else the first call compares: the process group may come later
-            module.queue.check_place(state, group.rank(), group.size())
+        return (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..distributed.exchange import Exchange, check_rows
 from ..distributed.gather import gather_after
-from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import note_kind
 from ..errors import expected
@@ -30,8 +28,7 @@ from .pool import (
     reduce_values,
 )
 from .queued_loss import QueuedLoss
-from .sharded import PoolFacts, agreed_temperature, totals_of
-from .tensors import has_values, weight_unit
+from .tensors import has_values
 
 
 class Given(NamedTuple):
@@ -47,11 +44,9 @@ class Given(NamedTuple):
 class PooledRows(NamedTuple):
     """What a call ranks."""
 
-    pool: Pool  # of all ranks, or of this rank if ``per_class`` was found from the parts of a sharded pool
-    live: Batch  # the rows that enter the queue: of all ranks, or of this rank if the pool is sharded
-    facts: PoolFacts | None = None  # None if the pool is not sharded
-    per_class: PerClass | None = None
-    over_ranks: bool = True
+    pool: Pool
+    live: Batch  # the rows that enter the queue
+    over_ranks: bool
 
 
 @completed()
@@ -133,7 +128,7 @@ class RankingLoss(QueuedLoss):
         if at_once is not None:
             return at_once
         pooled = self._pool(given, agreed)
-        per_class = self.compute_per_class(pooled.pool) if pooled.per_class is None else pooled.per_class
+        per_class = self.compute_per_class(pooled.pool)
         loss = self._finish(pooled, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
@@ -160,26 +155,13 @@ class RankingLoss(QueuedLoss):
             self._last_temperature = temperature
         return scaled, temperature
 
-    def _shared_temperature(self, pool: Pool, shared: PoolFacts) -> float | None:
-        """Return the temperature for the parts of a sharded pool; None if that takes a look at all of its rows."""
-        assert self.spread_multiple is not None
-        self._last_temperature = agreed_temperature(pool, shared, self.temperature, self.spread_multiple)
-        return self._last_temperature
-
-    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
-        """Return the loss of each class from the parts of a pool, equal on all ranks; None for rows to be gathered.
-
-        The choice depends on what is equal on all ranks, such as ``shared``, alone.
-        """
-        return None
-
     def _agree(self, given: Given) -> Agreement[None] | None:
         """Check the rows and exchange headers, in a call that gathers the rows of all ranks; None in all others."""
         call = type(self).__name__
         if not torch.compiler.is_compiling():
             refuse_in_backward(call)
         group = self._resolve_group()
-        if group is None or (self.pool == "sharded" and given.indexes is None):
+        if group is None:
             return None
 
         def bring() -> Offer[None]:
@@ -189,48 +171,15 @@ class RankingLoss(QueuedLoss):
 
         return agree_on(call, group, bring)
 
-    def _pool(self, given: Given, agreed: Agreement[None] | None, needs_rows: bool = False) -> PooledRows:
-        """Return what the call ranks: live rows, of all ranks unless sharded without ``needs_rows``, and the queue."""
+    def _pool(self, given: Given, agreed: Agreement[None] | None) -> PooledRows:
+        """Return what the call ranks: the live rows of all ranks, and the queue."""
         group = self._resolve_group()
-        if group is None:
+        if agreed is None or group is None:
             live = self._check(given, group)
-            if self.pool == "sharded" and given.indexes is None and (self._ranks_queue or self._enqueues):
-                self._sharded_queue.take_whole(type(self).__name__)
-        elif agreed is None:
-            return self._sharded_pool(given, group, needs_rows)
         else:
             rows = gather_after(type(self).__name__, group, agreed, self.gradient_reduction)
             live = Batch.of_all(rows, agreed.totals)
         return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=group is not None)
-
-    def _sharded_pool(self, given: Given, group: ProcessGroup, needs_rows: bool) -> PooledRows:
-        """Return this rank's part with the loss over all parts, or the rows of all ranks if that takes them."""
-        queue, call = self._sharded_queue, type(self).__name__
-
-        def bring() -> Offer[tuple[Batch, Pool]]:
-            live = self._check(given, group)
-            check_rows(live.tensors)
-            queue.take_place(group.rank(), group.size())
-            queued = self._queued_rows()
-            part = self._join(live, queued)
-            stored = queue.count(live.logits, live.targets) if self._enqueues else 0
-            weights = live.sample_weight, None if queued is None else queued.sample_weight
-            is_huge = any(weight is not None and bool(weight_unit(weight) != 1) for weight in weights)
-            facts = self._facts({"with indexes": False, "needs rows": needs_rows})
-            totals = totals_of(part, stored, is_huge)
-            return Offer((live, part), facts, 0, totals, self._checksum, tensors=live.tensors, stays=True)
-
-        agreed = agree_on(call, group, bring)
-        live, part = agreed.value
-        needs_grad = torch.is_grad_enabled() and live.logits.requires_grad
-        scale = gradient_scale(self.gradient_reduction, group, needs_grad=needs_grad)
-        held = queue if self._ranks_queue and queue.num_held else None
-        facts = PoolFacts.of(Exchange(call, group), scale, agreed, held, live.sample_weight is not None)
-        per_class = None if needs_rows else self._per_class_of_part(part, facts)
-        if per_class is None:
-            rows = gather_after(call, group, agreed, self.gradient_reduction)
-            part = self._join(Batch(*rows), queue.whole(facts.exchange) if facts.num_queued else None)
-        return PooledRows(part, live, facts, per_class)
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
         self._check_not_gathered(group, logits=given.logits, targets=given.targets)
@@ -274,24 +223,16 @@ class RankingLoss(QueuedLoss):
 
     def _finish(self, pooled: PooledRows, per_class: PerClass) -> Tensor:
         """Return the loss. Enqueue the live rows, and warn of a likely misuse."""
-        pool, live, facts = pooled[:3]
+        pool, live, _ = pooled
         loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
-        num_rows, num_queued, num_positive = pool.scores.shape[1], len(self.queue), torch.inf
-        if facts is not None:
-            num_rows, num_queued, num_positive = facts.num_rows, facts.num_queued, sum(facts.positives)
+        num_rows, num_queued = pool.scores.shape[1], len(self.queue)
         if self.pool_counts is not None and self.training and has_values(live.logits):
-            self.pool_counts.add(pool, per_class, num_positive)
+            self.pool_counts.add(pool, per_class)
         is_full = num_queued == self.queue_size
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
             rows = live.logits, live.targets, live.iid_mask, live.sample_weight
-            if facts is None:
-                self.queue.enqueue(*rows, num_stored=live.num_stored)
-            else:
-                mark = facts.low, facts.high, *facts.positives
-                self._sharded_queue.enqueue(*rows, facts.stored, num_rows=sum(facts.rows), mark=mark)
+            self.queue.enqueue(*rows, num_stored=live.num_stored)
         if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
-            if facts is not None:  # what a hint says about some ranks' rows alone could stop these ranks alone
-                pool, live = pool._replace(scores=pool.scores.detach()), live.take(live.targets.new_zeros(0).long())
             setting = self._setting(num_rows)
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
         return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss

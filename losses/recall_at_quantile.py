@@ -15,8 +15,6 @@ from .partial_area import PartialArea
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
 from .queued_loss import PoolOptions
 from .ranking import RankingLoss
-from .sharded import PoolFacts
-from .sharded_threshold import recall_of_part
 from .tensors import has_values
 from .threshold import hold_others, threshold_with_gradient
 
@@ -129,9 +127,7 @@ class RecallAtQuantileLoss(RankingLoss):
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue. With ``pool="sharded"`` the header, three sums over the ranks for
-        float32 and six for float64, which find the threshold, and one exchange of the sums at it; one more with an
-        automatic temperature. Every rank gets the same value to the last bit, and the gradient of its own rows.
+        the same value and holds the same queue.
 
     Example:
         >>> import torch
@@ -168,13 +164,6 @@ class RecallAtQuantileLoss(RankingLoss):
         """Return one minus the smooth recall of each class."""
         scaled, temperature = self._at_temperature(pool)
         return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
-
-    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
-        temperature = self._shared_temperature(pool, shared)
-        if temperature is None:
-            return None
-        threshold = self.quantile, self.quantile_interpolation, self.threshold_gradient
-        return recall_of_part(pool, shared, temperature, *threshold)
 
     def _setting(self, num_rows: int) -> Setting:
         small = (

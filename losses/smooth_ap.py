@@ -12,7 +12,7 @@ from ..distributed.gather import rows_after, times
 from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
 from ..distributed.torch_private import not_compiled, note_kind
-from ..errors import check_positive, expected, first_order_only
+from ..errors import expected, first_order_only
 from ..kernels import native
 from ..kernels.costs import costs_of
 from ..kernels.registration import refuse_forward_mode
@@ -25,9 +25,6 @@ from .arguments import completed
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
 from .ranking import Given, RankingLoss
 from .rectangles import group_rows
-from .sharded import PoolFacts
-from .sharded_smooth_ap import smooth_ap_of_part
-from .streamed_smooth_ap import Stream, StreamedTable
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
@@ -184,9 +181,7 @@ class SmoothAPLoss(RankingLoss):
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue. With ``pool="sharded"`` the header and one sum over the ranks, one more
-        exchange each for several classes, an automatic temperature and infinite scores, and three in place of the sum
-        where only positives travel. Every rank gets the same value to the last bit, and the gradient of its own rows.
+        the same value and holds the same queue.
 
     Example:
         >>> import torch
@@ -213,7 +208,7 @@ class SmoothAPLoss(RankingLoss):
         temperature = self.temperature
         if temperature is not None and not (type(temperature) is float and 0 < temperature < math.inf):
             return None
-        if self.pool == "sharded" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
         group = None if agreed is None else self._resolve_group()
         live = given[:2] if agreed is None or group is None else rows_after(type(self).__name__, group, agreed)
@@ -240,31 +235,3 @@ class SmoothAPLoss(RankingLoss):
             self._hints.observe_valid_class()
         loss = note_kind(loss) if is_mean else loss
         return loss if agreed is None else note_kind(loss, over_ranks=True)
-
-    def _per_class_of_part(self, pool: Pool, shared: PoolFacts) -> PerClass | None:
-        temperature = self._shared_temperature(pool, shared)
-        return None if temperature is None else smooth_ap_of_part(pool, shared, temperature)
-
-    def open_stream(self, weighted: bool) -> StreamedTable:
-        """Return an empty table of moments for rows that come in parts, as ``pooled_backward(stream=True)`` has them.
-
-        Args:
-            weighted: the rows have sample weights.
-
-        Raises:
-            TypeError, ValueError: for settings that need the rows together.
-        """
-        for name, needed in (("queue_size", 0), ("max_pool_size", None)):
-            if getattr(self, name) != needed:
-                fix = "Its rows would have to be kept: construct the loss without, or leave out stream."
-                raise ValueError(expected(f"{name} with stream=True", repr(needed), getattr(self, name), fix))
-        if self.reduction == "none" and self.num_classes > 1:
-            fix = "The gradient of one number is carried to the parameters."
-            raise ValueError(expected("reduction with stream=True", "'mean' or 'sum'", self.reduction, fix))
-        if self.temperature is None:
-            fix = "The automatic one needs the spread of all scores before the first of them can be added up."
-            raise TypeError(expected("temperature with stream=True", "a number", None, fix))
-        temperature = check_positive("temperature", self.temperature)
-        given = type(self).__name__, self._resolve_group(), self._rule, float(temperature), self.reduction
-        stream = Stream(*given, self.gradient_reduction, weighted, self.validate_args, self._shared_facts())
-        return StreamedTable(stream)

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, check_choice, check_count, check_int, expected
+from ..errors import check_choice, check_count, check_int, expected
 
 Keep = Literal["all", "negatives"]
 
 SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
-GATHER_FIRST = "Call gather_queue() on every rank before state_dict(): what that saves loads on any number of ranks."
 
 # Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
@@ -313,9 +312,6 @@ class MemoryQueue(nn.Module):
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError when ``state``, from :meth:`get_extra_state`, belongs to a queue with other arguments."""
-        if "rank" in state:
-            held = Words(f"those of rank {state['rank']} of {state['world_size']}")
-            raise ValueError(expected("saved queue", "the rows of all ranks", held, GATHER_FIRST))
         for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
             if state[name] != getattr(self, name) and not (name == "num_classes" and self._any_width):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
