@@ -73,17 +73,14 @@ class _GatherRows(torch.autograd.Function):
                 own = Exchange(plan.call, plan.group).sum_own(wide, plan.rows, "the gradients, in the backward,")
                 found[place] = (own * (plan.scale / len(plan.rows))).to(grad.dtype)
             else:
-                found[place] = times(grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank]), plan.scale)
+                own_rows = grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank])
+                found[place] = own_rows if plan.scale == 1 else own_rows * _factor(plan.scale)
         return None, None, None, *found
-
-
-def times(gradient: Tensor, scale: int) -> Tensor:
-    """Return the gradient of own rows times k. A tensor as a factor takes a third of the time of a number."""
-    return gradient if scale == 1 else gradient * _factor(scale)
 
 
 @functools.cache
 def _factor(scale: int) -> Tensor:
+    """Return k as a tensor, which as a factor takes a third of the time of a number."""
     return torch.tensor(float(scale), dtype=torch.float64, device="cpu")
 
 
@@ -116,7 +113,10 @@ def gather_after(
     present = [tensor for tensor in agreed.tensors if tensor is not None]
     places = [place for place, tensor in enumerate(present) if tensor.requires_grad and torch.is_grad_enabled()]
     scale = gradient_scale(gradient_reduction, group, needs_grad=bool(places))
-    found = rows_after(call, group, agreed)
+    found = agreed.arrived
+    if found is None:
+        with torch.no_grad():
+            found = Exchange(call, group).rows(present, agreed.rows) if present else []
     if places:
         inputs, outputs = [present[place] for place in places], [found[place] for place in places]
         plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
@@ -125,15 +125,6 @@ def gather_after(
             found[place] = output
     gathered = iter(found)
     return tuple([None if tensor is None else next(gathered) for tensor in agreed.tensors])
-
-
-def rows_after(call: str, group: ProcessGroup, agreed: Agreement[Any]) -> list[Tensor]:
-    """Return those tensors of an agreement that there are with the rows of all ranks, without a graph."""
-    if agreed.arrived is None:
-        present = [tensor for tensor in agreed.tensors if tensor is not None]
-        with torch.no_grad():
-            agreed.arrived = Exchange(call, group).rows(present, agreed.rows) if present else []
-    return agreed.arrived
 
 
 def gather_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 from torch import Tensor, nn
 
 from ..losses import InfoNCELoss, LossWarmupWrapper

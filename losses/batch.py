@@ -31,6 +31,7 @@ class Batch(NamedTuple):
     complete: bool = False  # True: no target is ignored. False: not known, which costs one more pass over the targets.
     num_positive: int | None = None  # of a single class; None if the host does not know
     num_stored: int | None = None  # rows that may enter a queue; None if the host does not know
+    over_ranks: bool = False  # of several ranks
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -52,7 +53,7 @@ class Batch(NamedTuple):
         incomplete, *sums, _ = map(sum, zip(*totals))
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
-        return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored)
+        return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored, True)
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""

@@ -45,20 +45,25 @@ class Hints:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
-    @property
-    def looks_at_rows(self) -> bool:
-        """Whether the next call takes a pass over the rows."""
-        return self._calls & (self._calls + 1) == 0
+    def look(self, pool: Pool) -> bool:
+        """Count a call, and return whether :meth:`observe` is to look at it.
 
-    def observe_valid_class(self) -> None:
-        """Look at one call with a valid class, but not at its rows."""
-        self._read_copies()
-        self._calls, self._empty_calls, self._small_pools = self._calls + 1, 0, 0
+        That is in calls 1, 2, 4, 8, ..., and after one with too few rows or without a valid class until the warning.
+        """
+        if self._copies:
+            self._read_copies()
+        self._calls += 1
+        if self._takes_a_pass:
+            _ = pool.scores  # as a node of the graph, so that a hook sees its gradient
+            return True
+        return 0 < self._small_pools < _SMALL_POOLS or 0 < self._empty_calls < _EMPTY_CALLS
+
+    @property
+    def _takes_a_pass(self) -> bool:
+        return self._calls & (self._calls - 1) == 0
 
     def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
         """Look at one call: the live rows of all ranks, the pool, and its losses."""
-        self._read_copies()
-        self._calls += 1
         if live.logits.shape[1] == 2 and live.targets.ndim == 1:
             self._give(
                 "two columns",
@@ -72,11 +77,13 @@ class Hints:
             self._give("few rows", setting.small_pool)
         if "no valid class" not in self._given:
             self._read(per_class.valid, self._count_empty_calls)
-        doubled = self._calls & (self._calls - 1) == 0  # calls 1, 2, 4, 8, ...: these hints take a pass over the rows
-        if doubled and live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._given:
+        if not self._takes_a_pass:
+            return
+        if live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._given:
             self._read(torch.stack(live.logits.detach().aminmax()), self._look_at_range)
-        has_gradient = pool.scores.requires_grad and pool.scores.numel() > 0
-        if doubled and setting.temperature is not None and has_gradient and "gradient" not in self._given:
+        if setting.temperature is None or "gradient" in self._given:
+            return
+        if pool.scores.requires_grad and pool.scores.numel() > 0:
             self._watch_positives(pool, per_class, setting.temperature)
 
     def _count_empty_calls(self, valid: list[float]) -> None:

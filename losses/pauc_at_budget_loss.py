@@ -197,14 +197,15 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        given = Given(logits, targets, iid_mask, sample_weight)
-        pooled = self._pool(given, self._agree(given))
-        found = missed_area(pooled.pool, self._area, self.temperature, with_stats=return_diagnostics)
-        per_class, flat_class, stats, tilts = found
+        live = self._rows_of_all(Given(logits, targets, iid_mask, sample_weight))
+        pool = self._join(live)
+        per_class, flat_class, stats, tilts = missed_area(
+            pool, self._area, self.temperature, with_stats=return_diagnostics
+        )
         is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
         self._tilts = tilts if is_number else None
         self._warn_if_flat(flat_class)
-        loss = self._finish(pooled, per_class)
+        loss = self._reduce_and_enqueue(live, pool, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
         result = LossWithClasses.of(loss, per_class)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,27 +24,101 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class Pool(NamedTuple):
-    """One binary problem per class. Scores outside ``member`` are 0, so that a NaN there cannot reach a sum."""
+class Pool:
+    """Rows, and one binary problem per class, which is made of them when a formula first asks for it.
 
-    scores: Tensor  # [C, M] float32 or float64
-    positive: Tensor  # [C, M] bool, a subset of member
-    member: Tensor | None  # [C, M] bool: the row takes part in the class; None for all True
-    iid: Tensor | None = None  # [M] bool, None for all True
-    live: Tensor | None = None  # [M] bool: not from the queue; None for all True
-    weight: Tensor | None = None  # [M], None for all 1; only ratios matter, and no sum of them overflows
-    indexes: Tensor | None = None  # [M] int64: the query of each row, with C = 1; None for one query
-    num_positive: int | None = None  # of a single class; None if the host does not know
+    Scores outside ``member`` are 0, so that a NaN there cannot reach a sum.
+
+    Args:
+        rows: the checked rows, live ones and then queued ones.
+        rule: how their targets are read.
+        live: (M,) bool, not from the queue; None for all True.
+        queue_keep: with ``"negatives"`` a queued row takes no part in the classes of which it is a positive.
+
+    Attributes:
+        iid: (M,) bool, None for all True.
+        indexes: (M,) int64, the query of each row, with C = 1; None for one query.
+        num_positive: of a single class; None if the host does not know.
+        is_watched: a hint looks at this call.
+    """
+
+    def __init__(self, rows: Batch, rule: TargetRule, live: Tensor | None = None, queue_keep: str = "all") -> None:
+        self.rows, self.rule, self.live = rows, rule, live
+        self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
+        self.leaves_out_queued = live is not None and queue_keep == "negatives"
+        self.is_watched = False
 
     @property
+    def is_in_rows(self) -> bool:
+        """Whether no formula has asked for the scores of the classes yet."""
+        return "scores" not in self.__dict__
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(C, M) float32 or float64."""
+        scores = self.rows.logits.to(compute_dtype(self.rows.logits.dtype)).t()
+        if self.member is None:
+            return scores.contiguous()
+        return torch.where(self.member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
+
+    @cached_property
+    def positive(self) -> Tensor:
+        """(C, M) bool, a subset of member."""
+        positive, self.member = self._sides()
+        return positive
+
+    @cached_property
+    def member(self) -> Tensor | None:
+        """(C, M) bool: the row takes part in the class; None for all True."""
+        self.positive, member = self._sides()
+        return member
+
+    @cached_property
+    def weight(self) -> Tensor | None:
+        """(M,), None for all 1; only ratios matter, and no sum of them overflows."""
+        weight = self.rows.sample_weight
+        return None if weight is None else weight / weight_unit(weight)
+
+    @cached_property
     def negative(self) -> Tensor:
-        """(C, M) bool: the members that are not positive."""
+        """(C, M) bool: the members that are not positives."""
         return ~self.positive if self.member is None else self.member & ~self.positive
 
-    @property
+    @cached_property
     def everyone(self) -> Tensor:
         """(C, M) bool: the members, as a tensor even where all rows are members."""
         return torch.ones_like(self.positive) if self.member is None else self.member
+
+    def with_scores(self, scores: Tensor) -> Pool:
+        """Return this pool with other scores (C, M)."""
+        other = copy.copy(self)
+        other.scores = scores
+        return other
+
+    def _sides(self) -> tuple[Tensor, Tensor | None]:
+        """Return the positives and the members of each class."""
+        rows, rule, live = self.rows, self.rule, self.live
+        member: Tensor | None
+        if rule.multi_hot:
+            codes = rows.targets.t()  # [C, M]
+            positive, member = rule.marked(codes), codes != rule.ignore_index
+        else:
+            is_host, member = rows.targets.device.type == "cpu", None
+            if rule.num_classes > 1:
+                classes = torch.arange(rule.num_classes, device=rows.targets.device)[:, None]
+                positive = rows.targets.unsqueeze(0) == classes  # [C, M]
+            elif is_host and has_values(rows.targets) and not func_transforms_are_active():  # a fifth of torch's time
+                positive = torch.from_numpy(rows.targets.numpy() == 1)[None]
+            else:
+                positive = rows.targets.unsqueeze(0) == 1  # binary mode has this class alone
+            # A mask that is not needed takes less than to wait for an accelerator.
+            if not rows.complete and (not is_host or may_hold(rows.targets, rule.ignore_index)):
+                part = (rows.targets != rule.ignore_index)[None]
+                positive, member = positive & part, part.expand_as(positive)
+        if live is not None and self.leaves_out_queued:
+            kept = live | ~positive
+            positive, member = positive & live, kept if member is None else member & kept
+        return positive, member
 
 
 class PerClass(NamedTuple):
@@ -99,40 +175,6 @@ class LossWithClassesAndStats(NamedTuple):
     stats: dict[str, Tensor]
 
 
-def one_vs_rest(batch: Batch, rule: TargetRule, live: Tensor | None = None, queue_keep: str = "all") -> Pool:
-    """Return the pool of ``batch``, live rows and then queued ones: each class against the rest, without ignored rows.
-
-    ``queue_keep="negatives"`` leaves a queued row out of the classes of which it is a positive.
-    """
-    member: Tensor | None
-    if rule.multi_hot:
-        codes = batch.targets.t()  # [C, M]
-        positive, member = rule.marked(codes), codes != rule.ignore_index
-    else:
-        is_host, member = batch.targets.device.type == "cpu", None
-        if rule.num_classes > 1:
-            classes = torch.arange(rule.num_classes, device=batch.targets.device)[:, None]
-            positive = batch.targets.unsqueeze(0) == classes  # [C, M]
-        elif is_host and has_values(batch.targets) and not func_transforms_are_active():  # a fifth of torch's time
-            positive = torch.from_numpy(batch.targets.numpy() == 1)[None]
-        else:
-            positive = batch.targets.unsqueeze(0) == 1  # binary mode has this class alone
-        # A mask that is not needed takes less than to wait for an accelerator.
-        if not batch.complete and (not is_host or may_hold(batch.targets, rule.ignore_index)):
-            part = (batch.targets != rule.ignore_index)[None]
-            positive, member = positive & part, part.expand_as(positive)
-    if live is not None and queue_keep == "negatives":
-        held = live | ~positive
-        positive, member = positive & live, held if member is None else member & held
-    scores = batch.logits.to(compute_dtype(batch.logits.dtype)).t()
-    if member is None:
-        scores = scores.contiguous()
-    else:
-        scores = torch.where(member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
-    weight = None if batch.sample_weight is None else batch.sample_weight / weight_unit(batch.sample_weight)
-    return Pool(scores, positive, member, batch.iid_mask, live, weight, batch.indexes, batch.num_positive)
-
-
 @completed(DistributedLoss)
 def local_pool(
     logits: Tensor,
@@ -174,7 +216,7 @@ def local_pool(
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
     given = (logits, targets, iid_mask, sample_weight)
     batch = check_batch(*given, rule, indexes=indexes, validate_args=validate_args)
-    return one_vs_rest(batch, rule)
+    return Pool(batch, rule)
 
 
 def check_temperature(temperature: float | None, automatic: bool) -> float | None:
@@ -202,7 +244,7 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
     if temperature is not None:
         return pool, temperature
     if not has_values(pool.scores):
-        return pool._replace(scores=standardized(pool.scores, pool.member)), multiple
+        return pool.with_scores(standardized(pool.scores, pool.member)), multiple
     return pool, multiple * spread_of(pool.scores, pool.member)
 
 

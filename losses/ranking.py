@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..distributed.gather import gather_after
-from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
+from ..distributed.gather import gather_agreed
+from ..distributed.header import Offer, refuse_in_backward
 from ..distributed.torch_private import note_kind
 from ..errors import expected
-from ..queues.memory_queue import QueueRows
 from .arguments import completed
 from .batch import Batch, check_batch, draw_rows, with_queue
 from .distributed_loss import DistributedLoss, compiled_where_local
@@ -24,11 +23,10 @@ from .pool import (
     at_temperature,
     check_temperature,
     local_pool,
-    one_vs_rest,
     reduce_values,
 )
 from .queued_loss import QueuedLoss
-from .tensors import has_values
+from .tensors import compute_dtype, has_values
 
 
 class Given(NamedTuple):
@@ -39,14 +37,6 @@ class Given(NamedTuple):
     iid_mask: Tensor | None = None
     sample_weight: Tensor | None = None
     indexes: Tensor | None = None
-
-
-class PooledRows(NamedTuple):
-    """What a call ranks."""
-
-    pool: Pool
-    live: Batch  # the rows that enter the queue
-    over_ranks: bool
 
 
 @completed()
@@ -122,14 +112,10 @@ class RankingLoss(QueuedLoss):
                 ``num_classes=1`` and no ``max_pool_size``, on every rank or on none. ``reduction`` and
                 ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No queue is used.
         """
-        given = Given(logits, targets, iid_mask, sample_weight, indexes)
-        agreed = self._agree(given)
-        at_once = None if return_per_class else self._at_once(given, agreed)
-        if at_once is not None:
-            return at_once
-        pooled = self._pool(given, agreed)
-        per_class = self.compute_per_class(pooled.pool)
-        loss = self._finish(pooled, per_class)
+        live = self._rows_of_all(Given(logits, targets, iid_mask, sample_weight, indexes))
+        pool = self._join(live)
+        per_class = self.compute_per_class(pool)
+        loss = self._reduce_and_enqueue(live, pool, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -139,10 +125,6 @@ class RankingLoss(QueuedLoss):
         """Return the loss of each class over ``pool``; the formula of the subclass."""
         raise NotImplementedError
 
-    def _at_once(self, given: Given, agreed: Agreement[None] | None) -> Tensor | None:
-        """Return the loss of rows whose every step a subclass takes at once; None for all others."""
-        return None
-
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
@@ -151,35 +133,28 @@ class RankingLoss(QueuedLoss):
         """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
         assert self.spread_multiple is not None
         scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
-        if temperature != self._last_temperature and has_values(pool.scores):
-            self._last_temperature = temperature
+        self._note_temperature(pool, temperature)
         return scaled, temperature
 
-    def _agree(self, given: Given) -> Agreement[None] | None:
-        """Check the rows and exchange headers, in a call that gathers the rows of all ranks; None in all others."""
-        call = type(self).__name__
+    def _note_temperature(self, pool: Pool, temperature: float) -> None:
+        if temperature != self._last_temperature and has_values(pool.rows.logits):
+            vars(self)["_last_temperature"] = temperature
+
+    def _rows_of_all(self, given: Given) -> Batch:
+        """Return the checked rows of all ranks; if one rank's rows do not pass, every rank raises."""
+        call, group = type(self).__name__, self._resolve_group()
         if not torch.compiler.is_compiling():
             refuse_in_backward(call)
-        group = self._resolve_group()
         if group is None:
-            return None
+            return self._check(given, None)
 
         def bring() -> Offer[None]:
             live = self._check(given, group)
             facts = self._facts({"with indexes": given.indexes is not None})
             return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
 
-        return agree_on(call, group, bring)
-
-    def _pool(self, given: Given, agreed: Agreement[None] | None) -> PooledRows:
-        """Return what the call ranks: the live rows of all ranks, and the queue."""
-        group = self._resolve_group()
-        if agreed is None or group is None:
-            live = self._check(given, group)
-        else:
-            rows = gather_after(type(self).__name__, group, agreed, self.gradient_reduction)
-            live = Batch.of_all(rows, agreed.totals)
-        return PooledRows(self._join(live, self._queued_rows()), live, over_ranks=group is not None)
+        agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
+        return Batch.of_all(agreed.tensors, agreed.totals)
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
         self._check_not_gathered(group, logits=given.logits, targets=given.targets)
@@ -197,45 +172,46 @@ class RankingLoss(QueuedLoss):
         if self.has_temperature:
             check_temperature(self.temperature, self.spread_multiple is not None)
 
-    def _join(self, live: Batch, queued: QueueRows | None) -> Pool:
+    def _join(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
         if live.indexes is not None:  # rows of earlier steps belong to other queries
-            return one_vs_rest(live, self._rule)
-        batch, is_live = live, None
+            return Pool(live, self._rule)
+        rows, is_live, queued = live, None, self._queued_rows()
         if queued is not None:
-            batch = with_queue(live, queued, self.multi_hot, self.uses_iid)
-            is_live = torch.arange(batch.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
+            rows = with_queue(live, queued, self.multi_hot, self.uses_iid)
+            is_live = torch.arange(rows.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
-        if limit is not None and batch.logits.shape[0] > limit:
+        if limit is not None and rows.logits.shape[0] > limit:
             self._warn_once(
                 "draw",
-                f"{type(self).__name__}: a pool of {batch.logits.shape[0]} rows is drawn down to max_pool_size={limit} "
+                f"{type(self).__name__}: a pool of {rows.logits.shape[0]} rows is drawn down to max_pool_size={limit} "
                 "with a quota for every class. The loss is a random approximation from here on.",
             )
-            if has_values(batch.logits):
-                index = draw_rows(batch, self._rule, limit, self._num_draws)
+            if has_values(rows.logits):
+                index = draw_rows(rows, self._rule, limit, self._num_draws)
             else:  # on the meta device any rows have the right shape
-                index = torch.arange(limit, device=batch.logits.device)
+                index = torch.arange(limit, device=rows.logits.device)
             # Only training steps count: rank 0 may validate alone, and its draws must stay those of the other ranks.
             self._num_draws += self.training
-            batch, is_live = batch.take(index), None if is_live is None else is_live[index]
-        return one_vs_rest(batch, self._rule, is_live, self.queue_keep)
+            rows, is_live = rows.take(index), None if is_live is None else is_live[index]
+        pool = Pool(rows, self._rule, is_live, self.queue_keep)
+        if self.validate_args and self.training and has_values(live.logits):
+            pool.is_watched = self._hints.look(pool)
+        return pool
 
-    def _finish(self, pooled: PooledRows, per_class: PerClass) -> Tensor:
-        """Return the loss. Enqueue the live rows, and warn of a likely misuse."""
-        pool, live, _ = pooled
-        loss = reduce_values(per_class, self.reduction, pool.scores.dtype)
-        num_rows, num_queued = pool.scores.shape[1], len(self.queue)
+    def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
+        """Return the loss over the valid classes. The live rows enter the queue, and loggers and hints see the call."""
+        loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool, per_class)
-        is_full = num_queued == self.queue_size
+        is_full = not self.queue_size or len(self.queue) == self.queue_size
         if self._enqueues and live.indexes is None and not live.logits.is_meta:
             rows = live.logits, live.targets, live.iid_mask, live.sample_weight
             self.queue.enqueue(*rows, num_stored=live.num_stored)
-        if self.validate_args and self.training and live.indexes is None and has_values(live.logits):
-            setting = self._setting(num_rows)
+        if pool.is_watched:
+            setting = self._setting(pool.rows.logits.shape[0])
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
-        return note_kind(loss, over_ranks=True) if pooled.over_ranks else loss
+        return note_kind(loss, over_ranks=True) if live.over_ranks else loss
 
     def _setting(self, num_rows: int) -> Setting:
         return Setting(self.temperature if self.has_temperature else None, None)

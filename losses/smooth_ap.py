@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed.gather import rows_after, times
-from ..distributed.group import gradient_scale
-from ..distributed.header import Agreement
-from ..distributed.torch_private import not_compiled, note_kind
+from ..distributed.torch_private import not_compiled
 from ..errors import expected, first_order_only
 from ..kernels import native
 from ..kernels.costs import costs_of
@@ -20,11 +16,11 @@ from ..kernels.soft_ranks import smooth_ap_sums
 from ..kernels.soft_ranks_plain import scaled
 from ..kernels.spread import MOST_SCORES
 from ..kernels.torch_private import are_numbers_in_memory
-from ..queues.memory_queue import QueueRows
 from .arguments import completed
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
-from .ranking import Given, RankingLoss
+from .ranking import RankingLoss
 from .rectangles import group_rows
+from .tensors import compute_dtype
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
@@ -80,8 +76,17 @@ def smooth_ap(
     pool = local_pool(
         *given, sample_weight=sample_weight, indexes=indexes, multi_hot=multi_hot, validate_args=validate_args
     )
-    per_class = _per_class(*at_temperature(pool, temperature, SPREAD_MULTIPLE))
-    return reduce_values(per_class, reduction, pool.scores.dtype)
+    per_class, _ = _loss_of(pool, temperature, SPREAD_MULTIPLE)
+    return reduce_values(per_class, reduction, compute_dtype(pool.rows.logits.dtype))
+
+
+def _loss_of(pool: Pool, temperature: float | None, multiple: float) -> tuple[PerClass, float]:
+    """Return the loss of each class, or of each query, and the temperature, which follows the spread if it is None."""
+    found = _in_c(pool, temperature, multiple)
+    if found is not None:
+        return found
+    scores, width = at_temperature(pool, temperature, multiple)
+    return _per_class(scores, width), width
 
 
 def _per_class(pool: Pool, temperature: float) -> PerClass:
@@ -110,66 +115,41 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
     return PerClass(values, valid)
 
 
+def _in_c(pool: Pool, temperature: float | None, multiple: float) -> tuple[PerClass, float] | None:
+    """Return what :func:`_loss_of` returns for at most 4,096 ordinary rows, in one call of C; None for all others."""
+    rows, rule = pool.rows, pool.rule
+    logits, targets = rows.logits, rows.targets
+    is_ordinary = rows.sample_weight is None and rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued)
+    if not (pool.is_in_rows and is_ordinary and 0 < len(targets) <= MOST_SCORES and native.is_usable(logits)):
+        return None
+    if not (are_numbers_in_memory(logits, targets) and logits.is_contiguous() and targets.is_contiguous()):
+        return None
+    with_grad = torch.is_grad_enabled() and logits.requires_grad
+    most = costs_of(logits.device).most_native_pairs(rule.num_classes, logits.numel())
+    given = logits.detach(), targets, rule.ignore_index, temperature, multiple, with_grad, most
+    found = native.smooth_ap_of_rows(*given)
+    if found is None:
+        return None
+    loss, valid, gradient, width = found
+    return PerClass(loss if gradient is None else _WithGradient.apply(logits, (loss, gradient)), valid), width
+
+
 class _WithGradient(torch.autograd.Function):
-    """The number ``loss``, with the ``gradient`` of the logits that came with it, times k, divided by ``count``."""
+    """The loss of each class (C,), with the gradient (M, C) of the rows that was computed with it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: float, gradient: Tensor, count: int, k: int) -> Tensor:
-        ctx.save_for_backward(gradient)
-        ctx.witness, ctx.count, ctx.k = logits, count, k
-        return torch.scalar_tensor(loss, dtype=logits.dtype, device=logits.device)
+    def forward(ctx: Any, logits: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.witness = logits
+        ctx.save_for_backward(found[1])
+        return found[0]
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # As in a mean of float64 numbers, and in the backward of a gather.
-        gradient = scaled(ctx.saved_tensors[0], grad if ctx.count == 1 else grad.double() / ctx.count)
-        return times(gradient, ctx.k), None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return scaled(gradient, grad) if len(grad) == 1 else gradient * grad.to(gradient), None
 
     jvp = staticmethod(refuse_forward_mode)
-
-
-def _of_small_pool(
-    logits: Tensor,
-    targets: Tensor,
-    queued: QueueRows | None,
-    temperature: float | None,
-    multiple: float,
-    ignore_index: int,
-    num_classes: int,
-    is_mean: bool,
-    with_grad: bool,
-) -> tuple[float, Tensor | None, int, float] | None:
-    """Return the loss of a pool of at most 4,096 rows in one call of C, the gradient, its divisor, the temperature.
-
-    None for all but an ordinary call: finite scores in contiguous memory of the host, int64 indices of the classes, and
-    pairs that take less time than bins.
-    """
-    if not (type(logits) is type(targets) is Tensor and targets.dtype is torch.int64 and native.is_usable(logits)):
-        return None
-    if not are_numbers_in_memory(logits, targets):
-        return None
-    count = targets.shape[0] if targets.ndim == 1 else 0
-    shaped = logits.shape == (count, num_classes) or (num_classes == 1 and logits.shape == (count,))
-    if not (count and shaped and logits.is_contiguous() and targets.is_contiguous()):
-        return None
-    scores = logits.detach()
-    if queued is not None:
-        if queued.sample_weight is not None:
-            return None
-        scores = torch.cat([scores.view(count, num_classes), queued.logits.to(scores)])
-        targets = torch.cat([targets, queued.targets.to(targets)])
-    if targets.shape[0] > MOST_SCORES:
-        return None
-    most = costs_of(logits.device).most_native_pairs(num_classes, scores.numel())
-    found = native.smooth_ap_step(scores, targets, ignore_index, temperature, multiple, with_grad, most)
-    if found is None:
-        return None
-    losses, num_valid, gradient, width = found
-    loss, divisor = losses[0], num_valid if is_mean else 1
-    if num_classes > 1:  # the sum in the order of torch
-        loss = torch.tensor(losses, dtype=torch.float64, device=logits.device).sum().item() / divisor
-    return loss, gradient, divisor, width
 
 
 @completed(smooth_ap)
@@ -195,43 +175,6 @@ class SmoothAPLoss(RankingLoss):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth average precision of each class, or of each query."""
-        return _per_class(*self._at_temperature(pool))
-
-    def _at_once(self, given: Given, agreed: Agreement[None] | None) -> Tensor | None:
-        has_more = given.iid_mask is not None or given.sample_weight is not None or given.indexes is not None
-        keeps = self.queue_keep != "all" or self.max_pool_size is not None or self.pool_counts is not None
-        is_ordinary, is_mean = not (self.multi_hot or self.reduction == "none"), self.reduction == "mean"
-        is_watched = self.validate_args and self.training
-        is_own = type(self).compute_per_class is SmoothAPLoss.compute_per_class  # no subclass has another formula
-        if not is_own or has_more or keeps or not is_ordinary or (is_watched and self._hints.looks_at_rows):
-            return None
-        temperature = self.temperature
-        if temperature is not None and not (type(temperature) is float and 0 < temperature < math.inf):
-            return None
-        if torch.compiler.is_compiling():
-            return None
-        group = None if agreed is None else self._resolve_group()
-        live = given[:2] if agreed is None or group is None else rows_after(type(self).__name__, group, agreed)
-        logits = given.logits  # which may be no tensor
-        with_grad = torch.is_grad_enabled() and getattr(logits, "requires_grad", False)
-        settings = temperature, self.spread_multiple, self.ignore_index, self.num_classes, is_mean
-        found = _of_small_pool(live[0], live[1], self._queued_rows(), *settings, with_grad)
-        if found is None:
-            return None
-        value, gradient, divisor, self._last_temperature = found
-        if gradient is None:
-            loss = torch.scalar_tensor(value, dtype=logits.dtype, device=logits.device)
-        else:
-            begin, k = 0, 1
-            if agreed is not None and group is not None:
-                begin, k = sum(agreed.rows[: group.rank()]), gradient_scale(self.gradient_reduction, group)
-            if gradient.shape != logits.shape:
-                gradient = gradient.narrow(0, begin, logits.shape[0])
-                gradient = gradient if gradient.shape == logits.shape else gradient.view(logits.shape)
-            loss = _WithGradient.apply(logits, value, gradient, divisor, k)
-        if self._enqueues:
-            self.queue.enqueue(live[0].view(-1, self.num_classes), live[1], num_stored=live[1].shape[0])
-        if is_watched:
-            self._hints.observe_valid_class()
-        loss = note_kind(loss) if is_mean else loss
-        return loss if agreed is None else note_kind(loss, over_ranks=True)
+        per_class, temperature = _loss_of(pool, self.temperature, self.spread_multiple)
+        self._note_temperature(pool, temperature)
+        return per_class

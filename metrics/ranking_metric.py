@@ -13,7 +13,7 @@ from torchmetrics.utilities import rank_zero_warn
 from ..errors import Words, check_count, check_int, expected
 from ..losses.arguments import completed
 from ..losses.batch import Batch, check_batch
-from ..losses.pool import PerClass, Pool, local_pool, one_vs_rest
+from ..losses.pool import PerClass, Pool, local_pool
 from ..losses.queued_loss import QueuedLoss
 from ..losses.targets import TargetRule
 from ..losses.tensors import compute_dtype
@@ -150,7 +150,7 @@ class RankingMetric(GatheredMetric):
 
     def _pool(self, logits: Tensor, targets: Tensor) -> Pool:
         rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _NOTHING)
-        return one_vs_rest(Batch(logits, targets), rule)
+        return Pool(Batch(logits, targets), rule)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return all rows of the state: (M, C) float64, and (M,) int64 or (M, C), in these dtypes even without rows."""

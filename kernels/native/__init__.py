@@ -20,7 +20,7 @@ from torch import Tensor
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 # From which parts are worth a thread: those of torch keep their cores busy for milliseconds after an operation.
 _MANY_ROWS = 4_000_000
-_ABI = 6  # as in sums.c, which counts changes of its arguments
+_ABI = 7  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -43,7 +43,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
             "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
-            "smooth_ap_step": [*[_POINTER] * 2, *[_NUMBER] * 3, *[_DOUBLE] * 2, _NUMBER, *[_POINTER] * 2],
+            "smooth_ap_of_rows": [*[_POINTER] * 2, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 3],
         }
@@ -96,7 +96,7 @@ def smooth_ap(
     return loss, gradient, valid
 
 
-def smooth_ap_step(
+def smooth_ap_of_rows(
     scores: Tensor,
     targets: Tensor,
     ignore_index: int,
@@ -104,28 +104,26 @@ def smooth_ap_step(
     multiple: float,
     with_grad: bool,
     most: int,
-) -> tuple[list[float], int, Tensor | None, float] | None:
-    """Return the losses of an ordinary pool, how many are valid, the gradient of their sum (N, C), the temperature.
+) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
+    """Return the loss of each class (C,), 0 where not valid; validity (C,); gradient (M, C); the temperature.
 
-    None for other pools: see sums.c. The loss of a class that is not valid is 0.
+    None for rows that are not ordinary: see sums.c.
 
     Args:
-        scores: (N, C), or (N,) for one class; on the host, contiguous.
-        targets: (N,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
+        scores: (M, C) on the host, contiguous, usable, not empty.
+        targets: (M,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
         ignore_index: the target of rows to leave out.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         most: pairs of a positive and a row.
     """
-    functions, num_rows = FUNCTIONS.get(scores.dtype), targets.numel()
-    num_classes = scores.numel() // max(1, num_rows)
-    if functions is None or num_classes == 0:
-        return None
-    losses = (_DOUBLE * (num_classes + 1))()
-    gradient = torch.empty_like(scores) if with_grad else None
-    pool = scores.data_ptr(), targets.data_ptr(), num_rows, num_classes, ignore_index
-    width = (temperature, 0.0) if temperature is not None else (0.0, multiple)
-    num_valid = functions["smooth_ap_step"](*pool, *width, most, losses, _place(gradient))
-    return (losses[:num_classes], num_valid, gradient, losses[num_classes]) if num_valid else None
+    num_rows, num_classes = scores.shape
+    loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
+    gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
+    rows = scores.data_ptr(), targets.data_ptr(), num_rows, num_classes, ignore_index
+    out = loss.data_ptr(), valid.data_ptr(), _place(gradient)
+    scale = 0.0 if temperature is not None else multiple
+    found = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*rows, ctypes.byref(width), scale, most, *out)
+    return (loss, valid, gradient, width.value) if found else None
 
 
 def moments(

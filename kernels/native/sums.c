@@ -7,15 +7,15 @@
 //   gradient                  (classes, rows), written; NULL for the loss alone
 //   returns 1, or 0 for what is left to torch: scores that are not finite, a temperature below LEAST
 //
-// smooth_ap_step: all of that for an ordinary pool, as it is given
+// smooth_ap_of_rows: the same of an ordinary pool, as it is given
 //   scores                    (rows, classes)
 //   targets                   (rows), indices of classes, or 0 and 1 for one class
-//   temperature, multiple     if multiple > 0, the temperature is this multiple of the spread of the scores
-//   loss                      (classes + 1), written; the last is the temperature
+//   temperature, multiple     if multiple > 0, the temperature is written: this multiple of the spread of the scores
 //   most                      with more pairs nothing is computed
+//   loss, valid               (classes), written
 //   gradient                  (rows, classes), written; NULL for the loss alone
-//   returns the number of valid classes, or 0 for what is left to others: other targets, scores that are not finite or
-//   whose spread is not usual, too many pairs
+//   returns 1, or 0 for what is left to others: other targets, scores that are not finite or whose spread is not usual,
+//   too many pairs
 //
 // moments, evaluate: see bins.inc and kernels/bins.py. A call is one thread.
 #include <math.h>
@@ -78,4 +78,4 @@ static const double SERIES_float64[] = {1,          1,           1. / 2,        
 #include "bins.inc"
 
 // Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 6; }
+int64_t fullrank_abi(void) { return 7; }

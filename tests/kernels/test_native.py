@@ -103,24 +103,26 @@ def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatc
 def test_a_small_pool_in_one_step(
     dtype: torch.dtype, temperature: float | None, num_classes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third call on the module takes the short way, which is that of the function to the last bit."""
+    """From the third call on the module takes the short way, which is the long one to the last bit."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
-    counted, plain = [], file._of_small_pool
-    monkeypatch.setattr(file, "_of_small_pool", lambda *given: counted.append(plain(*given)) or counted[-1])
-    loss = fullrank.SmoothAPLoss(num_classes, queue_size=0, temperature=temperature)
+    counted, plain = [], file._in_c
+    monkeypatch.setattr(file, "_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
+    loss, long = (kind(num_classes, temperature=temperature) for kind in (fullrank.SmoothAPLoss, TheLongWay))
     for seed, count in enumerate((64, 64, 300, 64, 1400)):  # with several classes the spread is that of a sample
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(count, num_classes, generator=generator, dtype=torch.float64).to(dtype)
         # The last of several classes has no positive.
         targets = torch.randint(max(2, num_classes - 1), (count,), generator=generator)
         logits = [scores.clone().requires_grad_() for _ in range(2)]
-        values = loss(logits[0], targets), fullrank.losses.smooth_ap(logits[1], targets, temperature)
+        values = loss(logits[0], targets), long(logits[1], targets)
         for value in values:
             (value / 3).backward()
         assert torch.equal(*values)
         assert torch.equal(logits[0].grad, logits[1].grad)
-    assert loss.current_temperature == pytest.approx(0.3 if temperature else counted[-1][-1], rel=0)
-    assert [found is not None for found in counted] == [True, True]  # calls 3 and 5; hints look at calls 1, 2 and 4
+    of_loss = counted[::2]
+    assert loss.current_temperature == pytest.approx(0.3 if temperature else of_loss[-1][-1], rel=0)
+    # Hints look at calls 1, 2 and 4.
+    assert [found is not None for found in of_loss] == [False, False, True, False, True]
     kept = loss(logits[0], targets)
     (gradient,) = torch.autograd.grad(kept, logits[0], create_graph=True)
     with pytest.raises(RuntimeError, match="second"):
@@ -133,8 +135,9 @@ def test_a_small_pool_in_one_step(
 
 
 class TheLongWay(fullrank.SmoothAPLoss):
-    def _at_once(self, *_: object) -> None:
-        return None
+    def compute_per_class(self, pool: Pool) -> PerClass:
+        assert pool.problems  # the rows are no longer as they were given
+        return super().compute_per_class(pool)
 
 
 @needs_extension
@@ -144,8 +147,8 @@ def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int, nu
     """Loss, gradient and queue are those of the long way to the last bit, alone and over the ranks."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     with pytest.MonkeyPatch.context() as patch:
-        counted, plain = [], file._of_small_pool
-        patch.setattr(file, "_of_small_pool", lambda *given: counted.append(plain(*given)) or counted[-1])
+        counted, plain = [], file._in_c
+        patch.setattr(file, "_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
         for gathers in (False, True):
             kinds = fullrank.SmoothAPLoss, TheLongWay
             losses = [kind(num_classes, queue_size, gather_distributed=gathers) for kind in kinds]
@@ -161,7 +164,7 @@ def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int, nu
                 assert torch.equal(*[logits.grad for logits in given])
                 assert all(map(torch.equal, *([*loss.queue.rows()[:3], loss.queue.checksum] for loss in losses)))
                 assert losses[0].current_temperature == losses[1].current_temperature
-            assert sum(one is not None for one in counted) >= 3  # not in calls 1, 2, 4 and 8, nor without rows
+            assert sum(one is not None for one in counted[::2]) >= 3  # not in calls 1, 2, 4 and 8, nor without rows
 
 
 def _tangent(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -244,7 +247,7 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
     for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (90_000, 1), (500, 9), (90, 65), (200, 151)):
         scores = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).exp().to(dtype)
         targets = torch.arange(num_rows) % max(2, num_classes)
-        found = native.smooth_ap_step(scores, targets, -100, None, 1.0, False, ALL)
+        found = native.smooth_ap_of_rows(scores, targets, -100, None, 1.0, False, ALL)
         assert found[3] == spread_of(scores.t().contiguous(), None)
     for scores, targets in (
         (torch.ones(8, dtype=dtype), torch.arange(8) % 2),
@@ -253,13 +256,13 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
         (torch.arange(8, dtype=dtype) / 0, torch.arange(8) % 2),
         (torch.arange(8, dtype=dtype), torch.arange(8)),
         (torch.arange(8, dtype=dtype), -(torch.arange(8) % 2)),
-        (torch.arange(8, dtype=dtype), torch.zeros(8, dtype=torch.int64)),
     ):
-        assert native.smooth_ap_step(scores, targets, -100, None, 1.0, False, ALL) is None
-    ordinary = torch.arange(8, dtype=dtype), torch.arange(8) % 2
-    assert native.smooth_ap_step(*ordinary, -100, None, 1.0, True, 4 * 8)[1] == 1
+        assert native.smooth_ap_of_rows(scores[:, None], targets, -100, None, 1.0, False, ALL) is None
+    ordinary = torch.arange(8, dtype=dtype)[:, None], torch.arange(8) % 2
+    assert native.smooth_ap_of_rows(*ordinary, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
+    assert native.smooth_ap_of_rows(ordinary[0], 0 * ordinary[1], -100, None, 1.0, True, ALL)[1].tolist() == [False]
     for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
-        assert native.smooth_ap_step(*ordinary, ignored, temperature, 1.0, True, most) is None
+        assert native.smooth_ap_of_rows(*ordinary, ignored, temperature, 1.0, True, most) is None
 
 
 @needs_extension
