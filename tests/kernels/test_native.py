@@ -136,7 +136,7 @@ def test_a_small_pool_in_one_step(
 
 class TheLongWay(fullrank.SmoothAPLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
-        assert pool.problems  # the rows are no longer as they were given
+        assert pool.scores is not None  # now the rows are no longer as they were given
         return super().compute_per_class(pool)
 
 
