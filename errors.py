@@ -172,14 +172,6 @@ def check_count(name: str, value: int, least: int) -> int:
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def anchor_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without elements that is connected to the graph of ``tensor`` and does not share its memory.
-
-    A backward that does not save its inputs saves this, for :func:`first_order_only`.
-    """
-    return tensor.reshape(1)[:0].clone() if tensor.ndim == 0 else tensor[:0].clone()
-
-
 def first_order_only(backward: Backward) -> Backward:
     """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
 
@@ -189,7 +181,7 @@ def first_order_only(backward: Backward) -> Backward:
 
     The returned gradients depend on the saved tensors that require a gradient. If these are inputs, or are connected to
     them, a derivative with respect to any of the inputs reaches the error. Otherwise one that asks for the inputs alone
-    finds no path to them. ``ctx.witness`` is such an input where none is saved, because it may change in place.
+    finds no path to them. ``ctx.witnesses`` are such inputs where none is saved, because they may change in place.
     ``ctx.call`` is the head of the message, if there is one.
     """
 
@@ -197,7 +189,7 @@ def first_order_only(backward: Backward) -> Backward:
     def guarded(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():  # in a backward, gradients are enabled only with create_graph=True
             return backward(ctx, *grads)
-        saved = *ctx.saved_tensors, getattr(ctx, "witness", None)
+        saved = *ctx.saved_tensors, *getattr(ctx, "witnesses", ())
         connected = [one for one in saved if one is not None and one.requires_grad]
         with torch.no_grad():
             found = backward(ctx, *grads)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import Words, anchor_of, expected, first_order_only
+from ..errors import Words, expected, first_order_only
 from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
@@ -53,9 +53,9 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], anchors: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.plan, ctx.call = plan, plan.call
-        ctx.save_for_backward(*anchors)
+    def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], *inputs: Tensor) -> Any:
+        # The outputs may change in place before a backward that creates a graph.
+        ctx.plan, ctx.call, ctx.witnesses = plan, plan.call, inputs
         # The local form skips a gradient that was not computed. A collective needs one on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
         return tuple(outputs)
@@ -66,7 +66,7 @@ class _GatherRows(torch.autograd.Function):
         plan, found = ctx.plan, list(grads)
         rank = plan.group.rank()
         for place, grad in enumerate(grads):
-            if grad is None or not ctx.needs_input_grad[3 + place]:
+            if grad is None or not ctx.needs_input_grad[2 + place]:
                 found[place] = None
             elif plan.reduce_scatter:  # float32 for half precision
                 wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
@@ -75,7 +75,7 @@ class _GatherRows(torch.autograd.Function):
             else:
                 own_rows = grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank])
                 found[place] = own_rows if plan.scale == 1 else own_rows * _factor(plan.scale)
-        return None, None, None, *found
+        return None, None, *found
 
 
 @functools.cache
@@ -120,8 +120,7 @@ def gather_after(
     if places:
         inputs, outputs = [present[place] for place in places], [found[place] for place in places]
         plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
-        # Anchors, not the outputs, which may change in place before a backward that creates a graph.
-        for place, output in zip(places, _GatherRows.apply(plan, outputs, list(map(anchor_of, inputs)), *inputs)):
+        for place, output in zip(places, _GatherRows.apply(plan, outputs, *inputs)):
             found[place] = output
     gathered = iter(found)
     return tuple([None if tensor is None else next(gathered) for tensor in agreed.tensors])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import anchor_of, expected, first_order_only
+from ..errors import expected, first_order_only
 from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
 from .header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled, note_kind
@@ -23,15 +23,14 @@ class _GlobalRatio(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: str, total: Tensor, anchor: Tensor, ratio: float, scale: float) -> Tensor:
-        ctx.call, ctx.scale = call, scale
-        ctx.save_for_backward(anchor)
+    def forward(ctx: Any, call: str, total: Tensor, ratio: float, scale: float) -> Tensor:
+        ctx.call, ctx.scale, ctx.witnesses = call, scale, (total,)
         return torch.full_like(total, ratio)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grad * ctx.scale, None, None, None
+        return None, grad * ctx.scale, None, None
 
 
 def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
@@ -71,7 +70,7 @@ def mean_agreed(
     divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor
-    return note_kind(_GlobalRatio.apply(call, total, anchor_of(total), summed / divisor, scale), over_ranks=True)
+    return note_kind(_GlobalRatio.apply(call, total, summed / divisor, scale), over_ranks=True)
 
 
 def global_mean(

@@ -62,23 +62,20 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
     """
     disabled: Callable[P, T] | None = None
 
-    def first(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal disabled
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        disabled = torch.compiler.disable(function, **({"reason": reason} if _TAKES_REASON else {}))
-        return disabled(*args, **kwargs)
-
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
         try:
-            return first(*args, **kwargs) if disabled is None else disabled(*args, **kwargs)
+            if disabled is None:
+                if "torch._dynamo" not in sys.modules:
+                    return function(*args, **kwargs)
+                disabled = torch.compiler.disable(function, **({"reason": reason} if _TAKES_REASON else {}))
+            return disabled(*args, **kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__
 
-    for marked in (first, call):
-        marked._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
-        marked._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler breaks the graph at a call of it
+    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 

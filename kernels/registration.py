@@ -200,10 +200,12 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
         if not torch.compiler.is_compiling() and products_are_rounded():
             with full_products():
                 return without_autocast(first, *args)
+        if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+            return function(first, *args)
         return without_autocast(first, *args)
 
     def without_autocast(first: Tensor, *args: Any) -> T:
-        if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        if first.is_meta:
             return function(first, *args)
         with torch.autocast(first.device.type, enabled=False):
             return function(first, *args)

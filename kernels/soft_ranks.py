@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import native
 from .bins import find_bins
+from .computed_gradients import scaled
 from .costs import costs_of
 from .node_tables import order_for
 from .pairs import Problem, numpy_can_sum
@@ -20,7 +21,7 @@ from .soft_ranks_binned import smooth_ap_binned, smooth_ap_in_c
 from .soft_ranks_host import smooth_ap_of_one_class
 from .soft_ranks_pairs import smooth_ap_direct, smooth_ap_sorted
 from .soft_ranks_plain import loss_and_gradient as of_all_pairs
-from .soft_ranks_plain import plain_is_faster, scaled, smooth_ap_plain
+from .soft_ranks_plain import plain_is_faster, smooth_ap_plain
 
 
 def smooth_ap_sums(
@@ -338,5 +339,5 @@ _smooth_ap = register(
         scores.new_empty(scores.shape[0], dtype=torch.bool),
     ),
     saved=lambda inputs, outputs: (outputs[:2], ()),
-    backward=lambda grad_loss, loss, gradient: (scaled(gradient, grad_loss),),
+    backward=lambda grad_loss, loss, gradient: (scaled(gradient.t(), grad_loss).t(),),
 )

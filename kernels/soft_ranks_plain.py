@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .computed_gradients import scaled
 from .costs import costs_of
-from .torch_private import may_overwrite
 
 
 def plain_is_faster(scores: Tensor) -> bool:
@@ -101,17 +101,6 @@ def _product(matrix: Tensor, columns: Tensor) -> Tensor:
     return torch.where(torch.arange(2, device=matrix.device) == 0, first, second)
 
 
-def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
-    """Return ``gradient`` (C, M), which a forward has saved, times the float64 numbers ``grad`` (C,), in its dtype."""
-    if grad.numel() == 1 and may_overwrite(gradient, grad):
-        if grad.is_cpu and grad.item() == 1:  # as from loss.backward()
-            return gradient
-        return gradient.mul_(grad.reshape(()))  # new pages would take longer
-    if grad.numel() == 1:
-        return gradient * grad.reshape(())  # a scalar needs no conversion
-    return gradient * grad.to(gradient.dtype)[:, None]
-
-
 class _PlainSmoothAP(torch.autograd.Function):
     """Forward: (C,) loss and validity. Backward: the gradient, which the forward has computed, times the incoming."""
 
@@ -125,4 +114,4 @@ class _PlainSmoothAP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return scaled(gradient, grad), None, None, None, None
+        return scaled(gradient.t(), grad).t(), None, None, None, None

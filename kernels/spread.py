@@ -100,7 +100,7 @@ def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
         if index is not None:
             scores = scores.index_select(dim, index)
             member = None if member is None else member.index_select(dim, index)
-    return _marked(scores, member)
+    return scores if member is None else _marked(scores, member)
 
 
 def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
@@ -161,8 +161,8 @@ def _of_sample(sample: Tensor) -> float:
         if not (is_usual and math.isfinite(least) and math.isfinite(most)):  # NaN is the most
             sample = sample.cpu()  # so that the device has no small steps to launch
             return _mean_of_positive(_widths(*_sorted(sample), _rounding(sample))).item()
-        widths.append(width)
-    return math.fsum(width / len(widths) for width in widths)
+        widths.append(width / len(values))
+    return math.fsum(widths)
 
 
 def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:

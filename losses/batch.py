@@ -32,6 +32,7 @@ class Batch(NamedTuple):
     num_positive: int | None = None  # of a single class; None if the host does not know
     num_stored: int | None = None  # rows that may enter a queue; None if the host does not know
     over_ranks: bool = False  # of several ranks
+    rule: TargetRule = TargetRule(1)  # how the targets are read
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -48,20 +49,20 @@ class Batch(NamedTuple):
         return not self.complete, *known
 
     @staticmethod
-    def of_all(tensors: Sequence[Any], totals: Sequence[Sequence[float]]) -> Batch:
+    def of_all(tensors: Sequence[Any], totals: Sequence[Sequence[float]], rule: TargetRule) -> Batch:
         """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each."""
         incomplete, *sums, _ = map(sum, zip(*totals))
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
-        return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored, True)
+        return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored, True, rule)
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""
         iid_mask, weight, indexes = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
-        return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete)
+        return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete, rule=self.rule)
 
 
-def with_queue(live: Batch, queued: QueueRows, multi_hot: bool, uses_iid: bool = True) -> Batch:
+def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
     """Return the live rows followed by the queued rows, in the dtype of the computation."""
     device, wide = live.logits.device, compute_dtype(live.logits.dtype)
     num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
@@ -80,7 +81,8 @@ def with_queue(live: Batch, queued: QueueRows, multi_hot: bool, uses_iid: bool =
         torch.cat([live.targets, queued.targets.to(live.targets)]),
         iid if uses_iid else None,
         weight,
-        complete=live.complete and not multi_hot,  # a row whose target is ignored never enters the queue
+        complete=live.complete and not live.rule.multi_hot,  # a row whose target is ignored never enters the queue
+        rule=live.rule,
     )
 
 
@@ -134,7 +136,8 @@ def check_batch(
         if logits.shape[1] != 1:
             fix = "A query ranks its rows by one score; without indexes the columns are classes."
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
-    return Batch(logits, targets, iid_mask, sample_weight, indexes, complete, num_positive, num_stored)
+    known = complete, num_positive, num_stored
+    return Batch(logits, targets, iid_mask, sample_weight, indexes, *known, rule=rule)
 
 
 def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
@@ -182,14 +185,14 @@ def weight_and_check(
     return sample_weight.to(dtype), DeviceCheck(bad.any(), error)
 
 
-def draw_rows(batch: Batch, rule: TargetRule, size: int, draw: int) -> Tensor:
+def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
     """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64.
 
     The classes present share half of the budget equally; rows without a class count as one class. The other half is
     drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every
     class are not drawn. All ranks with the same rows and number of the ``draw``, which is the seed, draw the same ones.
     """
-    generator = torch.Generator().manual_seed((_SEED << 32) + draw)
+    rule, generator = batch.rule, torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]
     shuffled = torch.randperm(count, generator=generator, device="cpu")
     shuffled = shuffled.to(batch.targets.device, non_blocking=True)

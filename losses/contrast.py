@@ -19,9 +19,9 @@ from ..distributed.group import gradient_scale
 from ..distributed.header import Agreement
 from ..distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
 from ..errors import Words, expected
+from ..kernels.computed_gradients import with_gradients
 from ..kernels.costs import costs_of
 from .arguments import completed
-from .attached import attach
 from .distributed_loss import GroupOptions
 from .queued_loss import HoldsQueue
 from .tensors import checked_rows, compute_dtype, unit_rows
@@ -190,5 +190,5 @@ class ContrastiveLoss(HoldsQueue):
                 found.append(k * sum(present[1:], present[0]) if present else None)
             slope = sums[1] if is_held is None else torch.where(is_held, sums[1].clamp_min(0.0), sums[1])
             found += [(slope * share).to(one).reshape(one.shape) for one in learned]
-            value = attach(type(self).__name__, value, (*own, *learned), found)
+            value = with_gradients(type(self).__name__, value, found, *own, *learned)
         return note_kind(value, over_ranks=exchange is not None)

@@ -31,7 +31,6 @@ class Pool:
 
     Args:
         rows: the checked rows, live ones and then queued ones.
-        rule: how their targets are read.
         live: (M,) bool, not from the queue; None for all True.
         queue_keep: with ``"negatives"`` a queued row takes no part in the classes of which it is a positive.
 
@@ -42,8 +41,8 @@ class Pool:
         is_watched: a hint looks at this call.
     """
 
-    def __init__(self, rows: Batch, rule: TargetRule, live: Tensor | None = None, queue_keep: str = "all") -> None:
-        self.rows, self.rule, self.live = rows, rule, live
+    def __init__(self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all") -> None:
+        self.rows, self.live = rows, live
         self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
         self.leaves_out_queued = live is not None and queue_keep == "negatives"
         self.is_watched = False
@@ -97,7 +96,7 @@ class Pool:
 
     def _sides(self) -> tuple[Tensor, Tensor | None]:
         """Return the positives and the members of each class."""
-        rows, rule, live = self.rows, self.rule, self.live
+        rows, rule, live = self.rows, self.rows.rule, self.live
         member: Tensor | None
         if rule.multi_hot:
             codes = rows.targets.t()  # [C, M]
@@ -216,7 +215,7 @@ def local_pool(
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
     given = (logits, targets, iid_mask, sample_weight)
     batch = check_batch(*given, rule, indexes=indexes, validate_args=validate_args)
-    return Pool(batch, rule)
+    return Pool(batch)
 
 
 def check_temperature(temperature: float | None, automatic: bool) -> float | None:

@@ -154,10 +154,11 @@ class RankingLoss(QueuedLoss):
             return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
-        return Batch.of_all(agreed.tensors, agreed.totals)
+        return Batch.of_all(agreed.tensors, agreed.totals, self._rule)
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
-        self._check_not_gathered(group, logits=given.logits, targets=given.targets)
+        if group is not None:
+            self._check_not_gathered(group, logits=given.logits, targets=given.targets)
         self._check_settings()
         indexes = given.indexes
         if indexes is not None and not self.ranks_queries:
@@ -165,7 +166,7 @@ class RankingLoss(QueuedLoss):
         if indexes is not None and self.max_pool_size is not None:
             fix = "A draw would take rows out of their queries."
             raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
-        stored = self.queue.wanted if self._enqueues else None
+        stored = self.queue.wanted if self.queue_size and self._enqueues else None
         return check_batch(*given[:4], self._rule, indexes=indexes, validate_args=self.validate_args, stored=stored)
 
     def _check_settings(self) -> None:
@@ -175,10 +176,10 @@ class RankingLoss(QueuedLoss):
     def _join(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
         if live.indexes is not None:  # rows of earlier steps belong to other queries
-            return Pool(live, self._rule)
-        rows, is_live, queued = live, None, self._queued_rows()
+            return Pool(live)
+        rows, is_live, queued = live, None, self._queued_rows() if self.queue_size else None
         if queued is not None:
-            rows = with_queue(live, queued, self.multi_hot, self.uses_iid)
+            rows = with_queue(live, queued, self.uses_iid)
             is_live = torch.arange(rows.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and rows.logits.shape[0] > limit:
@@ -188,13 +189,13 @@ class RankingLoss(QueuedLoss):
                 "with a quota for every class. The loss is a random approximation from here on.",
             )
             if has_values(rows.logits):
-                index = draw_rows(rows, self._rule, limit, self._num_draws)
+                index = draw_rows(rows, limit, self._num_draws)
             else:  # on the meta device any rows have the right shape
                 index = torch.arange(limit, device=rows.logits.device)
             # Only training steps count: rank 0 may validate alone, and its draws must stay those of the other ranks.
             self._num_draws += self.training
             rows, is_live = rows.take(index), None if is_live is None else is_live[index]
-        pool = Pool(rows, self._rule, is_live, self.queue_keep)
+        pool = Pool(rows, is_live, self.queue_keep)
         if self.validate_args and self.training and has_values(live.logits):
             pool.is_watched = self._hints.look(pool)
         return pool
@@ -204,10 +205,12 @@ class RankingLoss(QueuedLoss):
         loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool, per_class)
-        is_full = not self.queue_size or len(self.queue) == self.queue_size
-        if self._enqueues and live.indexes is None and not live.logits.is_meta:
-            rows = live.logits, live.targets, live.iid_mask, live.sample_weight
-            self.queue.enqueue(*rows, num_stored=live.num_stored)
+        is_full = True
+        if self.queue_size:
+            is_full = len(self.queue) == self.queue_size
+            if self._enqueues and live.indexes is None and not live.logits.is_meta:
+                rows = live.logits, live.targets, live.iid_mask, live.sample_weight
+                self.queue.enqueue(*rows, num_stored=live.num_stored)
         if pool.is_watched:
             setting = self._setting(pool.rows.logits.shape[0])
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)

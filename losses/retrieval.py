@@ -15,7 +15,7 @@ from ..distributed.exchange import Exchange
 from ..distributed.gather import gather_after
 from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled, note_kind
-from ..errors import anchor_of, check_choice, check_int, check_tensor, expected
+from ..errors import check_choice, check_int, check_tensor, expected
 from ..kernels.registration import check_not_batched
 from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ..queues.memory_queue import QueueRows
@@ -220,8 +220,7 @@ def _loss(
         so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
         ends = torch.tensor([0, *itertools.accumulate(split.rows)], device=labels.device)
         counts = tuple(so_far[ends].diff().tolist())
-        anchors = [anchor_of(unit)] if with_grad else []
-        values, valid = SplitQueries.apply(split._replace(rows=counts), unit, of_unit, temperature, with_grad, *anchors)
+        values, valid = SplitQueries.apply(split._replace(rows=counts), unit, of_unit, temperature, with_grad)
     per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":

@@ -128,7 +128,7 @@ class SplitQueries(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, split: Split, unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, *anchors: Tensor
+        ctx: Any, split: Split, unit: Tensor, labels: Tensor, temperature: float, with_grad: bool
     ) -> tuple[Tensor, Tensor]:
         exchange, rows = split
         first = sum(rows[: exchange.rank])
@@ -138,7 +138,7 @@ class SplitQueries(torch.autograd.Function):
         values, valid = exchange.rows([values[own], valid[own]], rows)
         if gradient is not None:
             gradient = exchange.sum_own(gradient[: sum(rows)], rows, "the gradients")
-            ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, *anchors)
+            ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient)
         ctx.own, ctx.temperature, ctx.call, ctx.count = own, temperature, exchange.call, sum(rows)
         ctx.mark_non_differentiable(valid)
         return values, valid
@@ -146,10 +146,10 @@ class SplitQueries(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        unit, labels, counted, gradient, *anchors = ctx.saved_tensors
+        unit, labels, counted, gradient = ctx.saved_tensors
         (of_own,) = exact(_scaled_or_again)(grad_values, unit, labels, counted, gradient, ctx.temperature, ctx.count)
         if of_own.shape != unit.shape:
             of_all = torch.zeros_like(unit)
             of_all[ctx.own] = of_own
             of_own = of_all
-        return None, of_own, None, None, None, *[None] * len(anchors)
+        return None, of_own, None, None, None

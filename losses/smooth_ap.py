@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..distributed.torch_private import not_compiled
-from ..errors import expected, first_order_only
+from ..errors import expected
 from ..kernels import native
+from ..kernels.computed_gradients import with_gradients
 from ..kernels.costs import costs_of
-from ..kernels.registration import refuse_forward_mode
 from ..kernels.soft_ranks import smooth_ap_sums
-from ..kernels.soft_ranks_plain import scaled
 from ..kernels.spread import MOST_SCORES
 from ..kernels.torch_private import are_numbers_in_memory
 from .arguments import completed
@@ -117,39 +114,23 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
 
 def _in_c(pool: Pool, temperature: float | None, multiple: float) -> tuple[PerClass, float] | None:
     """Return what :func:`_loss_of` returns for at most 4,096 ordinary rows, in one call of C; None for all others."""
-    rows, rule = pool.rows, pool.rule
+    rows, rule = pool.rows, pool.rows.rule
     logits, targets = rows.logits, rows.targets
-    is_ordinary = rows.sample_weight is None and rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued)
+    is_ordinary = rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued)
     if not (pool.is_in_rows and is_ordinary and 0 < len(targets) <= MOST_SCORES and native.is_usable(logits)):
         return None
     if not (are_numbers_in_memory(logits, targets) and logits.is_contiguous() and targets.is_contiguous()):
         return None
     with_grad = torch.is_grad_enabled() and logits.requires_grad
     most = costs_of(logits.device).most_native_pairs(rule.num_classes, logits.numel())
-    given = logits.detach(), targets, rule.ignore_index, temperature, multiple, with_grad, most
+    given = logits.detach(), targets, pool.weight, rule.ignore_index, temperature, multiple, with_grad, most
     found = native.smooth_ap_of_rows(*given)
     if found is None:
         return None
     loss, valid, gradient, width = found
-    return PerClass(loss if gradient is None else _WithGradient.apply(logits, (loss, gradient)), valid), width
-
-
-class _WithGradient(torch.autograd.Function):
-    """The loss of each class (C,), with the gradient (M, C) of the rows that was computed with it."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.witness = logits
-        ctx.save_for_backward(found[1])
-        return found[0]
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return scaled(gradient, grad) if len(grad) == 1 else gradient * grad.to(gradient), None
-
-    jvp = staticmethod(refuse_forward_mode)
+    if gradient is not None:
+        loss = with_gradients("a ranking loss", loss, [gradient], logits)
+    return PerClass(loss, valid), width
 
 
 @completed(smooth_ap)

@@ -150,7 +150,7 @@ class RankingMetric(GatheredMetric):
 
     def _pool(self, logits: Tensor, targets: Tensor) -> Pool:
         rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _NOTHING)
-        return Pool(Batch(logits, targets), rule)
+        return Pool(Batch(logits, targets, rule=rule))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return all rows of the state: (M, C) float64, and (M,) int64 or (M, C), in these dtypes even without rows."""

@@ -43,7 +43,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
             "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
-            "smooth_ap_of_rows": [*[_POINTER] * 2, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
+            "smooth_ap_of_rows": [*[_POINTER] * 3, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 3],
         }
@@ -80,10 +80,11 @@ def smooth_ap(
     num_classes, num_rows = scores.shape
     given = scores.detach()
     scores, positive = given.contiguous(), positive.contiguous()
-    member = _contiguous(member)
+    member = None if member is None else member.contiguous()
     weight = None if weight is None else weight.detach().to(scores.dtype).contiguous()
     # Like the scores, because the default device may be another one.
-    loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
+    loss = scores.new_empty(num_classes, dtype=torch.float64)
+    valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
     stride = 0 if weight is None or weight.ndim == 1 else num_rows
     pool = scores.data_ptr(), positive.data_ptr(), _place(member), _place(weight), stride, num_classes, num_rows
@@ -99,6 +100,7 @@ def smooth_ap(
 def smooth_ap_of_rows(
     scores: Tensor,
     targets: Tensor,
+    weight: Tensor | None,
     ignore_index: int,
     temperature: float | None,
     multiple: float,
@@ -112,15 +114,17 @@ def smooth_ap_of_rows(
     Args:
         scores: (M, C) on the host, contiguous, usable, not empty.
         targets: (M,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
+        weight: (M,) in the dtype of the scores, contiguous; None for 1.
         ignore_index: the target of rows to leave out.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         most: pairs of a positive and a row.
     """
     num_rows, num_classes = scores.shape
-    loss, valid = (scores.new_empty(num_classes, dtype=dtype) for dtype in (torch.float64, torch.bool))
+    loss = scores.new_empty(num_classes, dtype=torch.float64)
+    valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
-    rows = scores.data_ptr(), targets.data_ptr(), num_rows, num_classes, ignore_index
-    out = loss.data_ptr(), valid.data_ptr(), _place(gradient)
+    rows = scores.data_ptr(), targets.data_ptr(), _place(weight), num_rows, num_classes, ignore_index
+    out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
     scale = 0.0 if temperature is not None else multiple
     found = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*rows, ctypes.byref(width), scale, most, *out)
     return (loss, valid, gradient, width.value) if found else None

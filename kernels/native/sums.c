@@ -10,6 +10,7 @@
 // smooth_ap_of_rows: the same of an ordinary pool, as it is given
 //   scores                    (rows, classes)
 //   targets                   (rows), indices of classes, or 0 and 1 for one class
+//   weight                    (rows); NULL for 1
 //   temperature, multiple     if multiple > 0, the temperature is written: this multiple of the spread of the scores
 //   most                      with more pairs nothing is computed
 //   loss, valid               (classes), written

@@ -247,7 +247,7 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
     for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (90_000, 1), (500, 9), (90, 65), (200, 151)):
         scores = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).exp().to(dtype)
         targets = torch.arange(num_rows) % max(2, num_classes)
-        found = native.smooth_ap_of_rows(scores, targets, -100, None, 1.0, False, ALL)
+        found = native.smooth_ap_of_rows(scores, targets, None, -100, None, 1.0, False, ALL)
         assert found[3] == spread_of(scores.t().contiguous(), None)
     for scores, targets in (
         (torch.ones(8, dtype=dtype), torch.arange(8) % 2),
@@ -257,12 +257,12 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
         (torch.arange(8, dtype=dtype), torch.arange(8)),
         (torch.arange(8, dtype=dtype), -(torch.arange(8) % 2)),
     ):
-        assert native.smooth_ap_of_rows(scores[:, None], targets, -100, None, 1.0, False, ALL) is None
+        assert native.smooth_ap_of_rows(scores[:, None], targets, None, -100, None, 1.0, False, ALL) is None
     ordinary = torch.arange(8, dtype=dtype)[:, None], torch.arange(8) % 2
-    assert native.smooth_ap_of_rows(*ordinary, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
-    assert native.smooth_ap_of_rows(ordinary[0], 0 * ordinary[1], -100, None, 1.0, True, ALL)[1].tolist() == [False]
+    assert native.smooth_ap_of_rows(*ordinary, None, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
+    assert native.smooth_ap_of_rows(ordinary[0], 0 * ordinary[1], None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
     for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
-        assert native.smooth_ap_of_rows(*ordinary, ignored, temperature, 1.0, True, most) is None
+        assert native.smooth_ap_of_rows(*ordinary, None, ignored, temperature, 1.0, True, most) is None
 
 
 @needs_extension
