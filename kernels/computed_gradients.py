@@ -1,4 +1,4 @@
-"""A value whose gradients were computed with it: the backward multiplies, without communication that a rank could miss."""
+"""A value whose gradients were computed with it: the backward multiplies, and communicates nothing."""
 
 from __future__ import annotations
 

@@ -33,14 +33,9 @@ def are_numbers_in_memory(*tensors: Tensor) -> bool:
 
     What follows them: the compiler, transforms, tangents, tracing, and modes such as that of fake tensors.
     """
-    if (
-        torch.compiler.is_compiling()
-        or func_transforms_are_active()
-        or _num_modes()
-        or torch._C._get_tracing_state() is not None
-    ):
+    if torch.compiler.is_compiling() or func_transforms_are_active() or forward_ad._current_level >= 0:
         return False
-    if forward_ad._current_level >= 0:
+    if _num_modes() or torch._C._get_tracing_state() is not None:
         return False
     for tensor in tensors:
         if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:

@@ -135,7 +135,8 @@ class ContrastiveLoss(HoldsQueue):
         self._hold_rows(queue_size, num_features, ignore_index)
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        self._check_not_gathered(group, **{name: rows})
+        if group is not None:
+            self._check_not_gathered(group, **{name: rows})
         checked_rows(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
         if func_transforms_are_active() or has_tangent(rows):

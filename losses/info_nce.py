@@ -141,7 +141,9 @@ class InfoNCELoss(ContrastiveLoss):
             check_device("keys", keys, queries, "queries")
             if learned is not None and not learned.is_meta:
                 check_values("queries", queries)
-            facts = {**self._state(), "queries": describe(queries), "logit_scale is sharded": is_sharded}
+            facts: dict[str, object] = {}
+            if group is not None:
+                facts = self._facts({"queries": describe(queries), "logit_scale is sharded": is_sharded})
             totals = [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
             return Offer(None, facts, len(keys), totals, self._checksum, tensors=tensors)

@@ -132,9 +132,10 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     valid = has_positive & found.resolved
     if not by_rate:
         valid = valid & negative.any(dim=1)
-    if area.scale is not None:  # the scale between two equal infinities is NaN, and must not reach a class left out
+    scale = area.scale
+    if scale is not None:  # the scale between two equal infinities is NaN, and must not reach a class left out
         found = found._replace(tau=found.tau.masked_fill(~valid, 1.0))
-    flat = None if area.scale is None else has_positive & (found.has_reference ^ found.resolved)
+    flat = None if scale is None else has_positive & (found.has_reference ^ found.resolved)
     tilts: Tensor | None = None
     if area.surrogate == "trapezoid":
         missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), first_flat(flat)

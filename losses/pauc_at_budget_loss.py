@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
@@ -27,6 +28,8 @@ from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, Reduc
 from .queued_loss import PoolOptions
 from .ranking import Given, RankingLoss
 from .tensors import has_values
+
+_AREA_OF = attrgetter(*PartialArea._fields)
 
 
 @completed(pauc_at_budget)
@@ -117,7 +120,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     @property
     def _area(self) -> PartialArea:
-        return PartialArea(*(getattr(self, name) for name in PartialArea._fields))
+        return PartialArea(*_AREA_OF(self))
 
     @overload  # type: ignore[override]
     def forward(
@@ -204,7 +207,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         )
         is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
         self._tilts = tilts if is_number else None
-        self._warn_if_flat(flat_class)
+        if flat_class is not None and self.validate_args:
+            self._warn_of_flat(flat_class)
         loss = self._reduce_and_enqueue(live, pool, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
@@ -214,15 +218,14 @@ class PAUCAtBudgetLoss(RankingLoss):
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
 
-    def _warn_if_flat(self, flat_class: int | None) -> None:
-        if self.validate_args and flat_class is not None:
-            other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
-            self._warn_once(
-                "flat",
-                f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
-                f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
-                f"band, or try {other}.",
-            )
+    def _warn_of_flat(self, flat_class: int) -> None:
+        other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
+        self._warn_once(
+            "flat",
+            f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
+            f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
+            f"band, or try {other}.",
+        )
 
     def _setting(self, num_rows: int) -> Setting:
         if self.surrogate == "dro":  # which has no temperature, and no band that can be empty

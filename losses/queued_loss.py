@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import is_
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import Unpack
@@ -18,6 +17,7 @@ from .hints import Hints
 from .pool import REDUCTIONS, PoolCounts, Reduction, check_temperature, local_pool
 from .targets import TargetRule
 
+_COMPARED = "name", "training", "gradient_reduction", "update_queue_in_eval", "queue_in_eval", "_num_draws"
 _FIXED = {bool, float, int, str, type(None), tuple, State}  # types of arguments and of state
 
 _SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
@@ -44,6 +44,9 @@ class HoldsQueue(CurrentTemperature):
     queue: MemoryQueue
     queue_size: int
     update_queue_in_eval = queue_in_eval = False
+    _num_draws = 0
+    # What the last call compared, the types, and as which facts.
+    _last_facts: tuple[list[object], list[type], dict[str, object]] = [], [], {}
 
     def _hold_rows(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
         """Make the queue of rows of embeddings, (queue_size, num_features) with a label each."""
@@ -75,6 +78,18 @@ class HoldsQueue(CurrentTemperature):
             "queue": State(self.queue.position, SAME_QUEUE),
         }
 
+    def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
+        """Return :meth:`_state` and ``of_call``; the object of the last call, whose hash is known, if all are equal."""
+        seen = [getattr(self, name) for name in (*self._shown, *_COMPARED)]
+        seen += [*self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
+        seen += [self.temperature] if self.has_temperature else []
+        (last, types, facts), kinds = self._last_facts, [*map(type, seen)]
+        # 1 and True are equal. Values of other types, such as lists, may change in place.
+        if seen != last or kinds != types or not _FIXED.issuperset(kinds):
+            facts = {**self._state(), **of_call}
+            vars(self)["_last_facts"] = seen, kinds, facts  # an assignment to a module takes as long as an operator
+        return {**facts, "queue": State(self.queue.position, SAME_QUEUE)} if self.queue_size else facts
+
     def reset_queue(self) -> None:
         """Remove all queued rows. With several ranks, call it on every rank."""
         self.queue.reset()
@@ -100,7 +115,6 @@ class QueuedLoss(HoldsQueue):
 
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
-    _last_facts: tuple[Sequence[object], dict[str, object]] = (), {}  # what the last call compared, and how
     _own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
 
     def __init__(
@@ -143,19 +157,6 @@ class QueuedLoss(HoldsQueue):
 
     def _state(self) -> dict[str, object]:
         return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
-
-    def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
-        """Return :meth:`_state` and ``of_call``; the object of the last call, whose hash is known, if all are equal."""
-        names = *self._shown, "name", "training", "update_queue_in_eval", "_num_draws"
-        seen = [getattr(self, name) for name in names]
-        seen += [*self.queue.position, *self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
-        seen += [self.temperature] if self.has_temperature else []
-        last, facts = self._last_facts
-        # Values of other types, such as lists, may change in place.
-        if len(seen) != len(last) or not (_FIXED.issuperset(map(type, seen)) and all(map(is_, seen, last))):
-            facts = {**self._state(), **of_call}
-            vars(self)["_last_facts"] = seen, facts  # an assignment to a module takes as long as an operator
-        return facts
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

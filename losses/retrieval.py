@@ -141,7 +141,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
             own = checked_rows("embeddings", embeddings, width), checked_labels(labels, embeddings)
-            facts = {} if group is None else self._state()
+            facts = {} if group is None else self._facts({})
             return Offer(own, facts, checksum=self._checksum, tensors=own)
 
         agreed, split = agree_on(call, group, bring), None

@@ -89,7 +89,8 @@ class SupConLoss(ContrastiveLoss):
             if bool(ignored.any()):
                 kept = (~ignored).nonzero()[:, 0]
                 rows, names = rows.index_select(0, kept), names.index_select(0, kept)
-            return Offer((rows, names), self._state(), checksum=self._checksum, tensors=(rows, names))
+            facts = {} if group is None else self._facts({})
+            return Offer((rows, names), facts, checksum=self._checksum, tensors=(rows, names))
 
         agreed = agree_on(call, group, bring)
         rows, names = agreed.value

@@ -151,7 +151,7 @@ def moments(
         positive: (1, M) bool: two sums of the only class are returned, of the other rows and of these; None for one.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
-    masks = _contiguous(member), _contiguous(positive)
+    masks = [None if mask is None else mask.contiguous() for mask in (member, positive)]
     scores, groups = scores.contiguous(), 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
@@ -184,7 +184,8 @@ def evaluate(
         of_positives: the same in float64 for the rows that are ``positive``.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["evaluate"], scores.shape
-    masks, scores = (_contiguous(member), _contiguous(positive)), scores.contiguous()
+    masks = [None if mask is None else mask.contiguous() for mask in (member, positive)]
+    scores = scores.contiguous()
     tables = coefficients.permute(1, 2, 0).contiguous()
     exact = None if of_positives is None else of_positives.permute(1, 2, 0).contiguous()
     num_bins, p = tables.shape[1] - 1, tables.shape[2]
@@ -195,7 +196,7 @@ def evaluate(
         ends = tables[c].data_ptr(), _place(exact), out[c, start:].data_ptr()
         function(scores[c, start:stop].data_ptr(), *own, *numbers, *ends)
 
-    _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 else 1)
+    _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 and num_rows >= _MANY_ROWS else 1)
 
 
 def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_rows: int, lanes: int) -> None:
@@ -217,7 +218,3 @@ def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_r
 
 def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _contiguous(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous()

@@ -260,7 +260,8 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
         assert native.smooth_ap_of_rows(scores[:, None], targets, None, -100, None, 1.0, False, ALL) is None
     ordinary = torch.arange(8, dtype=dtype)[:, None], torch.arange(8) % 2
     assert native.smooth_ap_of_rows(*ordinary, None, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
-    assert native.smooth_ap_of_rows(ordinary[0], 0 * ordinary[1], None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
+    without_positive = ordinary[0], 0 * ordinary[1]
+    assert native.smooth_ap_of_rows(*without_positive, None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
     for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
         assert native.smooth_ap_of_rows(*ordinary, None, ignored, temperature, 1.0, True, most) is None
 
