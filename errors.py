@@ -9,9 +9,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,19 +90,6 @@ def warn(text: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_CALLER:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
-
-
-READ_AGAIN: ContextVar[bool] = ContextVar("fullrank_read_again", default=False)  # True inside reading_again()
-
-
-@contextmanager
-def reading_again() -> Iterator[None]:
-    """Let loaders inside know that they are read a second time on purpose."""
-    token = READ_AGAIN.set(True)
-    try:
-        yield
-    finally:
-        READ_AGAIN.reset(token)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:

@@ -10,23 +10,24 @@ forwarded a second time, with the same random masks and from the same buffers.
 What happens in a window, on every rank and whatever the data::
 
     opening header    number of micro-batches, what must be equal                   open_window
-    1. score          forwards without a graph; header                              _evaluate
-    2. loss           the loss, which gathers over the ranks; header
+    1. score          forwards without a graph; header                              _score
+    2. loss           the loss, which gathers over the ranks; header                _evaluate
     3. replay         forwards with a graph, backwards of all but the last          _replay
        closing header how far the replayed scores are off, any mistake
                       the last backward, in which the wrapper reduces
 
 Each header raises the mistake of one rank on all of them. Where forwards communicate (FSDP2, SyncBatchNorm), a mistake
-in one, or in reading micro-batches, is raised at once, without a header: the other ranks wait inside the model, and
-would not meet it.
+in one is raised at once, without a header: the other ranks wait inside the model, and would not meet it.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,18 @@ from torch import Tensor, nn
 from ..distributed.group import Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import RankRuntimeError, Words, expected, reading_again
+from ..errors import RankRuntimeError, Words, expected
+from ..gradients.parameters import leaves_of
 from ..gradients.when_reduced import discard_gradients_
-from .replay_state import accelerators_in_use, buffers_kept, restore_rng, save_rng
-from .scores import Scores
+from .replay_state import (
+    RngState,
+    accelerators_in_use,
+    buffers_kept,
+    largest_difference,
+    largest_score,
+    restore_rng,
+    save_rng,
+)
 from .window import Window, open_window
 
 T = TypeVar("T")
@@ -53,7 +62,7 @@ def pooled_backward(
     micro_batches: Sequence[Any],
     *,
     forward: Forward,
-    loss: Callable[[Tensor, list[Any]], Tensor] | nn.Module,
+    loss: Callable[[Tensor, list[Any]], Tensor],
     group: Group = None,
     sync: str = "last",
     scaler: Any = None,
@@ -94,10 +103,8 @@ def pooled_backward(
         TypeError: for micro-batches without a length, scores or a loss that are not floating-point tensors.
         ValueError: for an empty window; a loss without a graph to the scores, or with one to leaves outside of
             ``model``; scores that are not from the forward of the DDP module; a loss whose ``gradient_reduction`` is
-            not how ``model`` combines gradients; a model or a number of micro-batches that :func:`accumulate` refuses;
-            with ``stream=True`` scores that are infinite or spread over more than some 8,192 temperatures, or a table
-            of more than 256 MiB, on every rank and after the first pass.
-        RuntimeError: when a replay gives other scores, targets or weights; without gradients enabled; in a backward.
+            not how ``model`` combines gradients; a model or a number of micro-batches that :func:`accumulate` refuses.
+        RuntimeError: when a replay gives other scores; without gradients enabled; in a backward.
 
     Numerics:
         A replay may differ by the square root of the scores' machine epsilon, relative to the largest score: rounding
@@ -106,8 +113,8 @@ def pooled_backward(
     Distributed:
         Four headers besides those of ``loss``, DDP's broadcast of buffers and one reduction of the gradients. Errors
         are raised on every rank: before the second pass with the gradients untouched, in it with those of the model
-        discarded. Only an error in a forward that itself communicates, or in reading the micro-batches of such a model,
-        is raised where it occurs: the other ranks wait for that forward, and no message reaches them there.
+        discarded. Only an error in a forward that itself communicates is raised where it occurs: the other ranks wait
+        for that forward, and no message reaches them there.
 
     Example:
         >>> import torch
@@ -123,87 +130,174 @@ def pooled_backward(
         Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
 
-    def bring(window: Window) -> Offer[Scores]:
+    def bring(window: Window) -> Offer[tuple[torch.device, ...]]:
         if group is None:
             window.wrappers.check_group(None)
         for name, function in (("forward", forward), ("loss", loss)):
             if not callable(function):
                 raise TypeError(expected(name, "a function", function))
-        given = window, loss, accelerators_in_use(model)
-        scored = Scores(*given)
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(expected("scaler", "a torch.amp.GradScaler or None", scaler))
         if not torch.is_grad_enabled():
             mode = Words("torch.no_grad or torch.inference_mode")
             raise RuntimeError(expected(CALL, "gradients to be enabled", mode, "Call it outside of them."))
         facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
-        return Offer(scored, facts)
+        return Offer(accelerators_in_use(model), facts)
 
     refuse_in_backward(CALL)
-    call = CALL, model, micro_batches
-    window, scored, _ = open_window(*call, sync=sync, group=group, bring=bring)
+    window, devices, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
     with window.wrappers.restored(quiet=True):
         try:
             # 1. Score every micro-batch without a graph.
+            scored = _score(window, forward, devices)
             # 2. Compute the loss from all scores.
-            value = _evaluate(window, forward, scored)
+            value = _evaluate(window, loss, scored.leaf)
             # 3. Repeat each forward, and back-propagate the gradient of its scores.
-            with reading_again():
-                _replay(window, forward, scored, value, scaler, check_replay)
+            _replay(window, forward, devices, scored, value, scaler, check_replay)
         except BaseException:
             window.wrappers.reshard()
             window.wrappers.expect_broadcasts(True)
             raise
     window.wrappers.leave_as_reduced()
-    return value.detach().reshape(())
+    return value.value.detach().reshape(())
 
 
-def _evaluate(window: Window, forward: Forward, scored: Scores) -> Tensor:
-    """Steps 1 and 2: return the loss of all scores, which are made without a graph."""
+class _Scored(NamedTuple):
+    """What the first pass leaves."""
 
-    def score_all() -> None:
+    leaf: Tensor  # [rows of this rank, ...] the scores of the window
+    sizes: list[int]  # rows of each micro-batch
+    states: list[RngState]  # in front of each forward
+
+
+class _Value(NamedTuple):
+    """The loss, a scalar with a graph to the scores, and the parameters of the model that it uses."""
+
+    value: Tensor
+    learned: Mapping[str, Tensor]
+
+
+def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
+    """Step 1: return the scores of all micro-batches, which are made without a graph."""
+    states: list[RngState] = []
+
+    def score_all() -> list[Any]:
+        scores = []
         try:
-            with buffers_kept(window.model):
-                for batch in scored.first_pass():
-                    with torch.no_grad():  # not around the reading: a loader may compute with gradients
-                        scores = forward(batch)
-                    scored.add(scores, batch)
+            with torch.no_grad(), buffers_kept(window.model):
+                for batch in window.micro_batches:
+                    states.append(save_rng(devices))
+                    part = forward(batch)
+                    # A copy: the next forward may write its output into the same memory.
+                    scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
         finally:
             # Older torch keeps the weights that autocast has cast here, without a graph (pytorch issue 158232).
             torch.clear_autocast_cache()
+        return scores
 
-    def evaluate() -> Offer[Tensor]:
+    def join(scores: list[Any]) -> Offer[_Scored]:
+        for part in scores:
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                raise TypeError(expected("forward", "a floating-point tensor of scores", part))
+            if part.ndim == 0:
+                fix = "Return one row per example."
+                raise ValueError(expected("forward", "scores of shape (rows, ...)", part, fix))
+        kinds = [f"{part.dtype} ({', '.join(map(str, ('rows', *part.shape[1:])))}) on {part.device}" for part in scores]
+        if len(set(kinds)) > 1:
+            fix, found = "Only the number of rows may differ.", Words(" and ".join(dict.fromkeys(kinds)))
+            raise ValueError(expected("forward", "scores of one kind from all micro-batches", found, fix))
+        return Offer(_Scored(torch.cat(scores).requires_grad_(), [part.shape[0] for part in scores], states))
+
+    return _agree_after(window, window.wrappers.is_lockstep, score_all, join).value
+
+
+def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Value:
+    """Step 2: return the loss of all scores, with the parameters of the model in its graph."""
+
+    def evaluate() -> Offer[_Value]:
         with gradients_divided_by(window.wrappers.divisor):
-            return Offer(scored.evaluate(), {"parameters of the loss": sorted(scored.learned)})
+            value = loss(leaf, window.micro_batches)
+        if not isinstance(value, Tensor):
+            raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
+        if value.numel() != 1:
+            raise ValueError(expected("loss", "a scalar", value, "Reduce it."))
+        leaves = {id(one): one for one in leaves_of(value)} if value.requires_grad else {}
+        if leaves.pop(id(leaf), None) is None:
+            fix = "Compute it from the scores that loss is given, without detach, item or no_grad."
+            raise ValueError(expected("loss", "a loss with a graph to the scores", Words("one without"), fix))
+        named = window.model.named_parameters()
+        learned = {name: one for name, one in named if leaves.pop(id(one), None) is not None}
+        for other in leaves.values():
+            kind = "another tensor that requires grad"
+            if isinstance(other, nn.Parameter):
+                name = next((name for name, one in _parameters_around(loss) if one is other), None)
+                kind = "a parameter outside of model" if name is None else f"the parameter {name!r} outside of model"
+            found = Words(f"a loss of {kind}, of shape {tuple(other.shape)}, too")
+            fix = (
+                "No wrapper would reduce its gradient: register the module that has it in the model before that is "
+                "wrapped, as in model.loss = loss, or use it in forward and return the result in the scores."
+            )
+            raise ValueError(expected("loss", "a function of the scores and of parameters of model", found, fix))
+        return Offer(_Value(value, learned), {"parameters of the loss": sorted(learned)})
 
-    try:
-        _agree_after(window, window.wrappers.is_lockstep, score_all, lambda _: Offer(scored.check()))
-        return agree_on(CALL, window.ranks, evaluate).value
-    except BaseException:
-        restore_rng(scored.began)
-        raise
+    return agree_on(CALL, window.ranks, evaluate).value
 
 
-def _replay(window: Window, forward: Forward, scored: Scores, value: Tensor, scaler: Any, check_replay: bool) -> None:
-    """Step 3: carry the gradient of ``value`` to the parameters; the random generators end as they began."""
-    devices = scored.devices
+def _parameters_around(loss: Callable[..., Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that ``loss`` holds or its code names, as far as they are found, with their names."""
+    known: Mapping[str, Any] = {}
+    if isinstance(loss, nn.Module):
+        yield from loss.named_parameters()
+    elif isinstance(loss, functools.partial):
+        yield from _parameters_around(loss.func)
+        with suppress(TypeError, ValueError):  # of a function without a signature
+            known = inspect.signature(loss.func).bind_partial(*loss.args, **loss.keywords).arguments
+    elif inspect.ismethod(loss):
+        yield from _parameters_around(loss.__func__)
+        known = {"self": loss.__self__, **getattr(loss.__self__, "__dict__", {})}
+    elif inspect.isfunction(loss):
+        with suppress(ValueError):  # of a variable without a value
+            found = inspect.getclosurevars(loss)
+            known = {**found.globals, **found.nonlocals}
+    for name, value in known.items():
+        if isinstance(value, nn.Module):
+            yield from value.named_parameters(name)
+        elif isinstance(value, nn.Parameter):
+            yield name, value
+
+
+def _replay(
+    window: Window,
+    forward: Forward,
+    devices: Sequence[torch.device],
+    scored: _Scored,
+    evaluated: _Value,
+    scaler: Any,
+    check_replay: bool,
+) -> None:
+    """Step 3: carry the gradient of the loss to the parameters; the random generators end as they began."""
     off = torch.zeros(())  # the largest difference between the scores of both passes
+    first = scored.leaf.detach()
     carried: Mapping[str, Tensor] = {}  # gradients of parameters for the last backward
 
     def replay_all() -> tuple[Tensor, Tensor]:
         nonlocal off, carried
+        value, learned = evaluated
         with _autocast_off(devices):
-            scored.start(value if scaler is None else scaler.scale(value))
-        carried = {} if finds_unused else scored.of_learned
-        for index, batch in enumerate(scored.second_pass()):
+            value = value if scaler is None else scaler.scale(value)
+            slope, *others = torch.autograd.grad(value, [scored.leaf, *learned.values()])
+        of_learned = dict(zip(learned, others))
+        carried = {} if finds_unused else of_learned
+        parts = zip(window.micro_batches, scored.states, first.split(scored.sizes), slope.split(scored.sizes))
+        for index, (batch, state, before, grad) in enumerate(parts):
             is_last = index == len(window.micro_batches) - 1
             if is_last and finds_unused:
-                _carry(window, scored.of_learned, [], [])
+                _carry(window, of_learned, [], [])
             used = window.switch(index)
+            restore_rng(state)
             scores = forward(batch)
-            shape, dtype = scored.form(index)
-            if not isinstance(scores, Tensor) or scores.shape != shape or scores.dtype != dtype:
-                what = f"scores like those of the first pass, {dtype} of shape {tuple(shape)}"
+            if not isinstance(scores, Tensor) or scores.shape != before.shape or scores.dtype != before.dtype:
+                what = f"scores like those of the first pass, {before.dtype} of shape {tuple(before.shape)}"
                 raise RuntimeError(expected("forward", what, scores, _CAUSES))
             if not scores.requires_grad:
                 found = Words("scores that do not require grad")
@@ -212,22 +306,20 @@ def _replay(window: Window, forward: Forward, scored: Scores, value: Tensor, sca
             if is_last or window.sync == "each":
                 window.wrappers.check_forwards("scores", scores, used)
             if check_replay:
-                off = torch.maximum(off.to(scores.device), scored.difference(index, scores.detach()))
-            grad = scored.gradient(index, batch, scores.detach())
+                off = torch.maximum(off.to(scores.device), largest_difference(before, scores.detach()))
             if not is_last:
                 # DDP that reduces in this backward waits for each parameter.
-                others = {name: torch.zeros_like(one) for name, one in carried.items()} if is_each else {}
+                zeros = {name: torch.zeros_like(one) for name, one in carried.items()} if is_each else {}
                 with _autocast_off(devices):
-                    _carry(window, others, [scores], [grad])
+                    _carry(window, zeros, [scores], [grad])
         return scores, grad  # of the last micro-batch, whose backward reduces and follows the header
 
     def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
         facts = {"forwards of DDP": window.wrappers.same_forwards}
-        scored.check()
         if not check_replay:
             return Offer(last, facts)
-        top = scored.largest()
-        return Offer(last, facts, totals=(off, top * tolerance(scored.form(0)[1]), top, scored.num_changed))
+        top = largest_score(first)
+        return Offer(last, facts, totals=(off, top * tolerance(first.dtype), top))
 
     # DDP with find_unused_parameters takes a parameter that the forward does not use for one that is ready. It reduces
     # what the parameter holds by then.
@@ -260,8 +352,8 @@ def _carry(window: Window, of_learned: Mapping[str, Tensor], roots: list[Tensor]
 
 
 _CAUSES = (
-    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator, persistent "
-    "workers of a DataLoader), data or targets that change between the passes, module state that is not a buffer."
+    "The likely causes: randomness outside torch's default generators (random, numpy, your own Generator), data that "
+    "changes between the passes, module state that is not a buffer."
 )
 
 
@@ -273,20 +365,15 @@ def tolerance(dtype: torch.dtype) -> float:
 def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
     """Raise RuntimeError when a replay was off, on all ``ranks``, which all know ``totals``.
 
-    These are of each rank: difference, allowed difference, largest score, micro-batches with other targets or weights.
+    These are of each rank: difference, allowed difference, largest score.
     """
-    rows = list(zip(ranks, totals))
-    what, found = "the same scores in both passes over the window", ""
-    if wrong := [(rank, *row) for rank, row in rows if not row[0] <= row[1]]:
-        parts = [f"{off:.3g} on rank {rank}, where scores reach {top:.3g}" for rank, off, _, top, _ in wrong]
-        found = f"a difference of {', and of '.join(parts)}"
-    elif changed := [rank for rank, row in rows if row[3]]:
-        what = "the same targets and sample weights in both passes over the window"
-        found = f"others on rank {', '.join(map(str, changed))}"
-    if found:
+    wrong = [(rank, *row[:3]) for rank, row in zip(ranks, totals) if not row[0] <= row[1]]
+    if wrong:
+        parts = [f"{off:.3g} on rank {rank}, where scores reach {top:.3g}" for rank, off, _, top in wrong]
+        found = Words(f"a difference of {', and of '.join(parts)}")
         fix = f"{_CAUSES} The gradients were discarded; check_replay=False accepts the difference."
         kind = RuntimeError if len(ranks) == 1 else RankRuntimeError
-        raise kind(expected(CALL, what, Words(found), fix))
+        raise kind(expected(CALL, "the same scores in both passes over the window", found, fix))
 
 
 def _agree_after(

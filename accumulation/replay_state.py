@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.torch_private import buffer_slots
-
-_ODD = (-7046029254386353131, -4417276706812531889)  # 64-bit numbers without a pattern
 
 
 @contextmanager
@@ -74,24 +72,6 @@ def restore_rng(state: RngState) -> None:
     torch.set_rng_state(state.cpu)
     for device, held in state.devices:
         torch.get_device_module(device).set_rng_state(held, device)
-
-
-def checksum_of(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Return a hash, int64 scalar, of the values of ``tensors``, such as (N,) targets and weights, and of their places.
-
-    Each value is mixed with its place before the sum: a linear hash cannot tell (1, 0, 0, 1) from (0, 1, 1, 0).
-    """
-    total = torch.zeros((), dtype=torch.int64)
-    for number, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        flat = tensor.detach().reshape(-1)
-        words = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
-        words = words + (torch.arange(flat.numel(), device=flat.device) * 2 + 1) * _ODD[number]
-        for shift, factor in ((31, _ODD[0]), (30, _ODD[1])):  # right shifts without the sign, and products modulo 2**64
-            words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        total = total.to(flat.device) + words.sum()
-    return total
 
 
 def largest_difference(first: Tensor, again: Tensor) -> Tensor:

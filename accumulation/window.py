@@ -61,7 +61,7 @@ class Window(NamedTuple):
 
     model: nn.Module
     wrappers: GradientSync
-    micro_batches: Sequence[Any]  # only read in order, and their number, where they are not listed
+    micro_batches: list[Any]
     sync: str
     ranks: ProcessGroup | None  # None when this process is alone
     num_micro_batches: tuple[int, ...] = ()  # of each rank; known after the opening header
@@ -104,13 +104,12 @@ def open_window(
     sync: str,
     group: Group,
     multiplier: float | None = None,
-    listed: bool = True,
     bring: Callable[[Window], Offer[T]],
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
-    ``bring`` checks what only this verb takes, and returns its part of the header. ``listed`` reads all micro-batches
-    now. The other arguments are those of :func:`accumulate`.
+    ``bring`` checks what only this verb takes, and returns its part of the header. The other arguments are those of
+    :func:`accumulate`.
     """
     found = None
     with suppress(Exception):  # of the model, which the header reports
@@ -118,9 +117,8 @@ def open_window(
     ranks = find_ranks(found, group)
 
     def bring_all() -> Offer[tuple[Window, T]]:
-        read = list_micro_batches if listed else check_micro_batches
         wrappers = found or find_sync(model)
-        window = Window(model, wrappers, read(micro_batches), sync, ranks)
+        window = Window(model, wrappers, list_micro_batches(micro_batches), sync, ranks)
         count = len(window.micro_batches)
         if count == 0:
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
@@ -145,11 +143,6 @@ def open_window(
 
 def list_micro_batches(micro_batches: Any) -> list[Any]:
     """Return the micro-batches of one window as a list; TypeError for what is not a list of them."""
-    return list(check_micro_batches(micro_batches))
-
-
-def check_micro_batches(micro_batches: Any) -> Sequence[Any]:
-    """Return ``micro_batches`` unchanged; TypeError unless it can be iterated and has a length."""
     name, what = "micro_batches", "a list of micro-batches"
     if isinstance(micro_batches, (Mapping, str)):
         raise TypeError(expected(name, what, micro_batches, "Pass [batch] for one batch."))
@@ -157,5 +150,4 @@ def check_micro_batches(micro_batches: Any) -> Sequence[Any]:
     if not (is_iterable and hasattr(micro_batches, "__len__")):
         fix = "The window is read before its first backward: use list(...), or windows(loader, size) to cut a loader."
         raise TypeError(expected(name, f"{what}, with a length", Words(f"a {type(micro_batches).__name__}"), fix))
-    checked: Sequence[Any] = micro_batches
-    return checked
+    return list(micro_batches)

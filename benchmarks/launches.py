@@ -64,10 +64,6 @@ STEPS = {
 QUICK = [name for name, step in STEPS.items() if not step.is_large]
 OVER_RANKS = {
     "SmoothAP, queue of 1,024": STEPS["SmoothAP, queue of 1,024"],
-    "SmoothAP, sharded": Step(_ap(queue_size=1024, pool="sharded"), 100_000),
-    "Recall, sharded": Step(
-        lambda: losses.RecallAtQuantileLoss(1, temperature=0.1, queue_size=1024, pool="sharded"), 100_000
-    ),
     "retrieval": Step(losses.RetrievalSmoothAPLoss, 300, 64),  # 64 dimensions and 64 labels
     "softmax focal": STEPS["softmax focal"],
 }

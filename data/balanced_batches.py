@@ -12,7 +12,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
-from ..errors import READ_AGAIN, Words, check_count, check_int, expected, warn
+from ..errors import Words, check_count, check_int, expected, warn
 
 _SAME_ARGUMENTS = (
     "Pass the targets of the whole data set, and the same seed, on every rank: each takes its own part of every step."
@@ -131,7 +131,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         length, self._num_skipped = self._length(world_size), self.batches_done
         if self.batches_done >= length:
             warn(f"BalancedBatchSampler: epoch {self.epoch} has no batches left. Call set_epoch({self.epoch + 1}).")
-        if self._is_complete and self.batches_done == 0 and not self._has_warned and not READ_AGAIN.get():
+        if self._is_complete and self.batches_done == 0 and not self._has_warned:
             self._has_warned = True
             warn(
                 f"BalancedBatchSampler: epoch {self.epoch} starts again, with the same batches and without "

@@ -63,8 +63,7 @@ class LossMonitor(_Callback):
     - ``loss_fn/without_positives``: the share of the training calls of this epoch so far that had none, or no negative,
       so that the loss was 0; with several classes or queries, the share of these.
 
-    The last two are those of the losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`. A call
-    of :func:`~fullrank.pooled_backward` with ``stream=True`` is not counted.
+    The last two are those of the losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`.
 
     Distributed:
         The values are equal on every rank, and no collective is added.

@@ -1,4 +1,4 @@
-"""What the integrations look for in a module: warm-up schedules, queues spread over ranks, and values to log."""
+"""What the integrations look for in a module: warm-up schedules, and values to log."""
 
 from __future__ import annotations
 

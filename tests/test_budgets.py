@@ -41,8 +41,6 @@ LIMITS = {
     "hard negatives": (1, 80),
     "softmax focal": (1, 60),
     "over ranks: SmoothAP, queue of 1,024": (3, 200),
-    "over ranks: SmoothAP, sharded": (20, 300),
-    "over ranks: Recall, sharded": (25, 420),
     "over ranks: retrieval": (7, 200),
     "over ranks: softmax focal": (1, 60),
 }

@@ -250,18 +250,6 @@ def _pooled(name: str, head: str, **options: Any) -> Call:
     return Call((head,), head, lambda: gradient_cases.make_loss(case, local=False), _rows, _BAD_ROWS, _DIFFERENT_ROWS)
 
 
-def _by_form(name: str, cls: Any, form: str, **options: Any) -> Call:
-    """Return a loss over a sharded pool that is never gathered."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with gradient_cases.forced(form):
-            return cls.forward(self, *args, **kwargs)
-
-    never_gathered = type(cls.__name__, (cls,), {"forward": forward})
-    make = partial(never_gathered, CLASSES, queue_size=64, temperature=0.2, pool="sharded", **options)
-    return _pooled(name, cls.__name__, pool="sharded")._replace(make=make)
-
-
 class _OfOneDimension(fullrank.SoftmaxFocalLoss):
     """A warm-up loss that refuses targets which the main loss takes."""
 
@@ -368,13 +356,6 @@ CALLS = {
     "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
     "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
     "hard_negative": _pooled("hard_negative", "HardNegativeCrossEntropyLoss"),
-    "smooth_ap_sharded": _pooled("smooth_ap", "SmoothAPLoss", pool="sharded"),
-    "smooth_ap_by_moments": _by_form("smooth_ap", fullrank.SmoothAPLoss, "moments"),
-    "smooth_ap_by_positives": _by_form("smooth_ap", fullrank.SmoothAPLoss, "positives"),
-    "recall_by_sums": _by_form("recall", fullrank.RecallAtQuantileLoss, "sums", quantile=0.2),
-    "pauc_trapezoid_by_sums": _by_form(
-        "pauc_trapezoid", fullrank.PAUCAtBudgetLoss, "sums", surrogate="trapezoid", beta=0.5
-    ),
     "queries": _call(_MAIN, _queries, _BAD_QUERIES, _DIFFERENT_QUERIES, queue_size=64, temperature=0.2),
     "retrieval": _call("RetrievalSmoothAPLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
     "ndcg": _call("NDCGLoss", _grades, _BAD_GRADES, _DIFFERENT_GRADES),

@@ -7,7 +7,6 @@ pool under a wrapper, and in one process on the whole batch. It returns the grad
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import retrieval, sharded_smooth_ap, sharded_threshold
+from fullrank.losses import retrieval
 
 NUM_STEPS = 4
 COMBINED = ("smooth_ap", "cross_entropy")
@@ -46,15 +45,12 @@ class Case(NamedTuple):
     reduction: str = "mean"
     temperature: float | None = 0.2  # of the losses that have an automatic one, and of the contrastive ones
     threshold_gradient: bool = True  # of recall and partial AUC
-    pool: str = "gathered"
-    form: str = ""  # of a sharded pool: how it is computed, where its cost would decide
     layout: str = "uneven"  # of the rows over the ranks
     masked: bool = False
     weighted_steps: int = NUM_STEPS  # the first of all steps, with ``weighted``
     options: tuple[tuple[str, Any], ...] = ()  # more arguments of a loss over a pool
     by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
     sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
-    stream: bool = False  # of pooled_backward
     tied: bool = False  # many rows are alike
     seed: int = 100  # of the rows
 
@@ -92,8 +88,7 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         schedule = {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
         return fullrank.LossWarmupWrapper(warmup, make_loss(main, local, group), **schedule)
     same = ("queue_size", "max_pool_size", "reduction", "queue_keep", "multi_hot")
-    pooled = options | {name: getattr(case, name) for name in same} | ({} if local else {"pool": case.pool})
-    pooled |= dict(case.options)
+    pooled = options | {name: getattr(case, name) for name in same} | dict(case.options)
     if name in ("smooth_ap", "queries"):
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
     if name == "hard_negative":
@@ -109,15 +104,6 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
         return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
     budgets = {"alpha": 0.05, "beta": 0.5, "n_knots": 3 if surrogate == "trapezoid" else 2, "temperature": 0.3}
     return fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate=surrogate, **budgets | pooled)
-
-
-def forced(form: str) -> Any:
-    """Let a loss over a sharded pool take ``form`` wherever it can; "sums" is that of the losses at thresholds."""
-    if form in ("", "sums"):
-        return mock.patch.dict(sharded_threshold.COSTS, {"sums": 1e-30}) if form else nullcontext()
-    # Bins that are too many cost infinitely much, and then the positives travel.
-    costs = {name: 1.0 if name == form else 1e30 for name in sharded_smooth_ap.COSTS}
-    return mock.patch.dict(sharded_smooth_ap.COSTS, costs | {"gather": costs["gather"] ** 2})
 
 
 class Pairs(nn.Module):
@@ -221,9 +207,6 @@ def back_propagate_window(case: Case, model: nn.Module, loss: nn.Module, own: Ro
         "loss": joined_loss(loss),
         "group": by_hand(model),
     }
-    if case.stream:
-        options |= {"stream": True, "loss": loss, "targets": lambda batch: batch.targets}
-        options |= {"sample_weight": lambda batch: batch.weight} if case.weighted else {}
     value = fullrank.pooled_backward(model, batches, sync=case.sync, **options)
     for parameter in model.parameters() if case.wrapper == "plain" else []:
         dist.all_reduce(parameter.grad)
@@ -240,7 +223,7 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     whole = train(case, rank, 1)
     costs = TABLE["cpu"]._replace(pair=1e9) if case.by_bins else TABLE["cpu"]
     fewest = 0 if case.loss == "retrieval_split" else retrieval.FEWEST_SPLIT
-    with forced(case.form), mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
+    with mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
         spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
     same([float(found[0]) for found in spread.gradients])
     pairs = list(zip(spread.gradients, whole.gradients))

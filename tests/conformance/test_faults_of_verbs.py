@@ -19,15 +19,12 @@ import torch.distributed as dist
 from batches import Batch, all_batches, make_window, one_process
 from faults import Arguments, Fault
 from on_ranks import on_ranks, same
-from subjects import NUM_FEATURES, Model, error, gradient, has_gradients, switches, wrap
+from subjects import Model, error, gradient, has_gradients, switches, wrap
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verbs import accumulated, deferred, deferred_of, mean_over_ranks, pooled, reduction_of, scores_of
 
-import fullrank
 from fullrank import count_valid_tokens, global_mean
-
-STREAM = "pooled_backward streamed"
 
 # --- what every rank passes if it does nothing wrong
 
@@ -51,26 +48,9 @@ def arguments_of(verb: str, model: nn.Module, rank: int) -> Arguments:
     arguments: Arguments = {"model": model, "batches": make_window("full", rank), "through": lambda index: model}
     if verb.startswith("accumulate"):
         arguments |= {"count": count_valid_tokens, "use": loop(), "sync": "each" if "each" in verb else "last"}
-    if verb.startswith("pooled_backward"):
+    if verb == "pooled_backward":
         arguments |= {"forward": partial(scores_of, model), "loss": partial(mean, model), "context": nullcontext}
-    if verb == STREAM:
-        arguments |= {"loss": fullrank.SmoothAPLoss(NUM_FEATURES, 0, 0.3), "targets": labels_of, "stream": True}
     return arguments
-
-
-def labels_of(batch: Batch) -> Tensor:
-    """Return the class of each row of ``scores_of``."""
-    return batch["labels"][:, 1:].flatten()
-
-
-def expected_of(verb: str) -> Tensor:
-    """Return the gradient of one process with the rows of all ranks."""
-    model, batches = Model(), all_batches("full")
-    if verb != STREAM:
-        return one_process(model, batches).gradient
-    scores, labels = (torch.cat([*map(part, batches)]) for part in (partial(scores_of, model), labels_of))
-    fullrank.losses.smooth_ap(scores, labels, 0.3).backward()
-    return gradient(model)
 
 
 def mean(model: nn.Module, scores: Tensor, batches: list[Batch]) -> Tensor:
@@ -85,7 +65,7 @@ def take(verb: str, arguments: Arguments) -> None:
     given.pop("use" if verb == "DeferredMean" else "call", None)  # a fault of several verbs passes both
     if verb == "DeferredMean":
         deferred(model, batches, **given)
-    elif verb.startswith("pooled_backward"):
+    elif verb == "pooled_backward":
         context, through = given.pop("context"), given.pop("through")
         if through(0) is not model or through(2) is not model:
             modules = iter([through(index) for _ in range(2) for index in range(3)])
@@ -246,12 +226,12 @@ def _fail(*arguments: Any) -> Any:
     raise Mistake("this is mine")
 
 
-def at(number: int, change: Callable[[Tensor], Any] = _fail) -> Callable[[Any], Any]:
-    """Return a function whose call ``number`` returns what ``change`` makes of it; by default it raises."""
+def at(number: int) -> Callable[[Any], Any]:
+    """Return a function whose call ``number`` raises."""
 
     def changed(function: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         calls = iter(range(100))
-        return lambda batch: (change if next(calls) == number else lambda value: value)(function(batch))
+        return lambda batch: (_fail if next(calls) == number else function)(batch)
 
     return changed
 
@@ -304,32 +284,6 @@ REPLAYED = {
     "last": changed("forward", at(5), *_MINE),
     "frozen": _scored(lambda scores, _: scores.detach(), "ValueError", "forward: expected scores with a graph"),
 }
-
-# With stream=True, in the first pass over three micro-batches and in the second.
-STREAMED = {
-    "forward": changed("forward", at(1), *_MINE),
-    "replay": changed("forward", at(4), *_MINE),
-    "targets": changed("targets", at(2), *_MINE),
-    "targets of the replay": changed("targets", at(4), *_MINE),
-    "changed": changed("targets", at(5, lambda y: (y == 0).long()), "RuntimeError", "window, got others on rank 1"),
-    "target": changed("targets", at(0, lambda y: y + 7.5), "ValueError", "rank 1: targets: expected class indices in"),
-    "form": changed("forward", at(2, Tensor.float), "ValueError", "scores of one kind from all micro-batches"),
-    "wide": changed("forward", at(2, lambda x: x * 1e6), "ValueError", "in a range of 8,192 temperatures, got"),
-    "infinite": changed("forward", at(0, lambda x: x / 0), "ValueError", "finite scores in a range of 8,192 temp"),
-    "other": changed("forward", at(5, lambda x: x + 1), "RuntimeError", "the same scores in both passes over the"),
-    "weights": passed(
-        "sample_weight",
-        lambda batch: torch.ones(len(labels_of(batch))),
-        "ValueError",
-        "weighted: False on rank 0, ",
-    ),
-    "not streamed": Fault(
-        lambda given: {"stream": False, "targets": None, "loss": lambda scores, _: scores.sum()},
-        "ValueError",
-        "stream: True on rank 0, False on rank 1",
-    ),
-}
-IN_THE_REPLAY = ("replay", "targets of the replay", "changed", "other")
 
 
 def called(change: Callable[[Any, Tensor, int], Any], kind: str, text: str, place: int = 1) -> Fault:
@@ -424,7 +378,6 @@ FAULTS = {
     "accumulate": OPENINGS | LOOPS | LOCAL_LOOPS | SKIPPED | UNSEEN,
     "accumulate each": UNSEEN,
     "pooled_backward": POOLED | REPLAYED | UNSEEN,
-    STREAM: STREAMED,
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
 }
 
@@ -438,7 +391,7 @@ class Seen(NamedTuple):
     kind: str
     text: str
     left: str  # of the gradients: "kept" as they were, "dropped", or "exact", those of the step
-    restored: bool  # the switches of the wrappers, and of a streamed window the random state
+    restored: bool  # the switches of the wrappers
     next_error: float
     tracebacks: int  # that an uncaught exception would print
 
@@ -455,7 +408,7 @@ def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list
 
 
 def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, num_before: int) -> Seen:
-    expected = expected_of(verb)
+    expected = one_process(Model(), all_batches("full")).gradient
     for _ in range(num_before):
         take(verb, arguments_of(verb, model, rank))
         model.zero_grad()
@@ -463,7 +416,6 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, n
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
     given, before, found, printed = arguments_of(verb, model, rank), switches(model), ("none", ""), ""
-    state = torch.get_rng_state()
     given |= fault.common(given)
     given |= fault.change(given) if is_bad else {}
     try:
@@ -471,8 +423,6 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, n
     except Exception as raised:
         found, printed = (type(raised).__name__, str(raised)), "".join(traceback.format_exception(raised))
     left, restored = _left(model, expected), switches(model) == before
-    if verb == STREAM:
-        restored &= torch.equal(torch.get_rng_state(), state)
     if verb == "DeferredMean":
         deferred_of(model).discard()
     model.zero_grad()
@@ -537,19 +487,12 @@ def rows() -> list[Any]:
     found += [("pooled_backward", "replay", kind, 2, "dropped", False) for kind in ("fsdp2", "plain")]
     found += [("pooled_backward", "replay", "hsdp", 4, "dropped", False)]
     # A forward that communicates cannot tell the others: they wait inside the model.
-    found += [
-        (STREAM, name, kind, 2, "dropped" if name in IN_THE_REPLAY else "kept", False)
-        for kind in ("ddp", "fsdp2")
-        for name in STREAMED
-        if (kind, name) not in (("fsdp2", "forward"), ("fsdp2", "replay"), ("fsdp2", "not streamed"))
-    ]
     # The step continues, and its gradient is exact.
     found += [("DeferredMean", name, kind, 2, "exact", False) for name, kind in CALLED]
     found += [("DeferredMean", name, "plain", 2, "exact", False) for name in FINISHED]
     found += [
         (verb, name, "ddp", 2, "exact" if verb == "DeferredMean" else "dropped", is_everyone)
         for verb in FAULTS
-        if verb != STREAM
         for name in UNSEEN
         for is_everyone in (False, True)
         # A replay has scores; with sync="each" the first micro-batch raises on that rank alone.
@@ -557,11 +500,7 @@ def rows() -> list[Any]:
         and (verb, name, is_everyone) != ("accumulate each", "module in every one", False)
     ]
     fast = {(name, "ddp") for name in (*LOCAL_LOOPS, *SKIPPED)} | {(name, "plain") for name in FINISHED}
-    rare = {row for row in found if row[3] == 3 or (row[0], row[2]) == (STREAM, "fsdp2")}
-    marks = [
-        [] if row[1:3] in fast and row[3] == 2 else pytest.mark.full if row in rare else pytest.mark.slow
-        for row in found
-    ]
+    marks = [pytest.mark.full if row[3] == 3 else [] if row[1:3] in fast else pytest.mark.slow for row in found]
     return [pytest.param(*row, marks=mark) for row, mark in zip(found, marks)]
 
 
@@ -578,7 +517,7 @@ def test_a_mistake(rank: int, verb: str, name: str, kind: str, left: str, is_eve
         assert seen.restored
         assert seen.next_error <= 1e-12, seen
         # The cause of an error of pooled_backward may be one of the user's own.
-        assert seen.tracebacks == 1 or verb.startswith("pooled_backward"), seen
+        assert seen.tracebacks == 1 or verb == "pooled_backward", seen
 
 
 @pytest.mark.slow

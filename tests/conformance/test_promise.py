@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
-from unittest import mock
 
 import gradient_cases
 import pytest
@@ -18,8 +16,6 @@ from torch import Tensor
 from workers import WorkerPool, get_pool
 
 import fullrank
-from fullrank.distributed.exchange import Exchange
-from fullrank.losses import sharded_smooth_ap
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
 UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
@@ -65,7 +61,6 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
         Case("pauc_dro", queue_size=0, dtype="float32"),
         Case("hard_negative", num_classes=3, weighted=True),
         Case("hard_negative", num_classes=3, multi_hot=True, weighted=True, queue_keep="negatives"),
-        Case("hard_negative", num_classes=3, queue_size=20, queue_keep="negatives", pool="sharded"),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),
@@ -174,8 +169,7 @@ def test_every_loss_under_every_other_wrapper(world_size: int, wrapper: str, ins
     """As they come, and ``summed`` after ``sum_gradients_``."""
     reduction = "sum" if wrapper == "summed" else "mean"
     common = {"wrapper": wrapper, "loss_inside": inside, "gradient_reduction": reduction}
-    cases = [Case(loss, **common) for loss in losses] + [Case("smooth_ap", pool="sharded", **common)]
-    assert_exact(get_pool(world_size), *cases)
+    assert_exact(get_pool(world_size), *(Case(loss, **common) for loss in losses))
 
 
 def windows(wrapper: str, sync: str = "last", dtype: str = "float64", losses: Any = slice(None)) -> list[Case]:
@@ -185,9 +179,6 @@ def windows(wrapper: str, sync: str = "last", dtype: str = "float64", losses: An
     return [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(POOLED)][losses]
 
 
-STREAMED = [Case("smooth_ap", queue_size=0, sync="last", stream=True)]
-STREAMED += [STREAMED[0]._replace(num_classes=3, weighted=True)]
-STREAMED += [STREAMED[1]._replace(multi_hot=True, reduction="sum"), STREAMED[0]._replace(dtype="float32")]
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 WINDOWS: list[Any] = [pytest.param(2, windows("ddp"), id="ddp")]
 WINDOWS += [
@@ -204,130 +195,10 @@ WINDOWS += [
 ]
 
 
-WINDOWS += [
-    pytest.param(
-        *(2, [case._replace(wrapper=wrapper, gradient_reduction=reduction) for case in STREAMED[:number]]),
-        id=f"{wrapper}-streamed",
-        marks=pytest.mark.slow,
-    )
-    for wrapper, reduction, number in (("ddp", "mean", 4), ("plain", "sum", 4), ("fsdp2", "mean", 2))
-]
-
-
 @pytest.mark.parametrize(("world_size", "cases"), WINDOWS)
 def test_windows_of_micro_batches(world_size: int, cases: list[Case]) -> None:
     """Uneven rows, ranks without any, uneven numbers of micro-batches, a queue that fills over the steps."""
     assert_exact(get_pool(world_size), *cases)
-
-
-# Of a sharded pool: in every form that a loss has, with rows and queues of every kind.
-ROWS_OF: dict[str, dict[str, Any]] = {
-    "plain": {"queue_size": 0},
-    "weighted": {"queue_size": 0, "weighted": True, "layout": "last"},
-    "masked": {"queue_size": 0, "masked": True},
-    "classes": {"queue_size": 0, "num_classes": 4},
-    "multi_hot": {"queue_size": 0, "num_classes": 3, "multi_hot": True, "weighted": True},
-    "queue": {"queue_size": 80},
-    "queue_of_classes": {"queue_size": 80, "num_classes": 3, "weighted": True, "reduction": "none"},
-    "queue_on_one_rank": {"queue_size": 80, "multi_hot": True, "num_classes": 2, "layout": "last"},
-    # After the first step the queued rows of one rank have weights, and the others hold no queued row.
-    "once_weighted": {"queue_size": 500, "weighted": True, "weighted_steps": 1, "layout": "last at first"},
-    "negatives": {"queue_size": 30, "queue_keep": "negatives", "temperature": None},
-    "automatic": {"temperature": None, "num_classes": 2},
-}
-IN_FLOAT32 = ("multi_hot", "queue", "queue_of_classes", "automatic")
-LINEAR, DETACHED = {"options": (("quantile_interpolation", "linear"),)}, {"threshold_gradient": False}
-AT_THRESHOLDS: list[dict[str, Any]] = [LINEAR, {**LINEAR, "num_classes": 2}, {**DETACHED, "queue_size": 40}]
-BANDS: list[dict[str, Any]] = [
-    {"options": (("budget_basis", "population"), ("n_knots", 4)), "num_classes": 3, "masked": True},
-    {"options": (("pos_numerator", "live"), ("tau_scale", "band")), "weighted": True},
-]
-
-
-def sharded(loss: str, form: str) -> list[Case]:
-    """Return every kind of rows in float64, and a few in float32."""
-    cases = [Case(loss, pool="sharded", form=form, **kind) for kind in ROWS_OF.values()]
-    cases += [Case(loss, "float32", pool="sharded", form=form, **ROWS_OF[kind]) for kind in IN_FLOAT32]
-    kinds = [*(AT_THRESHOLDS if form == "sums" else []), *(BANDS if loss == "pauc_trapezoid" else [])]
-    return cases + [Case(loss, pool="sharded", form=form, **kind) for kind in kinds]
-
-
-OTHERS_SHARDED = [Case("warm_up", pool="sharded")]
-OTHERS_SHARDED += [
-    Case(loss, dtype, pool="sharded", masked=True, weighted=True) for loss in POOLED[1:5] for dtype in LIMITS
-]
-SHARDED = [pytest.param(sharded("smooth_ap", "moments"), id="moments")]
-SHARDED += [
-    pytest.param(cases, id=f"{cases[0].loss}-{cases[0].form}", marks=pytest.mark.slow)
-    for cases in (
-        *(sharded("smooth_ap", form) for form in ("positives", "gather")),
-        *(sharded(loss, "sums") for loss in ("recall", "pauc_trapezoid")),
-        OTHERS_SHARDED,
-    )
-]
-
-
-@pytest.mark.parametrize("cases", SHARDED)
-def test_a_sharded_pool(pool_of_two: WorkerPool, cases: list[Case]) -> None:
-    assert_exact(pool_of_two, *cases)
-
-
-def random_case(seed: int) -> Case:
-    """Return a sharded pool at random."""
-    draw = random.Random(seed)
-    loss = draw.choice(["smooth_ap", "smooth_ap", "recall", "pauc_trapezoid"])
-    return Case(
-        loss,
-        draw.choice([*LIMITS]),
-        pool="sharded",
-        form=draw.choice(["moments", "positives", "gather", ""]) if loss == "smooth_ap" else "sums",
-        layout=draw.choice(["uneven", "last", "last at first"]),
-        num_classes=draw.choice([1, 1, 2, 5]),
-        queue_size=draw.choice([0, 20, 130, 1000]),
-        weighted=draw.random() < 0.5,
-        weighted_steps=draw.choice([1, 4]),
-        masked=draw.random() < 0.3,
-        multi_hot=draw.random() < 0.3,
-        queue_keep=draw.choice(["all", "all", "negatives"]),
-        # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
-        temperature=draw.choice([0.3, 2.0, None]),
-        reduction=draw.choice(["mean", "sum", "none"]),
-    )
-
-
-@pytest.mark.slow
-def test_sharded_pools_at_random(pool_of_four: WorkerPool) -> None:
-    assert_exact(pool_of_four, *map(random_case, range(10)))
-
-
-@pytest.mark.parametrize(
-    ("what", "case"),
-    [
-        pytest.param("table", STREAMED[0], id="streamed"),  # in the second step one rank has all rows
-        *(
-            pytest.param(what, Case(loss, pool="sharded", form=form), id=f"{what}-{form}", marks=pytest.mark.slow)
-            for what, loss, form in (
-                ("table", "smooth_ap", "moments"),
-                ("ranges", "smooth_ap", "moments"),
-                ("table", "recall", "sums"),
-            )
-        ),
-    ],
-)
-@on_ranks(2)
-def test_control_what_one_rank_knows_is_not_enough(rank: int, what: str, case: Case) -> None:
-    if what == "table":  # that of one rank, and so its thresholds
-        patched: Any = mock.patch.object(Exchange, "sum", lambda self, tensor, named: tensor)
-    else:  # bins that begin where this rank's rows do
-        original = sharded_smooth_ap.cover
-
-        def shifted(*arguments: Any) -> Any:
-            bins = original(*arguments)
-            return bins._replace(first=bins.first - rank, window=bins.window + 1)
-
-        patched = mock.patch.object(sharded_smooth_ap, "cover", shifted)
-    with patched, mock.patch.object(gradient_cases, "same"):
-        assert gradient_cases.worst_error(rank, 2, case)[0] > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:.*drawn down")

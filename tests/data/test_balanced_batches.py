@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from workers import get_pool
 
-import fullrank
 from fullrank.data import BalancedBatchSampler
 
 
@@ -153,37 +151,6 @@ def test_the_length_of_an_epoch_does_not_change_while_it_is_counted() -> None:
     assert len(sampler) == 10
     iter(sampler)
     assert len(sampler) == 7
-
-
-def stream_windows(rank: int) -> list[str]:
-    """Stream two windows of the loader, the second one without a new epoch; return the warnings of each."""
-    targets = make_targets()
-    sampler = BalancedBatchSampler(targets, 10, 2)
-    loader = DataLoader(TensorDataset(torch.randn(103, 3), targets), batch_sampler=sampler)
-    model, found = torch.nn.Linear(3, 1), []
-    loss = fullrank.SmoothAPLoss(1, temperature=0.1)
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fullrank.pooled_backward(
-                model,
-                loader,
-                forward=lambda batch: model(batch[0]),
-                loss=loss,
-                targets=lambda batch: batch[1],
-                stream=True,
-                group=torch.distributed.group.WORLD if torch.distributed.is_initialized() else None,
-            )
-        found.append(" ".join(str(warning.message) for warning in caught if "epoch" in str(warning.message)))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_second_pass_of_a_streamed_window_is_no_epoch(world_size: int) -> None:
-    results = [stream_windows(0)] if world_size == 1 else get_pool(world_size)(stream_windows)
-    for first, second in results:
-        assert not first
-        assert "epoch 0 starts again" in second  # the control: the same rows in another window
 
 
 def test_an_epoch_that_starts_again_gives_a_warning_once() -> None:

@@ -59,11 +59,10 @@ def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:
         assert "call the loss outside checkpoint" in text
 
 
-@pytest.mark.parametrize("form", ["gathered", "sharded"])
 @on_ranks(2)
-def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank: int, form: str) -> None:
+def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank: int) -> None:
     """Without a wrapper: no backward of these losses communicates."""
-    loss = fullrank.SmoothAPLoss(queue_size=8, temperature=0.5, pool=form)
+    loss = fullrank.SmoothAPLoss(queue_size=8, temperature=0.5)
     for _ in range(2):
         logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
         value = checkpoint(loss, logits, targets, use_reentrant=False) if rank == 0 else loss(logits, targets)

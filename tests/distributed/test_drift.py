@@ -112,7 +112,6 @@ OTHER_VALUES: dict[str, Any] = {
     "label_smoothing": 0.1,
     "background_class": 1,
     "name": "other",
-    "pool": "sharded",
     "weight": torch.tensor([1.0, 2.0]),
     "pos_weight": torch.tensor(2.0),
 }

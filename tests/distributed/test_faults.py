@@ -241,22 +241,20 @@ def validates_alone(rank: int) -> None:
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
 
 
-ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
+ON_EACH_RANK = ("smooth_ap", "global_mean")
 
 
 def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
     """Return world size, odd ranks and case: the cases on two ranks, and those of a few calls on three.
 
-    The odd rank is each of them for a few calls, and changes from one kind to the next for the others. The forms of a
-    sharded pool have one check before them, so only one of them has every kind.
+    The odd rank is each of them for a few calls, and changes from one kind to the next for the others.
     """
     kinds = Counter(name for name, _ in cases)
-    forms = [case for case in cases if "_by_" in case[0] and case[0] not in ON_EACH_RANK and kinds[case[0]] > 5]
     found = []
-    for index, (name, kind) in enumerate(case for case in cases if case not in forms[1::2]):
+    for index, (name, kind) in enumerate(cases):
         is_each = name in ON_EACH_RANK
         odd_ranks = (0, 1) if is_each or kinds[name] < 3 else (index % 2,)
-        marks = [] if is_each and "_by_" not in name else [pytest.mark.slow]
+        marks = [] if is_each else [pytest.mark.slow]
         found.append(pytest.param(2, odd_ranks, name, kind, marks=marks, id=f"2-{name}-{kind}"))
         if is_each:
             found.append(pytest.param(3, (0, 1, 2), name, kind, marks=pytest.mark.full, id=f"3-{name}-{kind}"))
@@ -323,15 +321,11 @@ SHORT_S = 2  # where the timeout itself is what ends the others
 
 OF_ELEMENTS = ("softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "global_mean")
 # Each call, and its collectives in the forward.
-FORWARD = [(name, 1) for name in CALLS if "_by_" not in name]  # the forms of a sharded pool have one header
+FORWARD = [(name, 1) for name in CALLS]
 FORWARD += [(name, 2) for name in CALLS if name not in OF_ELEMENTS]
 FORWARD.remove(("wrapper_in_warmup", 2))
-FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
 # What is reduced in a collective after the header; elsewhere rows are gathered.
-REDUCED = {("smooth_ap_by_moments", 2): "ranges", ("smooth_ap_by_positives", 2): "ranges"}
-REDUCED |= {("smooth_ap_by_moments", 3): "moments", ("smooth_ap_by_positives", 5): "gradients of the positives"}
-REDUCED |= {("smooth_ap_sharded", 2): "ranges", ("recall_by_sums", 2): "counts", ("recall_by_sums", 7): "counts"}
-REDUCED |= {("pauc_trapezoid_by_sums", 2): "counts"}
+REDUCED: dict[tuple[str, int], str] = {}
 
 
 def assert_named(fates: list[Fate], *texts: str) -> None:

@@ -144,10 +144,8 @@ def test_windows_train_as_one_process(workers: WorkerPool, name: str) -> None:
         assert max(parameters, norm, *loss) <= LIMIT if name in RECIPES else max(parameters, norm) > 0.05
 
 
-@pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])
-def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
-    definitions = DEFINITIONS.replace(QUEUE[0], QUEUE[1].replace("queue_size=64", f"queue_size=64, pool={form!r}"))
-    workers(fitted, definitions, SCRIPT, str(tmp_path), False)
+def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    workers(fitted, DEFINITIONS, SCRIPT, str(tmp_path), False)
     assert {path.name for path in (tmp_path / "through").iterdir()} == {"best", "last"}
 
 

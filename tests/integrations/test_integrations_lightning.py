@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import integration_cases as cases
@@ -112,8 +110,6 @@ def resumed(rank: int, definition: str, folder: str, at: int, keeps_loss: bool) 
         path = path.with_name(f"without-{rank}.ckpt")
         torch.save(saved, path)
     again = trained(str(path))
-    for model in (through, again):
-        model.loss_fn.gather_queue()
     states = [flatten(model.state_dict()) for model in (through, again)]
     assert states[0].keys() == states[1].keys()
     names = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
@@ -252,21 +248,18 @@ def test_a_single_callback_is_taken_by_both_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "form", "keeps_loss"),
+    ("step", "keeps_loss"),
     [
-        (12, "gathered", True),
-        (12, "sharded", True),
-        pytest.param(8, "gathered", True, marks=pytest.mark.full),
-        pytest.param(8, "sharded", True, marks=pytest.mark.full),
-        pytest.param(12, "gathered", False, marks=pytest.mark.full),  # the control: without the queue
+        (12, True),
+        pytest.param(8, True, marks=pytest.mark.full),
+        pytest.param(12, False, marks=pytest.mark.full),  # the control: without the queue
     ],
 )
 def test_a_resumed_training_is_the_same_bit_for_bit(
-    workers: WorkerPool, tmp_path: Path, step: int, form: str, keeps_loss: bool
+    workers: WorkerPool, tmp_path: Path, step: int, keeps_loss: bool
 ) -> None:
     """At the ends of epochs, the first that of the blend; Lightning then begins the next epoch without its hook."""
-    ranker = WARM_RANKER.replace("queue_size=64", f"queue_size=64, pool={form!r}")
-    for differing, temperature in workers(resumed, ranker, str(tmp_path), step, keeps_loss):
+    for differing, temperature in workers(resumed, WARM_RANKER, str(tmp_path), step, keeps_loss):
         assert differing == [] if keeps_loss else "/encoder.0.weight" in differing
         assert 0.2 < temperature < 1.0  # it stands within its decay
 
@@ -307,21 +300,3 @@ def test_windows_train_as_one_process(workers: WorkerPool, name: str) -> None:
 def test_what_bypasses_the_wrapper_is_refused(workers: WorkerPool, kind: str, past: str) -> None:
     for text in workers(refused, kind, past):
         assert "a tensor from the forward of the DDP module" in text
-
-
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_a_save_of_weights_alone_warns_of_the_rows_of_one_rank(weights_only: bool) -> None:
-    from fullrank.integrations.lightning import LossSchedule
-
-    loss, schedule = fullrank.SmoothAPLoss(queue_size=8, pool="sharded"), LossSchedule()
-    loss.queue.take_place(0, 2)
-    loss.queue.enqueue(torch.zeros(2, 1), torch.tensor([0, 1]), None, None, [2, 2], num_rows=4, mark=(0.0, 0.0))
-    model, saver = nn.ModuleDict({"loss": loss}), SimpleNamespace(save_weights_only=weights_only)
-    schedule.setup(SimpleNamespace(checkpoint_callbacks=[saver]), model, "fit")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.state_dict()
-    assert ["only the queued rows of rank 0" in str(one.message) for one in caught] == [True] * weights_only
-    schedule.teardown(None, model, "fit")
-    with pytest.warns(UserWarning, match="only the queued rows of rank 0"):
-        model.state_dict()

@@ -175,10 +175,10 @@ def counting_one_rank(rank: int, folder: str, use_cpu: bool) -> str:
         cases.reset_accelerate()
 
 
-def fitted(rank: int, script: str, folder: str, form: str) -> None:
+def fitted(rank: int, script: str, folder: str) -> None:
     """Train, validate and resume with the script of the page, as one process does."""
     rows = pooled_rows()
-    options = f"num_classes=1, queue_size=64, temperature=0.5, pool={form!r}"
+    options = "num_classes=1, queue_size=64, temperature=0.5"
     names = run_block(DEFINITIONS.replace("num_classes=1", options), {})
 
     def job(place: str, script: str, forgets: bool = False) -> Any:
@@ -355,9 +355,8 @@ def test_windows_train_as_one_process(workers: WorkerPool, tmp_path: Path, name:
         assert all(found > bound for found, bound in zip(errors, least)), errors
 
 
-@pytest.mark.parametrize("form", ["sharded", pytest.param("gathered", marks=pytest.mark.full)])
-def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path, form: str) -> None:
-    workers(fitted, SCRIPT, str(tmp_path), form)
+def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    workers(fitted, SCRIPT, str(tmp_path))
 
 
 def test_pooled_pairs_train_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:

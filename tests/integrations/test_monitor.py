@@ -28,11 +28,10 @@ def seen(monitor: Monitor) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in monitor.values().items()}
 
 
-@pytest.mark.parametrize("form", ["gathered", "sharded"])
 @pytest.mark.parametrize("queue_size", [0, 16])
 @on_ranks(2)
-def test_the_positives_are_those_of_the_pool_of_all_ranks(rank: int, form: str, queue_size: int) -> None:
-    loss = fullrank.SmoothAPLoss(temperature=0.25, pool=form, queue_size=queue_size)
+def test_the_positives_are_those_of_the_pool_of_all_ranks(rank: int, queue_size: int) -> None:
+    loss = fullrank.SmoothAPLoss(temperature=0.25, queue_size=queue_size)
     both = fullrank.CombinedLoss({"ce": fullrank.BCEWithLogitsLoss(), "ap": loss})
     monitor = Monitor(both)
     monitor.start()

@@ -22,7 +22,7 @@ SURROGATES = ("trapezoid", "pairwise", "dro", "dro0.3", "dro_iqr", "dro0.3_band"
 
 
 def random_case(seed: int) -> Case:
-    """Return a gathered pool at random; tests/conformance draws sharded ones."""
+    """Return a pool at random."""
     draw = random.Random(seed)
     return Case(
         draw.choice(["smooth_ap", "recall", *(f"pauc_{name}" for name in SURROGATES), "hard_negative"]),
