@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullrank
 from fullrank.losses import DistributedLoss, RetrievalSmoothAPLoss
-from fullrank.losses.contrast import ContrastiveLoss
+from fullrank.losses.embeddings.base import ContrastiveLoss
 from fullrank.preflight import checks
 from fullrank.preflight.checks import CLASSES, Arguments
 from fullrank.preflight.site import Site, open_site

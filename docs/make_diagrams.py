@@ -228,12 +228,12 @@ CALL_IN_WORDS = (
 )
 FORWARD = (  # kind of box, what, where, note
     ("b", "your model", "", "logits (N, C) and targets (N,): own rows"),
-    ("c", "1. check", "losses/batch.py", "shapes, dtypes and target range of the own rows"),
+    ("c", "1. check", "losses/rows.py", "shapes, dtypes and target range of the own rows"),
     ("a", "2. header", "distributed/header.py", "agree_on: all processes continue or all raise"),
     ("a", "3. payload gather", "distributed/gather.py", "(N, C) becomes (sum of N, C): the rows of all"),
-    ("c", "4. join with the queue", "losses/ranking.py", "past rows are appended as constants: M rows"),
+    ("c", "4. join with the queue", "losses/pooled/base.py", "past rows are appended as constants: M rows"),
     ("c", "5. kernel, per class", "kernels/soft_ranks.py", "scores (C, M) become one loss per class (C,)"),
-    ("c", "6. reduce", "losses/pool.py", "mean over valid classes: the same everywhere"),
+    ("c", "6. reduce", "losses/pooled/pool.py", "mean over valid classes: the same everywhere"),
     ("c", "7. enqueue", "queues/memory_queue.py", "in training the gathered rows enter the queue"),
 )
 BACKWARD = (  # the first three forward steps have no backward of their own

@@ -31,14 +31,7 @@ from accumulation_transformers import is_installed, make_neox, make_paragraphs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fullrank import (
-    SmoothAPLoss,
-    accumulate,
-    causal_lm_loss,
-    count_valid_tokens,
-    maybe_no_sync,
-    pooled_backward,
-)
+from fullrank import SmoothAPLoss, accumulate, causal_lm_loss, count_valid_tokens, maybe_no_sync, pooled_backward
 from fullrank.losses import smooth_ap
 
 LARGEST_GAP = 1e-12  # between curves that must coincide: float64 rounding, which training amplifies slightly

@@ -7,9 +7,9 @@ import math
 from torch import Tensor, nn
 
 from ..losses import InfoNCELoss, LossWarmupWrapper
-from ..losses.distributed_loss import CurrentTemperature
-from ..losses.pool import PoolCounts
-from ..losses.queued_loss import QueuedLoss
+from ..losses.base import CurrentTemperature
+from ..losses.pooled.base import QueuedLoss
+from ..losses.pooled.pool import PoolCounts
 
 
 def find_schedules(module: object) -> list[LossWarmupWrapper]:

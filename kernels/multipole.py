@@ -11,16 +11,7 @@ from torch import Tensor
 
 from . import native
 from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
-from .node_tables import (
-    Order,
-    at_fine_nodes,
-    beyond_reach,
-    coefficients,
-    constants,
-    interact,
-    make_kernel,
-    sources_of,
-)
+from .node_tables import Order, at_fine_nodes, beyond_reach, coefficients, constants, interact, make_kernel, sources_of
 
 
 class Line(NamedTuple):

@@ -1,26 +1,24 @@
 """The losses as modules, their formulas as pure functions, and the sums of sigmoids under them."""
 
 from ..kernels.sigmoid_sums import sigmoid_sums
-from .binary_cross_entropy import BCEWithLogitsLoss
-from .causal_lm import causal_lm_loss
-from .combined import CombinedLoss
-from .cross_entropy import CrossEntropyLoss
-from .distributed_loss import DistributedLoss
-from .focal import FocalLoss
+from .base import DistributedLoss
+from .composed.combined import CombinedLoss
+from .composed.warmup import LossWarmupWrapper
+from .embeddings.info_nce import InfoNCELoss
+from .embeddings.retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
+from .embeddings.sup_con import SupConLoss
 from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
-from .info_nce import InfoNCELoss
-from .ndcg import NDCGLoss
-from .pauc_at_budget import pauc_at_budget
-from .pauc_at_budget_loss import PAUCAtBudgetLoss
-from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool
-from .ranking import RankingLoss
-from .recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
-from .retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
-from .sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
-from .smooth_ap import SmoothAPLoss, smooth_ap
-from .softmax_focal import SoftmaxFocalLoss, softmax_focal
-from .sup_con import SupConLoss
-from .warmup import LossWarmupWrapper
+from .pooled.base import RankingLoss
+from .pooled.ndcg import NDCGLoss
+from .pooled.pauc_at_budget import PAUCAtBudgetLoss, pauc_at_budget
+from .pooled.pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool
+from .pooled.recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
+from .pooled.smooth_ap import SmoothAPLoss, smooth_ap
+from .summed.base import FocalLoss
+from .summed.causal_lm import causal_lm_loss
+from .summed.cross_entropy import BCEWithLogitsLoss, CrossEntropyLoss
+from .summed.sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
+from .summed.softmax_focal import SoftmaxFocalLoss, softmax_focal
 
 __all__ = [
     "BCEWithLogitsLoss",

@@ -11,9 +11,8 @@ from typing_extensions import Unpack
 
 from ..errors import check_between
 from .arguments import completed
-from .pool import PerClass, Pool, Reduction, local_pool, reduce_values, spread_nan
-from .queued_loss import PoolOptions
-from .ranking import RankingLoss
+from .pooled.base import PoolOptions, RankingLoss
+from .pooled.pool import PerClass, Pool, Reduction, local_pool, reduce_values, spread_nan
 
 _SNAP = 1e-9  # relative distance at which a product counts as an integer: 0.07 * 100 is 7.000000000000001
 

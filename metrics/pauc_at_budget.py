@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..losses.arguments import completed
-from ..losses.partial_area import BudgetBasis, PartialArea, check_area
-from ..losses.pool import PerClass, Pool
+from ..losses.pooled.pauc_surrogates import BudgetBasis, PartialArea, check_area
+from ..losses.pooled.pool import PerClass, Pool
 from .ranking_metric import Average, RankingMetric
 
 

@@ -12,11 +12,9 @@ from torchmetrics.utilities import rank_zero_warn
 
 from ..errors import Words, check_count, check_int, expected
 from ..losses.arguments import completed
-from ..losses.batch import Batch, check_batch
-from ..losses.pool import PerClass, Pool, local_pool
-from ..losses.queued_loss import QueuedLoss
-from ..losses.targets import TargetRule
-from ..losses.tensors import compute_dtype
+from ..losses.pooled.base import QueuedLoss
+from ..losses.pooled.pool import PerClass, Pool, local_pool
+from ..losses.rows import Batch, TargetRule, check_batch, compute_dtype
 from .review_curve import ReviewCurve
 from .torchmetrics_private import GatheredMetric
 

@@ -8,9 +8,9 @@ from typing import Any
 from ..errors import check_choice
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.arguments import completed
-from ..losses.partial_area import PartialArea
-from ..losses.pool import PerClass, Pool
-from ..losses.recall_at_quantile import check_quantile
+from ..losses.pooled.pauc_surrogates import PartialArea
+from ..losses.pooled.pool import PerClass, Pool
+from ..losses.pooled.recall_at_quantile import check_quantile
 from .ranking_metric import Average, RankingMetric
 
 

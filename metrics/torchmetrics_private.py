@@ -29,7 +29,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from ..distributed.gather import gather_agreed
 from ..distributed.group import Group, resolve_group
 from ..distributed.header import Offer, State, agree_on
-from ..losses.distributed_loss import SAME_ARGUMENTS
+from ..losses.base import SAME_ARGUMENTS
 
 
 class GatheredMetric(Metric):

@@ -24,8 +24,7 @@ from ..losses import (
     SoftmaxFocalLoss,
     SupConLoss,
 )
-from ..losses.distributed_loss import DistributedLoss
-from ..losses.queued_loss import HoldsQueue
+from ..losses.base import DistributedLoss, HoldsQueue
 from .site import Place, Site
 
 _FEATURES, CLASSES = 5, 3

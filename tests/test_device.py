@@ -21,7 +21,7 @@ from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.node_tables import beyond_reach
 from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, smooth_ap
-from fullrank.losses.batch import _has_float64
+from fullrank.losses.rows import _has_float64
 
 ROWS = torch.arange(6.0)
 

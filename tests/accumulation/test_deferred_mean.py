@@ -21,13 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from verbs import run_window
 from workers import error_of
 
-from fullrank import (
-    DeferredMean,
-    accumulate,
-    all_reduce_grads_,
-    maybe_no_sync,
-    sum_gradients_,
-)
+from fullrank import DeferredMean, accumulate, all_reduce_grads_, maybe_no_sync, sum_gradients_
 
 
 def sync_groups(kind: str) -> list[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import retrieval
+from fullrank.losses.embeddings import retrieval
 
 NUM_STEPS = 4
 COMBINED = ("smooth_ap", "cross_entropy")

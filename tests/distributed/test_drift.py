@@ -20,7 +20,7 @@ from workers import error_of
 
 import fullrank
 from fullrank.kernels import native
-from fullrank.losses.ranking import RankingLoss
+from fullrank.losses.pooled.base import RankingLoss
 
 POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro")
 

@@ -27,7 +27,7 @@ from workers import class_of, process_context
 
 import fullrank
 from fullrank.distributed import exchange
-from fullrank.losses.distributed_loss import DistributedLoss
+from fullrank.losses.base import DistributedLoss
 
 
 @functools.cache

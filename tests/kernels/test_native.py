@@ -21,7 +21,7 @@ from fullrank.kernels.costs import TABLE
 from fullrank.kernels.sigmoid_sums import sigmoid_sums
 from fullrank.kernels.soft_ranks import smooth_ap_and_gradient
 from fullrank.kernels.spread import spread_of
-from fullrank.losses.pool import PerClass, Pool
+from fullrank.losses.pooled.pool import PerClass, Pool
 
 needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
 

@@ -40,8 +40,8 @@ from fullrank.losses import (
     smooth_ap,
     softmax_focal,
 )
-from fullrank.losses.distributed_loss import GroupOptions
-from fullrank.losses.queued_loss import PoolOptions
+from fullrank.losses.base import GroupOptions
+from fullrank.losses.pooled.base import PoolOptions
 
 NAN, INF = math.nan, math.inf
 V, T = ValueError, TypeError

@@ -20,7 +20,7 @@ from workers import error_of
 
 from fullrank import InfoNCELoss, SupConLoss
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import contrast
+from fullrank.losses.embeddings import base as contrast
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
-from fullrank.losses import RankingLoss, hints
-from fullrank.losses.hints import Copy, Hints
+from fullrank.losses import RankingLoss
+from fullrank.losses.pooled import hints
+from fullrank.losses.pooled.hints import Copy, Hints
 
 ROWS = 200
 

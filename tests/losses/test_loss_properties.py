@@ -19,8 +19,8 @@ from torch.testing import assert_close
 from fullrank import losses
 from fullrank.kernels import quantiles
 from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels, upper_quantiles
-from fullrank.losses.batch import Batch, draw_rows
-from fullrank.losses.targets import TargetRule
+from fullrank.losses.pooled.base import draw_rows
+from fullrank.losses.rows import Batch, TargetRule
 
 # float64 sums of some tens of terms, in another order; gradients divide by temperatures of 0.03 at the least.
 SAME = {"rtol": 1e-12, "atol": 1e-13}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fullrank import NDCGLoss
-from fullrank.losses import ndcg
+from fullrank.losses.pooled import ndcg
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 IGNORED = -100

@@ -21,8 +21,9 @@ from torch.testing import assert_close
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import retrieval, retrieval_smooth_ap, smooth_ap
-from fullrank.losses.rectangles import group_rows
+from fullrank.losses import retrieval_smooth_ap, smooth_ap
+from fullrank.losses.embeddings import retrieval
+from fullrank.losses.pooled.rectangles import group_rows
 
 IGNORED = -100
 
@@ -249,7 +250,7 @@ def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit:
 
 
 def test_a_mean_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = sys.modules["fullrank.losses.retrieval_queries"]
+    kernel = sys.modules["fullrank.losses.embeddings.retrieval_queries"]
     original, calls = kernel.smooth_ap_and_gradient, []
     monkeypatch.setattr(kernel, "smooth_ap_and_gradient", lambda *given: calls.append(1) or original(*given))
     embeddings, labels = make_embeddings("rows that are alone")

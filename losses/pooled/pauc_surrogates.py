@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..errors import check_choice, check_number, check_positive, expected
-from ..kernels.entropic_risk import entropic_risk, tilts_of_budget
-from ..kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
-from ..kernels.sigmoid_sums import sigmoid_sums_of_classes
+from ...errors import check_choice, check_number, check_positive, expected
+from ...kernels.entropic_risk import entropic_risk, tilts_of_budget
+from ...kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
+from ...kernels.sigmoid_sums import sigmoid_sums_of_classes
+from ..rows import has_values
 from .pool import PerClass, Pool, positive_shares, spread_nan
 from .rectangles import list_both
-from .tensors import has_values
 from .threshold import hold_others, threshold_with_gradient
 
 Surrogate = Literal["trapezoid", "pairwise", "dro"]

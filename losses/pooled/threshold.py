@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.quantiles import Levels
-from ..kernels.threshold_gradient import are_carried, carry_gradient
+from ...kernels.quantiles import Levels
+from ...kernels.threshold_gradient import are_carried, carry_gradient
 from .pool import Pool
 
 

@@ -10,15 +10,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.torch_private import note_kind
-from ..errors import check_choice, check_int, check_positive, expected
-from ..kernels.spread import spread_of, standardized
-from ..kernels.torch_private import func_transforms_are_active
-from .arguments import completed
-from .batch import Batch, check_batch
-from .distributed_loss import DistributedLoss
-from .targets import TargetRule, may_hold
-from .tensors import compute_dtype, has_values, weight_unit
+from ...distributed.torch_private import note_kind
+from ...errors import check_choice, check_int, check_positive, expected
+from ...kernels.spread import spread_of, standardized
+from ...kernels.torch_private import func_transforms_are_active
+from ..arguments import completed
+from ..base import DistributedLoss
+from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")

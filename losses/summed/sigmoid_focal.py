@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.header import DeviceCheck
-from ..errors import check_amount, check_choice, check_number, check_tensor, expected
-from .arguments import completed
-from .batch import weight_and_check
-from .distributed_loss import GroupOptions
-from .focal import Elements, FocalLoss, aligned, check_inputs, focus, local_loss, power
-from .pool import local_pool
-from .tensors import compute_dtype, has_values
+from ...distributed.header import DeviceCheck
+from ...errors import check_amount, check_choice, check_number, check_tensor, expected
+from ..arguments import completed
+from ..base import GroupOptions
+from ..pooled.pool import local_pool
+from ..rows import compute_dtype, has_values, weight_and_check
+from .base import Elements, FocalLoss, aligned, check_inputs, focus, local_loss, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")

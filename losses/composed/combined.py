@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.group import check_gather_distributed
-from ..distributed.header import Offer, State, agree_on
-from ..distributed.torch_private import is_mean, not_compiled, note_kind
-from ..errors import Words, check_amount, expected
-from ..queues.memory_queue import check_saved_queues
-from .distributed_loss import DistributedLoss
-from .focal import aligned
-from .targets import check_class_range, check_exact
-from .tensors import has_values
+from ...distributed.group import check_gather_distributed
+from ...distributed.header import Offer, State, agree_on
+from ...distributed.torch_private import is_mean, not_compiled, note_kind
+from ...errors import Words, check_amount, expected
+from ...queues.memory_queue import check_saved_queues
+from ..base import DistributedLoss
+from ..rows import check_class_range, check_exact, has_values
+from ..summed.base import aligned
 
 _SAME_WEIGHTS = "Give the CombinedLoss the same parts, in the same order, and the same weights on every rank."
 _OPTIONAL = ("iid_mask", "sample_weight", "indexes")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tensors import has_values
+from ..rows import has_values
 
 
 class Block(NamedTuple):

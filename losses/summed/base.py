@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.global_mean import local_mean, mean_agreed, part_of_mean
-from ..distributed.header import DeviceCheck, Offer, combined, refuse_in_backward
-from ..distributed.torch_private import note_kind
-from ..errors import check_tensor, expected
-from .arguments import completed
-from .distributed_loss import DistributedLoss, GroupOptions
-from .tensors import check_device, weight_unit
+from ...distributed.global_mean import local_mean, mean_agreed, part_of_mean
+from ...distributed.header import DeviceCheck, Offer, combined, refuse_in_backward
+from ...distributed.torch_private import note_kind
+from ...errors import check_tensor, expected
+from ..arguments import completed
+from ..base import DistributedLoss, GroupOptions
+from ..rows import check_device, weight_unit
 
 
 class Elements(NamedTuple):

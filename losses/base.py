@@ -1,4 +1,4 @@
-"""The arguments and checks that every loss needs when its rows are spread over ranks."""
+"""The bases of the losses: which ranks take part, a temperature, a queue, and what the ranks compare."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from ..distributed.group import (
     check_gradient_reduction,
     is_initialized,
 )
-from ..distributed.header import State
+from ..distributed.header import Checksum, State
 from ..distributed.torch_private import not_compiled
-from ..errors import expected
+from ..errors import check_count, expected
 from ..kernels import native
+from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows, check_saved_queues
 from .arguments import completed
 
 # What to do when ranks differ in state that several losses have.
@@ -198,3 +199,76 @@ class CurrentTemperature(DistributedLoss):
         if self.has_temperature:
             saved = float(state["temperature"])
             self.temperature = None if saved < 0 else saved
+
+
+class HoldsQueue(CurrentTemperature):
+    """Base of the losses with a memory queue: which of its rows a call uses, and what the ranks compare.
+
+    Args:
+        queue_size: rows of earlier steps that are kept, 0 for none: a cross-batch memory. The live rows are compared
+            with them too. They have no loss of their own, carry no gradient, are the same on every rank, and enter
+            after the loss is computed. In eval mode none is used or enters. Rows with a non-finite number never enter.
+        num_features: D, for a queue that ``torch.distributed.checkpoint`` loads before the first call; else None.
+    """
+
+    queue: MemoryQueue
+    queue_size: int
+    update_queue_in_eval = queue_in_eval = False
+    _num_draws = 0
+    # What the last call compared, the types, and as which facts.
+    _last_facts: tuple[list[object], list[type], dict[str, object]] = [], [], {}
+
+    def _hold_rows(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
+        """Make the queue of rows of embeddings, (queue_size, num_features) with a label each."""
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
+        self.register_load_state_dict_pre_hook(check_saved_queues)
+
+    def _queued_rows(self) -> QueueRows | None:
+        """Return the rows of the queue that belong to the pool, None without any."""
+        return self.queue.rows() if self._ranks_queue and len(self.queue) else None
+
+    @property
+    def _enqueues(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
+
+    @property
+    def _ranks_queue(self) -> bool:
+        return self.queue_size > 0 and (self.training or self.queue_in_eval)
+
+    @property
+    def _checksum(self) -> Checksum | None:
+        return Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
+
+    def _state(self) -> dict[str, object]:
+        return {
+            **self._shared_facts(),
+            "enqueues rows": State(self._enqueues, _SAME_MODE),
+            "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
+            "queue": State(self.queue.position, SAME_QUEUE),
+        }
+
+    def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
+        """Return :meth:`_state` and ``of_call``; the object of the last call, whose hash is known, if all are equal."""
+        seen = [getattr(self, name) for name in (*self._shown, *_COMPARED)]
+        seen += [*self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
+        seen += [self.temperature] if self.has_temperature else []
+        (last, types, facts), kinds = self._last_facts, [*map(type, seen)]
+        # 1 and True are equal. Values of other types, such as lists, may change in place.
+        if seen != last or kinds != types or not _FIXED.issuperset(kinds):
+            facts = {**self._state(), **of_call}
+            vars(self)["_last_facts"] = seen, kinds, facts  # an assignment to a module takes as long as an operator
+        return {**facts, "queue": State(self.queue.position, SAME_QUEUE)} if self.queue_size else facts
+
+    def reset_queue(self) -> None:
+        """Remove all queued rows. With several ranks, call it on every rank."""
+        self.queue.reset()
+
+
+_COMPARED = "name", "training", "gradient_reduction", "update_queue_in_eval", "queue_in_eval", "_num_draws"
+
+
+_FIXED = {bool, float, int, str, type(None), tuple, State}  # types of arguments and of state
+
+
+_SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..errors import check_choice, check_number, expected
-from ..kernels.quantiles import INTERPOLATIONS, upper_levels
-from ..kernels.sigmoid_sums import sigmoid_sums
-from .arguments import completed
+from ...errors import check_choice, check_number, expected
+from ...kernels.quantiles import INTERPOLATIONS, upper_levels
+from ...kernels.sigmoid_sums import sigmoid_sums
+from ..arguments import completed
+from ..rows import has_values
+from .base import PoolOptions, RankingLoss
 from .hints import Setting
-from .partial_area import PartialArea
+from .pauc_surrogates import PartialArea
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
-from .queued_loss import PoolOptions
-from .ranking import RankingLoss
-from .tensors import has_values
 from .threshold import hold_others, threshold_with_gradient
 
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature

@@ -1,32 +1,127 @@
-"""What the pooled losses share: check, gather, join with the queue, draw, compute per class, reduce, enqueue."""
+"""The one step of the losses over a pool: check and gather, join with the queue, draw, formula, reduce, enqueue."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
-from ..distributed.gather import gather_agreed
-from ..distributed.header import Offer, refuse_in_backward
-from ..distributed.torch_private import note_kind
-from ..errors import expected
-from .arguments import completed
-from .batch import Batch, check_batch, draw_rows, with_queue
-from .distributed_loss import DistributedLoss, compiled_where_local
-from .hints import Setting
+from ...distributed.gather import gather_agreed
+from ...distributed.header import Offer, State, refuse_in_backward
+from ...distributed.torch_private import note_kind
+from ...errors import check_choice, check_count, check_int, expected, warn
+from ...queues.memory_queue import Keep, MemoryQueue, QueueRows, check_saved_queues
+from ..arguments import completed
+from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
+from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values
+from .hints import Hints, Setting
 from .pool import (
+    REDUCTIONS,
     LossWithClasses,
     PerClass,
     Pool,
+    PoolCounts,
+    Reduction,
     at_temperature,
     check_temperature,
     local_pool,
     reduce_values,
 )
-from .queued_loss import QueuedLoss
-from .tensors import compute_dtype, has_values
+
+
+class PoolOptions(GroupOptions, total=False):
+    """The keyword arguments of :class:`QueuedLoss`, which its subclasses pass on as they are."""
+
+    queue_keep: Keep
+    queue_in_eval: bool
+    multi_hot: bool
+
+
+@completed(local_pool)
+class QueuedLoss(HoldsQueue):
+    """Base of the losses with a memory queue: holds the arguments that they share, and saves what changes.
+
+    Args:
+        num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
+        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        update_queue_in_eval: let rows enter the queue in eval mode too.
+        max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
+        queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
+            these with a pointwise loss: all scores may rise against constant ones.
+        queue_in_eval: let queued rows belong to the pool in eval mode too. By default validation rows are ranked alone.
+
+    Shape:
+        logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
+        ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
+    """
+
+    # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
+    spread_multiple: ClassVar[float | None] = None
+    _own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
+
+    def __init__(
+        self,
+        num_classes: int = 1,
+        queue_size: int = 0,
+        temperature: float | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        update_queue_in_eval: bool = False,
+        gather_distributed: bool | None = None,
+        max_pool_size: int | None = None,
+        *,
+        queue_keep: Keep = "all",
+        queue_in_eval: bool = False,
+        multi_hot: bool = False,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        super().__init__(gather_distributed, **options)
+        self.num_classes = check_count("num_classes", num_classes, 1)
+        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.ignore_index = check_int("ignore_index", ignore_index)
+        self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
+        if self.has_temperature:
+            self.temperature = check_temperature(temperature, self.spread_multiple is not None)
+        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
+        self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
+        self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
+        self.multi_hot = multi_hot
+        self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
+        self._num_draws = 0
+        self._warned: set[str] = set()
+        self._hints = Hints(type(self).__name__)
+        self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
+        self.register_load_state_dict_pre_hook(check_saved_queues)
+
+    @property
+    def _rule(self) -> TargetRule:
+        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
+
+    def _state(self) -> dict[str, object]:
+        return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(text)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training besides the queue: the temperature and the number of draws."""
+        return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        self._num_draws = int(state["num_draws"])
+        super().set_extra_state(state)
+
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        names = ("num_classes", *self._own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
+        return (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
 
 
 class Given(NamedTuple):
@@ -218,3 +313,62 @@ class RankingLoss(QueuedLoss):
 
     def _setting(self, num_rows: int) -> Setting:
         return Setting(self.temperature if self.has_temperature else None, None)
+
+
+def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
+    """Return the live rows followed by the queued rows, in the dtype of the computation."""
+    device, wide = live.logits.device, compute_dtype(live.logits.dtype)
+    num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
+    # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
+    iid = live.iid_mask
+    if uses_iid:
+        iid = torch.ones(num_live, dtype=torch.bool, device=device) if iid is None else iid
+        iid = torch.cat([iid, queued.iid_mask.to(device)])
+    weight, queued_weight = live.sample_weight, queued.sample_weight
+    if weight is not None or queued_weight is not None:
+        weight = torch.ones(num_live, dtype=wide, device=device) if weight is None else weight
+        queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
+        weight = torch.cat([weight, queued_weight])
+    return Batch(
+        torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
+        torch.cat([live.targets, queued.targets.to(live.targets)]),
+        iid if uses_iid else None,
+        weight,
+        complete=live.complete and not live.rule.multi_hot,  # a row whose target is ignored never enters the queue
+        rule=live.rule,
+    )
+
+
+def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
+    """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64.
+
+    The classes present share half of the budget equally; rows without a class count as one class. The other half is
+    drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every
+    class are not drawn. All ranks with the same rows and number of the ``draw``, which is the seed, draw the same ones.
+    """
+    rule, generator = batch.rule, torch.Generator().manual_seed((_SEED << 32) + draw)
+    count = batch.targets.shape[0]
+    shuffled = torch.randperm(count, generator=generator, device="cpu")
+    shuffled = shuffled.to(batch.targets.device, non_blocking=True)
+    targets = batch.targets[shuffled]
+    if rule.multi_hot:
+        taking_part = (targets != rule.ignore_index).any(dim=1)  # [M]
+        positive = rule.marked(targets)
+        without = taking_part & ~positive.any(dim=1)
+        membership = torch.cat([positive, without[:, None]], dim=1)  # [M, C + 1]
+    else:
+        taking_part = targets != rule.ignore_index  # [M]
+        classes = torch.arange(max(2, rule.num_classes), device=targets.device)
+        membership = (targets[:, None] == classes) & taking_part[:, None]  # [M, C], or [M, 2] in binary mode
+    num_present = membership.any(dim=0).sum().clamp_min(1)
+    quota = (size // (2 * num_present)).clamp_min(1)
+    # 1 for the first row of a class in shuffled order. int32: with the masks 6 bytes a row and class.
+    place = membership.cumsum(dim=0, dtype=torch.int32)
+    reserved = membership.logical_and_(place <= quota).any(dim=1)
+    # Reserved rows first, then the others, then the ignored ones; each group in shuffled order.
+    order = torch.where(taking_part, (~reserved).to(torch.int64), 2).argsort(stable=True)
+    chosen = order[: min(size, int(taking_part.sum()))]
+    return shuffled[chosen].sort().values
+
+
+_SEED = 0x66756C6C  # seed and number of the draw determine the draw

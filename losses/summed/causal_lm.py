@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributed.global_mean import local_mean
-from ..distributed.torch_private import note_kind
-from ..errors import Words, check_amount, check_choice, check_int, check_tensor, expected
-from ..kernels.documents import SHIFTED_DOCUMENTS, same_document
-from .arguments import completed
-from .distributed_loss import DistributedLoss
-from .tensors import check_device, compute_dtype, has_values, is_integer
+from ...distributed.global_mean import local_mean
+from ...distributed.torch_private import note_kind
+from ...errors import Words, check_amount, check_choice, check_int, check_tensor, expected
+from ...kernels.documents import SHIFTED_DOCUMENTS, same_document
+from ..arguments import completed
+from ..base import DistributedLoss
+from ..rows import check_device, compute_dtype, has_values, is_integer
 
 
 @completed(DistributedLoss)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..distributed.torch_private import not_compiled
-from ..errors import expected
-from ..kernels import native
-from ..kernels.computed_gradients import with_gradients
-from ..kernels.costs import costs_of
-from ..kernels.soft_ranks import smooth_ap_sums
-from ..kernels.spread import MOST_SCORES
-from ..kernels.torch_private import are_numbers_in_memory
-from .arguments import completed
+from ...distributed.torch_private import not_compiled
+from ...errors import expected
+from ...kernels import native
+from ...kernels.computed_gradients import with_gradients
+from ...kernels.costs import costs_of
+from ...kernels.soft_ranks import smooth_ap_sums
+from ...kernels.spread import MOST_SCORES
+from ...kernels.torch_private import are_numbers_in_memory
+from ..arguments import completed
+from ..rows import compute_dtype
+from .base import RankingLoss
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
-from .ranking import RankingLoss
 from .rectangles import group_rows
-from .tensors import compute_dtype
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import warn
-from .batch import Batch
+from ...errors import warn
+from ..rows import Batch
 from .pool import PerClass, Pool
 
 _EMPTY_CALLS = 20  # calls in a row without a valid class

@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ..distributed.exchange import Exchange, check_rows
-from ..distributed.group import gradient_scale
-from ..distributed.header import Agreement
-from ..distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
-from ..errors import Words, expected
-from ..kernels.computed_gradients import with_gradients
-from ..kernels.costs import costs_of
-from .arguments import completed
-from .distributed_loss import GroupOptions
-from .queued_loss import HoldsQueue
-from .tensors import checked_rows, compute_dtype, unit_rows
+from ...distributed.exchange import Exchange, check_rows
+from ...distributed.group import gradient_scale
+from ...distributed.header import Agreement
+from ...distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
+from ...errors import Words, expected
+from ...kernels.computed_gradients import with_gradients
+from ...kernels.costs import costs_of
+from ..arguments import completed
+from ..base import GroupOptions, HoldsQueue
+from ..rows import checked_rows, compute_dtype, unit_rows
 
 FEWEST_ANCHORS = 64  # in a block: fewer would make products too thin to be fast, and add up the candidates' too often
 

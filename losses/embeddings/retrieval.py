@@ -11,20 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.exchange import Exchange
-from ..distributed.gather import gather_after
-from ..distributed.header import Offer, agree_on, refuse_in_backward
-from ..distributed.torch_private import not_compiled, note_kind
-from ..errors import check_choice, check_int, check_tensor, expected
-from ..kernels.registration import check_not_batched
-from ..kernels.spread import MOST_SCORES, evenly_spaced, spread_of
-from ..queues.memory_queue import QueueRows
-from .arguments import completed
-from .distributed_loss import DistributedLoss, GroupOptions
-from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
-from .queued_loss import HoldsQueue
+from ...distributed.exchange import Exchange
+from ...distributed.gather import gather_after
+from ...distributed.header import Offer, agree_on, refuse_in_backward
+from ...distributed.torch_private import not_compiled, note_kind
+from ...errors import check_choice, check_int, check_tensor, expected
+from ...kernels.registration import check_not_batched
+from ...kernels.spread import MOST_SCORES, evenly_spaced, spread_of
+from ...queues.memory_queue import QueueRows
+from ..arguments import completed
+from ..base import DistributedLoss, GroupOptions, HoldsQueue
+from ..pooled.pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
+from ..rows import check_device, checked_rows, has_values, is_integer, unit_rows
 from .retrieval_queries import Split, SplitQueries, queries
-from .tensors import check_device, checked_rows, has_values, is_integer, unit_rows
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
 FEWEST_SPLIT = 256  # rows of all ranks: with fewer, each rank computes all queries before the others' would arrive

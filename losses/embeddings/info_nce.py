@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..distributed.exchange import Exchange, describe
-from ..distributed.gather import gather_after
-from ..distributed.header import Offer, agree_on, refuse_in_backward
-from ..distributed.torch_private import not_compiled
-from ..errors import RankRuntimeError, check_positive, expected
-from ..kernels.registration import exact
-from .arguments import completed
-from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
-from .distributed_loss import DistributedLoss, GroupOptions
-from .tensors import check_device, check_values, has_values
+from ...distributed.exchange import Exchange, describe
+from ...distributed.gather import gather_after
+from ...distributed.header import Offer, agree_on, refuse_in_backward
+from ...distributed.torch_private import not_compiled
+from ...errors import RankRuntimeError, check_positive, expected
+from ...kernels.registration import exact
+from ..arguments import completed
+from ..base import DistributedLoss, GroupOptions
+from ..rows import check_device, check_values, has_values
+from .base import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
 
 
 @completed()

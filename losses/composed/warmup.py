@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..distributed.group import check_gather_distributed
-from ..distributed.header import State
-from ..distributed.torch_private import is_mean, not_compiled, note_kind
-from ..errors import check_between, check_count, check_positive, expected, warn
+from ...distributed.group import check_gather_distributed
+from ...distributed.header import State
+from ...distributed.torch_private import is_mean, not_compiled, note_kind
+from ...errors import check_between, check_count, check_positive, expected, warn
 from .combined import LossOfParts, check_module, takes, targets_for
 
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."

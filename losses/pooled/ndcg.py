@@ -9,21 +9,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.exchange import check_rows
-from ..distributed.gather import gather_agreed
-from ..distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
-from ..distributed.torch_private import not_compiled, note_kind
-from ..errors import check_choice, check_count, check_int, check_tensor, expected
-from ..kernels.sigmoid_sums import sigmoid_sums
-from ..kernels.soft_ranks import move_infinities
-from ..kernels.spread import spread_of
-from .arguments import completed
-from .batch import checked_indexes
-from .distributed_loss import CurrentTemperature, DistributedLoss, GroupOptions
+from ...distributed.exchange import check_rows
+from ...distributed.gather import gather_agreed
+from ...distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
+from ...distributed.torch_private import not_compiled, note_kind
+from ...errors import check_choice, check_count, check_int, check_tensor, expected
+from ...kernels.sigmoid_sums import sigmoid_sums
+from ...kernels.soft_ranks import move_infinities
+from ...kernels.spread import spread_of
+from ..arguments import completed
+from ..base import CurrentTemperature, DistributedLoss, GroupOptions
+from ..rows import check_device, check_values, checked_indexes, compute_dtype, may_hold
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .rectangles import group_rows
-from .targets import may_hold
-from .tensors import check_device, check_values, compute_dtype
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 MOST_GRADES = 4096  # whole numbers up to it are counted, which takes less than to sort them

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.exchange import Exchange
-from ..distributed.gather import gather_after
-from ..distributed.header import Offer, agree_on, refuse_in_backward
-from ..distributed.torch_private import not_compiled
-from ..errors import check_positive
-from ..kernels.registration import exact
-from .arguments import completed
-from .contrast import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
-from .distributed_loss import DistributedLoss, GroupOptions
+from ...distributed.exchange import Exchange
+from ...distributed.gather import gather_after
+from ...distributed.header import Offer, agree_on, refuse_in_backward
+from ...distributed.torch_private import not_compiled
+from ...errors import check_positive
+from ...kernels.registration import exact
+from ..arguments import completed
+from ..base import DistributedLoss, GroupOptions
+from ..rows import check_values
+from .base import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
 from .retrieval import checked_labels
-from .tensors import check_values
 
 
 @completed()

@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..distributed.header import DeviceCheck
-from ..errors import check_amount, check_between, check_choice, check_int, check_number, check_tensor, expected
-from .arguments import completed
-from .batch import weight_and_check
-from .distributed_loss import GroupOptions
-from .focal import Elements, FocalLoss, check_inputs, focus, local_loss, squeeze_advice
-from .pool import local_pool
-from .targets import check_exact, check_of_classes
-from .tensors import compute_dtype, has_values
+from ...distributed.header import DeviceCheck
+from ...errors import check_amount, check_between, check_choice, check_int, check_number, check_tensor, expected
+from ..arguments import completed
+from ..base import GroupOptions
+from ..pooled.pool import local_pool
+from ..rows import check_exact, check_of_classes, compute_dtype, has_values, weight_and_check
+from .base import Elements, FocalLoss, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")

@@ -1,0 +1,1 @@
+"""Losses of embeddings: own rows against the rows of all ranks, block by block."""

@@ -1,0 +1,1 @@
+"""Losses that are sums over rows, divided by a count."""
