@@ -15,10 +15,9 @@ from .bins import find_bins
 from .computed_gradients import scaled
 from .costs import costs_of
 from .node_tables import order_for
-from .pairs import Problem, numpy_can_sum
+from .pairs import Problem
 from .registration import register
 from .soft_ranks_binned import smooth_ap_binned, smooth_ap_in_c
-from .soft_ranks_host import smooth_ap_of_one_class
 from .soft_ranks_pairs import smooth_ap_direct, smooth_ap_sorted
 from .soft_ranks_plain import loss_and_gradient as of_all_pairs
 from .soft_ranks_plain import plain_is_faster, smooth_ap_plain
@@ -90,14 +89,17 @@ def smooth_ap_and_gradient(
             return found
 
     def pairs_are_best(number: int, num_bins: int = 0) -> bool:
-        cheap = 2 if numpy_can_sum(scores, num_rows) else 1  # numpy takes half of the time of torch for a pair
-        few = costs.pairs_are_faster(number * num_rows // cheap, scores.numel(), num_bins)
+        few = costs.pairs_are_faster(number * num_rows, scores.numel(), num_bins)
         return method == "direct" or number * num_rows == 0 or (method == "auto" and few)
 
-    if 0 < number < num_rows and len(scores) == 1 and member is None and weight is None:
-        of_one = _one_class(scores, positive, number, temperature, with_grad, pairs_are_best)
-        if of_one is not None:
-            return *of_one, torch.from_numpy(numpy.array([True]))
+    is_simple = 0 < number < num_rows and len(scores) == 1 and member is None and weight is None
+    if is_simple and native.is_usable(scores) and not pairs_are_best(number):
+        (low, high), order = _edges(scores), order_for(scores, num_rows)
+        is_finite = bool(low.isfinite() & high.isfinite())
+        bins = find_bins(scores, low, high, temperature, order.fine) if is_finite else None
+        if bins is not None and not pairs_are_best(number, bins.num_coarse):
+            sums = smooth_ap_in_c(scores, positive, number, bins, order, temperature, with_grad)
+            return *sums, positive.new_ones(1)
     edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
         problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
@@ -127,34 +129,6 @@ def smooth_ap_and_gradient(
         loss = loss.masked_fill(undefined, math.nan)
         gradient = gradient.masked_fill_(undefined[:, None], math.nan) if with_grad else gradient
     return loss, gradient if with_grad else scores.new_empty(0), valid
-
-
-def _one_class(
-    scores: Tensor,
-    positive: Tensor,
-    number: int,
-    temperature: float,
-    with_grad: bool,
-    pairs_are_best: Callable[..., bool],
-) -> tuple[Tensor, Tensor] | None:
-    """Return the loss and the gradient of one class on the host, of ``number`` positives of equal weights.
-
-    None if numpy and C leave it to torch.
-    """
-    if pairs_are_best(number):
-        if not numpy_can_sum(scores, scores.shape[1]):
-            return None
-        return smooth_ap_of_one_class(scores, positive, positive.numpy()[0].nonzero()[0], temperature, with_grad)
-    if not native.is_usable(scores):
-        return None
-    low, high = _edges(scores)
-    if not bool(low.isfinite() & high.isfinite()):
-        return None
-    order = order_for(scores, scores.shape[1])
-    bins = find_bins(scores, low, high, temperature, order.fine)
-    if bins is None or pairs_are_best(number, bins.num_coarse):
-        return None
-    return smooth_ap_in_c(scores, positive, number, bins, order, temperature, with_grad)
 
 
 def _list_positives(

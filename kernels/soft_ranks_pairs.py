@@ -20,8 +20,7 @@ from torch import Tensor
 
 from .costs import costs_of
 from .node_tables import CUTOFF
-from .pairs import Problem, chunk_size, numpy_can_sum
-from .soft_ranks_host import smooth_ap_on_host
+from .pairs import Problem, chunk_size
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
 _FEW = 16  # pairs per row that may be summed beyond the cutoff
@@ -30,10 +29,6 @@ _FEW = 16  # pairs per row that may be summed beyond the cutoff
 def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
     scores, positive, member, class_of, row_of, share, temperature = problem
-    if row_of.numel() > 0 and numpy_can_sum(scores, scores.shape[1]):
-        found = smooth_ap_on_host(problem, with_grad)
-        if found is not None:
-            return found
     loss = share.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
     step = chunk_size(scores, scores.shape[1])

@@ -191,14 +191,14 @@ def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_pairs_for_small_pools_and_bins_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FUNCTIONS", {})
     taken: list[str] = []
-    for name in ("smooth_ap_of_one_class", "smooth_ap_binned", "smooth_ap_sorted"):
+    for name in ("smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"):
         original = getattr(soft_ranks, name)
         monkeypatch.setattr(soft_ranks, name, lambda *a, _f=original, _n=name, **k: (taken.append(_n), _f(*a, **k))[1])
     for size, spread in ((1000, 1.0), (100_000, 1.0), (100_000, 1e7)):
         scores = normal(size)[:, None] * spread
         targets = (torch.rand(size, generator=generator()) < 0.05).long()
         fullrank.losses.smooth_ap(scores.requires_grad_(), targets, temperature=0.01).backward()
-    assert taken == ["smooth_ap_of_one_class", "smooth_ap_binned", "smooth_ap_sorted"]
+    assert taken == ["smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"]
 
 
 def test_the_default_device_is_not_kept_in_the_tables():
