@@ -58,7 +58,6 @@ STEPS = {
     "pAUC, trapezoid": Step(lambda: losses.PAUCAtBudgetLoss(1, surrogate="trapezoid", queue_size=0), 100_000),
     "pAUC, pairwise": Step(lambda: losses.PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), 100_000),
     "pAUC, dro": Step(lambda: losses.PAUCAtBudgetLoss(1, surrogate="dro", queue_size=0), 100_000),
-    "hard negatives": Step(lambda: losses.HardNegativeCrossEntropyLoss(1), 100_000),
     "softmax focal": Step(losses.SoftmaxFocalLoss, 100_000, 10),
 }
 QUICK = [name for name, step in STEPS.items() if not step.is_large]

@@ -24,7 +24,7 @@ from real_runs import CLASS_STEPS, Cache, run_classes
 from report import Run, print_records, progress
 
 CE = "cross-entropy"
-METHODS = (CE, f"weighted {CE}", "hard-negative 0.2", "SmoothAP", f"{CE} + SmoothAP", f"weighted {CE} + SmoothAP")
+METHODS = (CE, f"weighted {CE}", "SmoothAP", f"{CE} + SmoothAP", f"weighted {CE} + SmoothAP")
 FIGURES = ("logits", "probabilities", "accuracy")
 
 

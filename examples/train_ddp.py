@@ -31,7 +31,6 @@ from torchmetrics.classification import BinaryAveragePrecision
 
 from fullrank import (
     BCEWithLogitsLoss,
-    HardNegativeCrossEntropyLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
     SigmoidFocalLoss,
@@ -98,7 +97,6 @@ def proof_losses(share: float, queue_size: int) -> dict[str, nn.Module]:
         "SmoothAP, queue": SmoothAPLoss(**queue),
         "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=share, **queue),
         "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=share, **queue),
-        "hard-negative CE, queue": HardNegativeCrossEntropyLoss(**queue),
     }
 
 

@@ -7,7 +7,6 @@ from .composed.warmup import LossWarmupWrapper
 from .embeddings.info_nce import InfoNCELoss
 from .embeddings.retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
 from .embeddings.sup_con import SupConLoss
-from .hard_negative_cross_entropy import HardNegativeCrossEntropyLoss, hard_negative_cross_entropy
 from .pooled.base import RankingLoss
 from .pooled.ndcg import NDCGLoss
 from .pooled.pauc_at_budget import PAUCAtBudgetLoss, pauc_at_budget
@@ -26,7 +25,6 @@ __all__ = [
     "CrossEntropyLoss",
     "DistributedLoss",
     "FocalLoss",
-    "HardNegativeCrossEntropyLoss",
     "InfoNCELoss",
     "LossWarmupWrapper",
     "LossWithClasses",
@@ -44,7 +42,6 @@ __all__ = [
     "SoftmaxFocalLoss",
     "SupConLoss",
     "causal_lm_loss",
-    "hard_negative_cross_entropy",
     "pauc_at_budget",
     "recall_at_quantile",
     "retrieval_smooth_ap",

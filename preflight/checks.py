@@ -13,7 +13,6 @@ from ..distributed.gather import all_gather_no_grad, all_gather_with_grad, gathe
 from ..losses import (
     BCEWithLogitsLoss,
     CrossEntropyLoss,
-    HardNegativeCrossEntropyLoss,
     InfoNCELoss,
     NDCGLoss,
     PAUCAtBudgetLoss,
@@ -129,7 +128,6 @@ def make_losses(device: torch.device, queue_size: int = QUEUE) -> dict[str, tupl
         "SmoothAPLoss, automatic": (SmoothAPLoss(CLASSES, queue_size=queue_size), "same"),
         "RecallAtQuantileLoss, automatic": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size), "same"),
         "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(CLASSES, queue_size=queue_size), "same"),
-        "HardNegativeCrossEntropyLoss": (HardNegativeCrossEntropyLoss(CLASSES, 0.3, queue_size=queue_size), "same"),
         "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), "same"),
         "InfoNCELoss": (InfoNCELoss(symmetric=True, queue_size=queue_size), "pairs"),
         "SupConLoss": (SupConLoss(queue_size=queue_size), "same"),

@@ -26,8 +26,8 @@ NOT_LOSSES |= {"RetrievalSmoothAPLoss", "retrieval_smooth_ap"}
 class PooledLoss:
     """A loss whose value depends on the ranks of all rows.
 
-    ``needs``: what the loss needs of a class. ``settings``: the arguments worth a run of their own. ``of_order``: only
-    differences of scores count, in units of a temperature, and the loss is in [0, 1].
+    Only differences of scores count, in units of a temperature; the loss is in [0, 1], and needs positives.
+    ``settings``: the arguments worth a run of their own.
     """
 
     module: type[losses.RankingLoss]
@@ -35,9 +35,7 @@ class PooledLoss:
     reference: Callable[..., reference.Result]
     settings: Mapping[str, Mapping[str, Any]]
     default: Mapping[str, Any]
-    needs_positives: bool = True
     needs_negatives: bool = True
-    of_order: bool = True
     module_only: frozenset[str] = frozenset()
 
 
@@ -122,16 +120,6 @@ POOLED: dict[str, PooledLoss] = {
         default={"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3},
         module_only=frozenset({"pos_numerator"}),
     ),
-    "hard_negative_cross_entropy": PooledLoss(
-        losses.HardNegativeCrossEntropyLoss,
-        losses.hard_negative_cross_entropy,
-        reference.hard_negative_cross_entropy,
-        settings={"defaults": {}, "some": {"share": 0.3}, "all": {"share": 1}},
-        default={"share": 0.4},
-        needs_positives=False,
-        needs_negatives=False,
-        of_order=False,
-    ),
 }
 
 # Forms of the pooled losses with code of their own: the loss and its settings. Properties run over them.
@@ -145,7 +133,6 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "pauc_dro": ("pauc_at_budget", {"beta": 0.2}),
     "pauc_dro_tilted": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 0.3, "tau_scale": "iqr"}),
     "pauc_dro_band": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 4.0, "tau_scale": "band", "beta": 0.7}),
-    "hard_negative": ("hard_negative_cross_entropy", {"share": 0.4}),
 }
 
 FOCAL: dict[str, FocalCase] = {
@@ -219,7 +206,6 @@ INPUTS: dict[str, InputCase] = {
     "tied": InputCase(num_classes=2, num_rows=26, grid=0.5),
 }
 
-ORDER = [name for name, loss in POOLED.items() if loss.of_order]
 POOLED_SETTINGS = [(name, setting) for name, loss in POOLED.items() for setting in loss.settings]
 FOCAL_SETTINGS = [(name, setting) for name, loss in FOCAL.items() for setting in loss.settings]
 

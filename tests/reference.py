@@ -490,34 +490,6 @@ def _soft_tpr(i: Row, knots: list[Tensor | float], tau: float) -> Tensor:
     return sum((heights[k] + heights[k + 1]) / 2 for k in range(steps)) / steps
 
 
-# --- cross-entropy over hard negatives --------------------------------------------------------------------------------
-
-
-def hard_negative_cross_entropy(
-    live: Rows,
-    past: Rows | None = None,
-    *,
-    share: float = 0.2,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    queue_keep: str = "all",
-) -> Result:
-    """The weighted mean of log(1 + e^-x) over P and log(1 + e^x) over the negatives not below the k-th highest."""
-
-    def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
-        negatives = sorted((row for row in problem if not row.positive), key=lambda row: -row.score.item())
-        k = max(1, math.ceil(exact(share) * len(negatives)))
-        hard = [j for j in negatives if j.score.item() >= negatives[k - 1].score.item()]
-        rows = [row for row in problem if row.positive] + hard
-        if sum(row.weight for row in rows) == 0:
-            return None, {}
-        signs = [1 if row.positive else -1 for row in rows]
-        losses = [-torch.nn.functional.logsigmoid(sign * row.score) for sign, row in zip(signs, rows)]
-        return _weighted_mean(losses, rows), {}
-
-    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
-
-
 # --- focal -----------------------------------------------------------------------------------------------------------
 
 

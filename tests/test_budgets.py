@@ -38,7 +38,6 @@ LIMITS = {
     "pAUC, trapezoid": (2, 150),
     "pAUC, pairwise": (3, 200),
     "pAUC, dro": (3, 300),
-    "hard negatives": (1, 80),
     "softmax focal": (1, 60),
     "over ranks: SmoothAP, queue of 1,024": (3, 200),
     "over ranks: retrieval": (7, 200),

@@ -355,7 +355,6 @@ CALLS = {
     "pauc_trapezoid": _pooled("pauc_trapezoid", "PAUCAtBudgetLoss"),
     "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
     "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
-    "hard_negative": _pooled("hard_negative", "HardNegativeCrossEntropyLoss"),
     "queries": _call(_MAIN, _queries, _BAD_QUERIES, _DIFFERENT_QUERIES, queue_size=64, temperature=0.2),
     "retrieval": _call("RetrievalSmoothAPLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
     "ndcg": _call("NDCGLoss", _grades, _BAD_GRADES, _DIFFERENT_GRADES),

@@ -91,8 +91,6 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     pooled = options | {name: getattr(case, name) for name in same} | dict(case.options)
     if name in ("smooth_ap", "queries"):
         return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
-    if name == "hard_negative":
-        return fullrank.HardNegativeCrossEntropyLoss(case.num_classes, share=0.2, **pooled)
     surrogate = name.removeprefix("pauc_")
     if surrogate.startswith("dro"):  # "dro", "dro0.3" with a lambda, "dro0.3_iqr" with a scale too
         tilt, _, scale = surrogate.removeprefix("dro").partition("_")

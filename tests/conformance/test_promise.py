@@ -17,7 +17,7 @@ from workers import WorkerPool, get_pool
 
 import fullrank
 
-POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
+POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
 UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
 LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", "queries"]
 LOSSES += ["warm_up"]
@@ -59,8 +59,6 @@ def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool
         Case("pauc_dro_iqr", num_classes=3, weighted=True),
         Case("pauc_dro0.3_band", num_classes=3),
         Case("pauc_dro", queue_size=0, dtype="float32"),
-        Case("hard_negative", num_classes=3, weighted=True),
-        Case("hard_negative", num_classes=3, multi_hot=True, weighted=True, queue_keep="negatives"),
         Case("pauc_trapezoid", num_classes=3, multi_hot=True),
         Case("smooth_ap", queue_keep="negatives"),
         Case("recall", num_classes=3, queue_keep="negatives"),

@@ -121,7 +121,6 @@ CONSTRUCTED = (
     fullrank.SmoothAPLoss,
     fullrank.RecallAtQuantileLoss,
     fullrank.PAUCAtBudgetLoss,
-    fullrank.HardNegativeCrossEntropyLoss,
     fullrank.SigmoidFocalLoss,
     fullrank.SoftmaxFocalLoss,
     fullrank.CrossEntropyLoss,

@@ -37,7 +37,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
         x, t, beta=0.3, temperature=tau, surrogate="pairwise", iid_mask=t != 1
     ),
     "pauc dro": lambda x, t, tau: losses.pauc_at_budget(x, t, dro_lambda=tau, iid_mask=t != 1, **weights(t)),
-    "hard negative": lambda x, t, tau: losses.hard_negative_cross_entropy(x, t, 0.2) * tau,
     "sigmoid_sums": lambda x, t, tau: losses.sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
     "sigmoid_focal": lambda x, t, tau: losses.sigmoid_focal(x[:, :1], t == 0, gamma=tau, **weights(t)),
     "softmax_focal": lambda x, t, tau: losses.softmax_focal(
@@ -51,7 +50,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "PAUCAtBudgetLoss": lambda: losses.PAUCAtBudgetLoss(3, beta=0.3),
     "SmoothAPLoss, queue": lambda: losses.SmoothAPLoss(3, queue_size=64),
     "SmoothAPLoss, draws": lambda: losses.SmoothAPLoss(3, max_pool_size=64),
-    "HardNegativeCrossEntropyLoss": lambda: losses.HardNegativeCrossEntropyLoss(3),
     "RetrievalSmoothAPLoss": lambda: losses.RetrievalSmoothAPLoss(),
     "LossWarmupWrapper": lambda: losses.LossWarmupWrapper(
         losses.SoftmaxFocalLoss(), losses.SmoothAPLoss(3), warmup_epochs=1
@@ -65,7 +63,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
 
 # Each loss is compiled once in `make test`, two of them in test_forward_and_backward_are_traced; `make full` has all.
-ONCE = {"pauc dro", "hard negative", "sigmoid_focal", "softmax_focal", "causal_lm", "SmoothAPLoss, queue"}
+ONCE = {"pauc dro", "sigmoid_focal", "softmax_focal", "causal_lm", "SmoothAPLoss, queue"}
 ONCE |= {"RetrievalSmoothAPLoss", "CrossEntropyLoss", "BCEWithLogitsLoss", "retrieval_smooth_ap", "indexes"}
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from loss_cases import FOCAL, ORDER, POOLED
+from loss_cases import FOCAL, POOLED
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from workers import error_of
@@ -103,7 +103,6 @@ for _name, _focal in FOCAL.items():
 
 MODULES = [loss.module.__name__ for loss in POOLED.values()]
 RANKING = [*MODULES, *POOLED]
-WITH_TEMPERATURE = [*(POOLED[name].module.__name__ for name in ORDER), *ORDER]
 RETRIEVAL = ["RetrievalSmoothAPLoss", "retrieval_smooth_ap"]
 RECALL = ["RecallAtQuantileLoss", "recall_at_quantile"]
 PAUC = ["PAUCAtBudgetLoss", "pauc_at_budget"]
@@ -127,11 +126,10 @@ SETTINGS: list[tuple[Sequence[str], str, list[Any], list[Any]]] = [
     (GATHERING, "name", [], [1]),
     ([*RANKING, *RETRIEVAL, *SOFTMAX], "reduction", ["average", None], []),
     ([*RANKING, *RETRIEVAL, *SOFTMAX, "causal_lm_loss"], "ignore_index", [], [1.0, None]),
-    ([*WITH_TEMPERATURE, *RETRIEVAL], "temperature", [0.0, -0.1, NAN, INF], ["0.1"]),
+    ([*RANKING, *RETRIEVAL], "temperature", [0.0, -0.1, NAN, INF], ["0.1"]),
     (PAUC, "temperature", [], [None]),  # it has no automatic form
     ([*RECALL, *PAUC], "quantile_interpolation", ["cubic"], []),
     (RECALL, "quantile", [0.0, 1.0, -0.1, 1.5, NAN], ["0.1"]),
-    (["HardNegativeCrossEntropyLoss", "hard_negative_cross_entropy"], "share", [0.0, 1.1, -0.1, NAN], ["0.1"]),
     (PAUC, "alpha", [-0.1, 0.5, NAN], ["0"]),
     (PAUC, "beta", [0.0, 1.1, -0.5, NAN], [None]),
     (PAUC, "surrogate", ["hinge"], []),
@@ -348,7 +346,7 @@ def test_what_is_refused_at_the_forward(name: str) -> None:
         trusting(LOGITS, TARGETS[:3])
 
 
-@pytest.mark.parametrize("name", [*ORDER, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss", "NDCGLoss"])
+@pytest.mark.parametrize("name", [*POOLED, "RetrievalSmoothAPLoss", "InfoNCELoss", "SupConLoss", "NDCGLoss"])
 def test_a_bad_value_set_later_is_refused(name: str) -> None:
     """In every call, until it is set right."""
     kind, call, settings = SUBJECTS[POOLED[name].module.__name__ if name in POOLED else name]

@@ -25,7 +25,6 @@ from fullrank.losses.rows import Batch, TargetRule
 # float64 sums of some tens of terms, in another order; gradients divide by temperatures of 0.03 at the least.
 SAME = {"rtol": 1e-12, "atol": 1e-13}
 
-OF_ORDER = [name for name, (loss, _) in VARIANTS.items() if POOLED[loss].of_order]
 over_losses = pytest.mark.parametrize("name", POOLED)
 over_variants = pytest.mark.parametrize("name", VARIANTS)
 over_inputs = pytest.mark.parametrize("inputs", INPUTS)
@@ -138,8 +137,6 @@ def test_invariances(name: str, inputs: str) -> None:
     """Of the loss of each class and of the gradient. The control: uneven weights."""
     case = INPUTS[inputs]
     for change, (make, is_weighted, is_queued) in INVARIANCES.items():
-        if change == "scores shifted" and name not in OF_ORDER:
-            continue
         rows, past = case.rows(weighted=is_weighted, masked=is_weighted), case.rows(1) if is_queued else None
         changed, order, classes = make(rows)
         loss, gradient = run(name, case, rows, past)
@@ -289,8 +286,8 @@ def test_nan_poisons_its_own_step_and_no_other(name: str, inputs: str) -> None:
 @over_losses
 def test_without_valid_classes_the_loss_is_zero_and_connected(name: str, missing: str, inputs: str) -> None:
     case, loss = INPUTS[inputs], POOLED[name]
-    if missing in ("positives", "negatives") and not getattr(loss, f"needs_{missing}"):
-        pytest.skip(f"needs no {missing}")
+    if missing == "negatives" and not loss.needs_negatives:
+        pytest.skip("needs no negatives")
     given = case.rows(num_rows=0 if missing == "rows" else 12)
     fill = {"positives": 0, "negatives": 1, "valid": IGNORED, "rows": 0}[missing]
     given = given._replace(targets=torch.full_like(given.targets, fill))
@@ -311,7 +308,7 @@ def test_without_valid_classes_the_loss_is_zero_and_connected(name: str, missing
         assert cases.call(module, weightless).item() == 0.0
 
 
-@pytest.mark.parametrize("name", OF_ORDER)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_positives_of_no_weight_do_not_count(name: str) -> None:
     """Whatever their scores are, but for a NaN; a class that has no others is not valid."""
     loss, settings = VARIANTS[name]
@@ -502,7 +499,7 @@ def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("size", [40, 4000], ids=["pairs", "bins"])
-@pytest.mark.parametrize("name", [*OF_ORDER, "retrieval"])
+@pytest.mark.parametrize("name", [*VARIANTS, "retrieval"])
 def test_a_second_derivative_is_refused(name: str, size: int) -> None:
     """A gradient penalty would add nothing; the first derivative is that of a run without ``create_graph``."""
     leaf = torch.randn(size, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()

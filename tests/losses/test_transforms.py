@@ -26,7 +26,7 @@ pytestmark = [
 
 # Those that torch differentiates itself; the others have kernels with a first derivative in reverse mode alone.
 SUMMED = ["sigmoid_focal", "softmax_focal", "causal_lm"]
-OTHERS = ["hard_negative", "pauc_dro", "pauc_dro_tilted", "pauc_dro_band"]
+OTHERS = ["pauc_dro", "pauc_dro_tilted", "pauc_dro_band"]
 WITH_KERNELS = [name for name in FUNCTIONS if name not in (*SUMMED, *OTHERS)]
 OFF = {"validate_args": False}
 BINARY = (CLASSES == 0).long()
@@ -144,7 +144,7 @@ def test_queries_of_unknown_number_are_refused() -> None:
 
 # Autocast: what a loss sums over a pool, half precision cannot hold
 
-AUTOCAST = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro", "hard_negative"]
+AUTOCAST = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
 AUTOCAST += ["softmax_focal", "sigmoid_focal", "queries", "retrieval"]
 OF_PRODUCTS = ["recall", "pauc_trapezoid", "retrieval"]  # losses whose sums are matrix products, which autocast rounds
 
