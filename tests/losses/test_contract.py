@@ -213,7 +213,7 @@ VALUES: list[tuple[Sequence[str], str, type[Exception], list[tuple[Any, str]]]] 
     (MODULES, "iid_mask", T, [(ONES, "Weights go to sample_weight=")]),
     (["SmoothAPLoss of queries"], "indexes", V, [(TARGETS[:, None], r"\(8, 1\)")]),
     (["smooth_ap of queries"], "logits", V, [(LOGITS, r"\(8, 3\)")]),
-    (["RecallAtQuantileLoss", MODULES[-1]], "indexes", T, [(TARGETS, "Use SmoothAPLoss")]),
+    (RECALL[:1], "indexes", T, [(TARGETS, "Use SmoothAPLoss")]),
     (RETRIEVAL, "labels", V, [(torch.ones(8, 2).long(), r"\(8, 2\)")]),
     (RETRIEVAL, "labels", V, [(TARGETS.to("meta"), r"one on meta\. Use labels\.to\(embeddings\.device\)")]),
     (SOFTMAX[1:], "inputs", T, [([[0.0]], ""), (PIXELS.long(), "int64")]),
