@@ -136,7 +136,7 @@ def marks_of(index: int, number: int) -> list[Any]:
 def test_invariances(name: str, inputs: str) -> None:
     """Of the loss of each class and of the gradient. The control: uneven weights."""
     case = INPUTS[inputs]
-    for change, (make, is_weighted, is_queued) in INVARIANCES.items():
+    for _change, (make, is_weighted, is_queued) in INVARIANCES.items():
         rows, past = case.rows(weighted=is_weighted, masked=is_weighted), case.rows(1) if is_queued else None
         changed, order, classes = make(rows)
         loss, gradient = run(name, case, rows, past)
@@ -369,8 +369,8 @@ def test_an_undefined_scale_does_not_reach_a_class_without_positives(
 
 def test_draw_keeps_a_quota_of_every_class() -> None:
     targets = torch.cat([torch.zeros(900), torch.ones(6), torch.full((60,), 2), torch.full((34,), IGNORED)]).long()
-    batch = Batch(torch.zeros(1000, 3), targets)
-    draws = [draw_rows(batch, TargetRule(3), 120, draw) for draw in (0, 0, 1)]
+    batch = Batch(torch.zeros(1000, 3), targets, rule=TargetRule(3))
+    draws = [draw_rows(batch, 120, draw) for draw in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     for index in draws:
@@ -382,17 +382,17 @@ def test_draw_keeps_a_quota_of_every_class() -> None:
     # 20 + 6 + 20 are reserved, the other 74 uniform over 880 + 40: class 2 gets 3.2 of them, never its share of 1/3.
     assert counts[3] < 35
     few = targets.masked_fill(torch.arange(1000) >= 50, IGNORED)
-    assert len(draw_rows(Batch(torch.zeros(1000, 3), few), TargetRule(3), 120, 0)) == 50
-    index = draw_rows(Batch(torch.zeros(400, 8), torch.arange(400) % 8), TargetRule(8), 8, 0)
+    assert len(draw_rows(Batch(torch.zeros(1000, 3), few, rule=TargetRule(3)), 120, 0)) == 50
+    index = draw_rows(Batch(torch.zeros(400, 8), torch.arange(400) % 8, rule=TargetRule(8)), 8, 0)
     assert (index % 8).sort().values.tolist() == [*range(8)]  # one of each, where there is no room for two
     # A multi-hot row counts under each of its classes.
     codes = torch.zeros(400, 2, dtype=torch.int64)
     codes[:3] = 1
     codes[3, 0] = 1
-    index = draw_rows(Batch(torch.zeros(400, 2), codes), TargetRule(2, multi_hot=True), 30, 0)
+    index = draw_rows(Batch(torch.zeros(400, 2), codes, rule=TargetRule(2, multi_hot=True)), 30, 0)
     assert codes[index].sum(dim=0).tolist() == [4, 3]
     codes[4:, 0] = IGNORED  # a row that counts for the other class is drawn
-    assert len(draw_rows(Batch(torch.zeros(400, 2), codes), TargetRule(2, multi_hot=True), 30, 0)) == 30
+    assert len(draw_rows(Batch(torch.zeros(400, 2), codes, rule=TargetRule(2, multi_hot=True)), 30, 0)) == 30
 
 
 @over_losses
@@ -408,7 +408,7 @@ def test_max_pool_size(name: str) -> None:
     resumed.load_state_dict(twin.state_dict())
     with pytest.warns(UserWarning, match="max_pool_size=40"):
         assert ours[2:] == [cases.call(resumed, rows).item() for rows in steps[2:]]
-    index = draw_rows(Batch(*steps[0][:2]), TargetRule(3), 40, 0)
+    index = draw_rows(Batch(*steps[0][:2], rule=TargetRule(3)), 40, 0)
     assert_close(ours[0], loss.reference(reference.take(steps[0], index), **loss.default).loss.item(), **SAME)
     # Every step draws again, also without a queue.
     module = case.module(loss, max_pool_size=20, **loss.default)
