@@ -23,9 +23,9 @@ from report import Record, Run, print_records, progress
 from torch import Tensor
 
 from fullrank.kernels import bins as binning
-from fullrank.kernels import soft_ranks
 from fullrank.kernels.costs import costs_of
 from fullrank.kernels.node_tables import order_for
+from fullrank.kernels.smooth_ap import sums
 
 SCALES, TEMPERATURES = (1.0, 10.0, 100.0, 1000.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 ROWS, SHARE = (4_000, 8_000), 0.02
@@ -74,7 +74,7 @@ def choose_positives(size: int, share: float) -> Tensor:
 def run(method: str, scores: Tensor, positive: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the loss (1,) and the gradient (M,) of one class, in float64."""
     leaf = scores[None].clone().requires_grad_()
-    loss = soft_ranks.smooth_ap_sums(leaf, positive[None], None, None, temperature, method)[0]
+    loss = sums.smooth_ap_sums(leaf, positive[None], None, None, temperature, method)[0]
     loss.sum().backward()
     assert leaf.grad is not None
     return loss.detach().double(), leaf.grad[0].double()

@@ -32,7 +32,7 @@ from fullrank.kernels import native
 from fullrank.kernels.bins import find_bins
 from fullrank.kernels.costs import TABLE, Costs, costs_of
 from fullrank.kernels.node_tables import order_for
-from fullrank.kernels.soft_ranks import smooth_ap_sums
+from fullrank.kernels.smooth_ap.sums import smooth_ap_sums
 from fullrank.losses import retrieval_smooth_ap
 
 SHARE = 0.01  # of positives

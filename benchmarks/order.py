@@ -17,8 +17,9 @@ import torch
 from accuracy import choose_positives, normal, relative_error, run
 from report import Record, Run, print_records
 
-from fullrank.kernels import node_tables, soft_ranks
+from fullrank.kernels import node_tables
 from fullrank.kernels.node_tables import Order, order_for
+from fullrank.kernels.smooth_ap import sums
 
 SHARE = 0.02
 CUTOFFS = (12.0, 16.0, 20.0, 24.0, 34.0)
@@ -59,7 +60,7 @@ def measure_orders(rows: int) -> dict[str, list[Record]]:
     _, gradient = run("direct", scores, positive, WIDEST)
 
     def with_order(order: Order) -> float:
-        with mock.patch.object(soft_ranks, "order_for", return_value=order):
+        with mock.patch.object(sums, "order_for", return_value=order):
             return relative_error(run("binned", scores, positive, WIDEST)[1], gradient)
 
     return {

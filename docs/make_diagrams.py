@@ -232,7 +232,7 @@ FORWARD = (  # kind of box, what, where, note
     ("a", "2. header", "distributed/header.py", "agree_on: all processes continue or all raise"),
     ("a", "3. payload gather", "distributed/gather.py", "(N, C) becomes (sum of N, C): the rows of all"),
     ("c", "4. join with the queue", "losses/pooled/base.py", "past rows are appended as constants: M rows"),
-    ("c", "5. kernel, per class", "kernels/soft_ranks.py", "scores (C, M) become one loss per class (C,)"),
+    ("c", "5. kernel, per class", "kernels/smooth_ap/sums.py", "scores (C, M) become one loss per class (C,)"),
     ("c", "6. reduce", "losses/pooled/pool.py", "mean over valid classes: the same everywhere"),
     ("c", "7. enqueue", "queues/memory_queue.py", "in training the gathered rows enter the queue"),
 )

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import Backward, first_order_only, second_derivative
-from .precision import full_products, products_are_rounded
-from .torch_private import func_transforms_are_active, is_batched
+from .torch_private import func_transforms_are_active, is_batched, may_overwrite
 
 T = TypeVar("T")
 Outputs = tuple[Tensor, ...]
@@ -211,3 +212,94 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
             return function(first, *args)
 
     return guarded
+
+
+class _WithGradients(torch.autograd.Function):
+    """A value with the gradients of its inputs.
+
+    ======== =================== =====================================
+    tensor   shape               meaning
+    ======== =================== =====================================
+    value    (C,) or ()          the loss, equal on all ranks
+    x_i      (M, C), or any      input i
+    g_i      of x_i              dvalue / dx_i; of (C,) column by column
+    dx_i     of x_i              dvalue * g_i
+    ======== =================== =====================================
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: str, computed: tuple[Tensor, Sequence[Tensor | None]], *inputs: Tensor) -> Tensor:
+        value, gradients = computed  # in a tuple, in which autograd does not look for inputs
+        ctx.call, ctx.witnesses = call, inputs
+        ctx.save_for_backward(*gradients)
+        return value
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [None if gradient is None else scaled(gradient, grad) for gradient in ctx.saved_tensors]
+        return None, None, *gradients
+
+    jvp = staticmethod(refuse_forward_mode)
+
+
+def with_gradients(call: str, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
+    """Return ``value`` with these ``gradients`` of the ``inputs``; ``call`` is named in the error of a second one."""
+    attached: Tensor = _WithGradients.apply(call, (value, gradients), *inputs)
+    return attached
+
+
+def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
+    """Return ``gradient``, which a forward has saved, times ``grad``: one number, or (C,) for a gradient (..., C)."""
+    if grad.numel() != 1:
+        return gradient * grad.to(gradient.dtype)
+    if may_overwrite(gradient, grad):
+        if grad.is_cpu and grad.item() == 1:  # as from loss.backward()
+            return gradient
+        return gradient.mul_(grad.reshape(()))  # new pages would take longer
+    return gradient * grad.reshape(())  # a scalar needs no conversion
+
+
+_FULL = ("none", "ieee")  # values of torch.backends.*.fp32_precision with which float32 products are float32
+_lock = threading.Lock()
+_calls = 0  # that run with full products because of :func:`full_products`
+_before: list[tuple[Any, str]] = []  # what they restore: settings and their values
+
+
+def products_are_rounded() -> bool:
+    """Return True if products of float32 matrices may not be float32 products throughout a call that begins now."""
+    try:
+        # While another thread has raised the precision it reads "highest", until that thread restores it.
+        return _calls > 0 or torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # torch raises if the precision was lowered by the newer settings, torch.backends.*
+        return True
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Compute float32 matrix products in float32, as with ``torch.set_float32_matmul_precision("highest")``."""
+    global _calls
+    with _lock:
+        if _calls == 0:
+            found: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+            settings = [setting for setting in found if hasattr(setting, "fp32_precision")]  # from torch 2.9 on
+            if settings:
+                _before[:] = [(one, one.fp32_precision) for one in settings if one.fp32_precision not in _FULL]
+                for setting, _ in _before:
+                    setting.fp32_precision = "ieee"
+            else:
+                _before[:] = [(None, torch.get_float32_matmul_precision())]
+                torch.set_float32_matmul_precision("highest")
+        _calls += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _calls -= 1
+            for setting, value in _before if _calls == 0 else []:
+                if setting is None:
+                    torch.set_float32_matmul_precision(value)
+                    continue
+                setting.fp32_precision = "none"  # inherits from the settings above it, as torch.backends.fp32_precision
+                if setting.fp32_precision != value:
+                    setting.fp32_precision = value

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels import native
-from ..kernels.precision import full_products
+from ..kernels.registration import full_products
 
 
 class Place(NamedTuple):

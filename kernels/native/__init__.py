@@ -71,7 +71,7 @@ def smooth_ap(
     temperature: float,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return what :func:`~fullrank.kernels.soft_ranks.smooth_ap_and_gradient` returns, or None.
+    """Return what :func:`~fullrank.kernels.smooth_ap.sums.smooth_ap_and_gradient` returns, or None.
 
     None stands for what the library does not compute: scores that are not finite, and a temperature below 1e-30.
     """

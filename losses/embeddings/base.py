@@ -19,8 +19,8 @@ from ...distributed.group import gradient_scale
 from ...distributed.header import Agreement
 from ...distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
 from ...errors import Words, expected
-from ...kernels.computed_gradients import with_gradients
 from ...kernels.costs import costs_of
+from ...kernels.registration import with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
 from ..rows import checked_rows, compute_dtype, unit_rows

@@ -14,7 +14,7 @@ from ...distributed.exchange import Exchange
 from ...errors import first_order_only
 from ...kernels.costs import costs_of
 from ...kernels.registration import exact, register
-from ...kernels.soft_ranks import smooth_ap_and_gradient
+from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
 
 
 def _with_gradient(

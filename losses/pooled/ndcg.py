@@ -15,7 +15,7 @@ from ...distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backwa
 from ...distributed.torch_private import not_compiled, note_kind
 from ...errors import check_choice, check_count, check_int, check_tensor, expected
 from ...kernels.sigmoid_sums import sigmoid_sums
-from ...kernels.soft_ranks import move_infinities
+from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions

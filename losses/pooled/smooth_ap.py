@@ -7,12 +7,7 @@ from torch import Tensor
 
 from ...distributed.torch_private import not_compiled
 from ...errors import expected
-from ...kernels import native
-from ...kernels.computed_gradients import with_gradients
-from ...kernels.costs import costs_of
-from ...kernels.soft_ranks import smooth_ap_sums
-from ...kernels.spread import MOST_SCORES
-from ...kernels.torch_private import are_numbers_in_memory
+from ...kernels.smooth_ap.sums import smooth_ap_of_rows, smooth_ap_sums
 from ..arguments import completed
 from ..rows import compute_dtype
 from .base import RankingLoss
@@ -79,9 +74,12 @@ def smooth_ap(
 
 def _loss_of(pool: Pool, temperature: float | None, multiple: float) -> tuple[PerClass, float]:
     """Return the loss of each class, or of each query, and the temperature, which follows the spread if it is None."""
-    found = _in_c(pool, temperature, multiple)
-    if found is not None:
-        return found
+    rows, rule = pool.rows, pool.rows.rule
+    if pool.is_in_rows and rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued):
+        found = smooth_ap_of_rows(rows.logits, rows.targets, pool.weight, rule.ignore_index, temperature, multiple)
+        if found is not None:
+            loss, valid, width = found
+            return PerClass(loss, valid), width
     scores, width = at_temperature(pool, temperature, multiple)
     return _per_class(scores, width), width
 
@@ -110,27 +108,6 @@ def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
         values = values.index_copy(0, block.queries, loss)
         valid[block.queries] = holds
     return PerClass(values, valid)
-
-
-def _in_c(pool: Pool, temperature: float | None, multiple: float) -> tuple[PerClass, float] | None:
-    """Return what :func:`_loss_of` returns for at most 4,096 ordinary rows, in one call of C; None for all others."""
-    rows, rule = pool.rows, pool.rows.rule
-    logits, targets = rows.logits, rows.targets
-    is_ordinary = rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued)
-    if not (pool.is_in_rows and is_ordinary and 0 < len(targets) <= MOST_SCORES and native.is_usable(logits)):
-        return None
-    if not (are_numbers_in_memory(logits, targets) and logits.is_contiguous() and targets.is_contiguous()):
-        return None
-    with_grad = torch.is_grad_enabled() and logits.requires_grad
-    most = costs_of(logits.device).most_native_pairs(rule.num_classes, logits.numel())
-    given = logits.detach(), targets, pool.weight, rule.ignore_index, temperature, multiple, with_grad, most
-    found = native.smooth_ap_of_rows(*given)
-    if found is None:
-        return None
-    loss, valid, gradient, width = found
-    if gradient is not None:
-        loss = with_gradients("a ranking loss", loss, [gradient], logits)
-    return PerClass(loss, valid), width
 
 
 @completed(smooth_ap)

@@ -13,10 +13,11 @@ from score_sets import ROWS, SETS, generator, normal
 from torch import Tensor
 
 import fullrank
-from fullrank.kernels import native, node_tables, soft_ranks, soft_ranks_binned
+from fullrank.kernels import native, node_tables
 from fullrank.kernels.bins import cover, cover_bulk, find_bins, locate, most_bins
 from fullrank.kernels.costs import TABLE
-from fullrank.kernels.soft_ranks import smooth_ap_sums
+from fullrank.kernels.smooth_ap import binned, sums
+from fullrank.kernels.smooth_ap.sums import smooth_ap_sums
 from fullrank.losses import sigmoid_sums
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -73,7 +74,7 @@ def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -
     """The float64 limit does catch the order that is enough for float32."""
     scores, positive = normal()[None].double(), torch.rand(1, ROWS, generator=generator()) < 0.02
     reference = smooth_ap_by("direct", scores, positive, 0.5)
-    monkeypatch.setattr(soft_ranks, "order_for", lambda scores, num_rows: node_tables.Order(16, 4, 14))
+    monkeypatch.setattr(sums, "order_for", lambda scores, num_rows: node_tables.Order(16, 4, 14))
     with pytest.raises(AssertionError):
         assert_same(smooth_ap_by("binned", scores, positive, 0.5), reference, torch.float64)
 
@@ -121,11 +122,11 @@ def test_infinite_scores_move_alike_in_parts_of_the_rows(kind: str, is_masked: b
     for class_of, row, sign in INFINITIES[kind]:
         scores[class_of, row] = sign * math.inf
     member = ~scores.isnan() if is_masked else None
-    whole, ends, clashes = soft_ranks.move_infinities(scores, positive, member, 0.1)
+    whole, ends, clashes = sums.move_infinities(scores, positive, member, 0.1)
 
     def of_part(own: slice, add: Meet, largest: Meet) -> tuple[Tensor, Tensor, Tensor]:
         part = None if member is None else member[:, own]
-        return soft_ranks.move_infinities(scores[:, own], positive[:, own], part, 0.1, largest, add)
+        return sums.move_infinities(scores[:, own], positive[:, own], part, 0.1, largest, add)
 
     moved, rounds = together([partial(of_part, slice(*part)) for part in pairwise([0, 0, 250, 600])])
     assert rounds == 2
@@ -134,7 +135,7 @@ def test_infinite_scores_move_alike_in_parts_of_the_rows(kind: str, is_masked: b
         assert torch.equal(part[1], ends)
         assert torch.equal(part[2], clashes)
     assert clashes.tolist() == [False, kind == "two, one of them positive", False]
-    assert torch.equal(ends[:, :2], soft_ranks.ends_of(whole, None)[:, :2])
+    assert torch.equal(ends[:, :2], sums.ends_of(whole, None)[:, :2])
     for class_of, row, sign in INFINITIES[kind]:
         others = sign * scores[class_of][scores[class_of].isfinite()]
         assert 6.4 <= sign * whole[class_of, row] - others.max() <= max(6.5, 1.1e-3 * others.abs().max())
@@ -192,8 +193,8 @@ def test_auto_takes_pairs_for_small_pools_and_bins_for_large_ones(monkeypatch: p
     monkeypatch.setattr(native, "FUNCTIONS", {})
     taken: list[str] = []
     for name in ("smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"):
-        original = getattr(soft_ranks, name)
-        monkeypatch.setattr(soft_ranks, name, lambda *a, _f=original, _n=name, **k: (taken.append(_n), _f(*a, **k))[1])
+        original = getattr(sums, name)
+        monkeypatch.setattr(sums, name, lambda *a, _f=original, _n=name, **k: (taken.append(_n), _f(*a, **k))[1])
     for size, spread in ((1000, 1.0), (100_000, 1.0), (100_000, 1e7)):
         scores = normal(size)[:, None] * spread
         targets = (torch.rand(size, generator=generator()) < 0.05).long()
@@ -250,6 +251,6 @@ def test_positives_far_from_every_row(case: str, monkeypatch: pytest.MonkeyPatch
         return node_tables.coefficients(values, matrices, torch.float32).to(dtype)
 
     # Control: both of its terms rounded to float32 before their difference.
-    monkeypatch.setattr(soft_ranks_binned, "coefficients", rounded)
+    monkeypatch.setattr(binned, "coefficients", rounded)
     with pytest.raises(AssertionError):
         assert_same(smooth_ap_by("binned", scores, positive, temperature), reference, torch.float32)

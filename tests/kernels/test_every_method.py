@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fullrank.kernels import native, node_tables
 from fullrank.kernels.costs import TABLE
-from fullrank.kernels.soft_ranks import smooth_ap_sums
+from fullrank.kernels.smooth_ap.sums import smooth_ap_sums
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6}
 METHODS = {"native": "direct", "native binned": "binned", "direct": "direct", "plain": "plain", "binned": "binned"}

@@ -19,7 +19,7 @@ import fullrank
 from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.sigmoid_sums import sigmoid_sums
-from fullrank.kernels.soft_ranks import smooth_ap_and_gradient
+from fullrank.kernels.smooth_ap.sums import smooth_ap_and_gradient
 from fullrank.kernels.spread import spread_of
 from fullrank.losses.pooled.pool import PerClass, Pool
 
@@ -105,8 +105,8 @@ def test_a_small_pool_in_one_step(
 ) -> None:
     """From the third call on the module takes the short way, which is the long one to the last bit."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
-    counted, plain = [], file._in_c
-    monkeypatch.setattr(file, "_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
+    counted, plain = [], file.smooth_ap_of_rows
+    monkeypatch.setattr(file, "smooth_ap_of_rows", lambda *given: counted.append(plain(*given)) or counted[-1])
     loss, long = (kind(num_classes, temperature=temperature) for kind in (fullrank.SmoothAPLoss, TheLongWay))
     for seed, count in enumerate((64, 64, 300, 64, 1400)):  # with several classes the spread is that of a sample
         generator = torch.Generator().manual_seed(seed)
@@ -147,8 +147,8 @@ def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int, nu
     """Loss, gradient and queue are those of the long way to the last bit, alone and over the ranks."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     with pytest.MonkeyPatch.context() as patch:
-        counted, plain = [], file._in_c
-        patch.setattr(file, "_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
+        counted, plain = [], file.smooth_ap_of_rows
+        patch.setattr(file, "smooth_ap_of_rows", lambda *given: counted.append(plain(*given)) or counted[-1])
         for gathers in (False, True):
             kinds = fullrank.SmoothAPLoss, TheLongWay
             losses = [kind(num_classes, queue_size, gather_distributed=gathers) for kind in kinds]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullrank.kernels import native, precision, registration
-from fullrank.kernels.precision import full_products
+from fullrank.kernels import native, registration
+from fullrank.kernels import registration as precision
+from fullrank.kernels.registration import full_products
 from fullrank.losses import (
     RecallAtQuantileLoss,
     pauc_at_budget,

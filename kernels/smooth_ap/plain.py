@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .computed_gradients import scaled
-from .costs import costs_of
+from ..costs import costs_of
+from ..registration import scaled
 
 
 def plain_is_faster(scores: Tensor) -> bool:

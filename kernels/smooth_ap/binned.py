@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import native
-from .bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
-from .costs import costs_of
-from .node_tables import (
+from .. import native
+from ..bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
+from ..costs import costs_of
+from ..node_tables import (
     Constants,
     Kernel,
     Order,
@@ -37,7 +37,7 @@ from .node_tables import (
     make_kernel,
     sources_of,
 )
-from .pairs import Problem
+from ..pairs import Problem
 
 _KEPT_BYTES = 2**25  # the largest piece of memory that the C library may keep for its next user
 

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .costs import costs_of
-from .node_tables import CUTOFF
-from .pairs import Problem, chunk_size
+from ..costs import costs_of
+from ..node_tables import CUTOFF
+from ..pairs import Problem, chunk_size
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
 _FEW = 16  # pairs per row that may be summed beyond the cutoff

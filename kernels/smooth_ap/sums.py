@@ -10,17 +10,18 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import native
-from .bins import find_bins
-from .computed_gradients import scaled
-from .costs import costs_of
-from .node_tables import order_for
-from .pairs import Problem
-from .registration import register
-from .soft_ranks_binned import smooth_ap_binned, smooth_ap_in_c
-from .soft_ranks_pairs import smooth_ap_direct, smooth_ap_sorted
-from .soft_ranks_plain import loss_and_gradient as of_all_pairs
-from .soft_ranks_plain import plain_is_faster, smooth_ap_plain
+from .. import native
+from ..bins import find_bins
+from ..costs import costs_of
+from ..node_tables import order_for
+from ..pairs import Problem
+from ..registration import register, scaled, with_gradients
+from ..spread import MOST_SCORES
+from ..torch_private import are_numbers_in_memory
+from .binned import smooth_ap_binned, smooth_ap_in_c
+from .direct import smooth_ap_direct, smooth_ap_sorted
+from .plain import loss_and_gradient as of_all_pairs
+from .plain import plain_is_faster, smooth_ap_plain
 
 
 def smooth_ap_sums(
@@ -65,6 +66,38 @@ def smooth_ap_sums(
     known = -1 if num_positive is None else num_positive
     loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method, known)
     return loss, valid
+
+
+def smooth_ap_of_rows(
+    rows: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    temperature: float | None,
+    multiple: float,
+) -> tuple[Tensor, Tensor, float] | None:
+    """Return what :func:`smooth_ap_sums` does, and the temperature, for few ordinary rows in one call of C; else None.
+
+    Args:
+        rows: (M, C) scores.
+        targets: (M,) int64, indices of the classes, or 0 and 1 for one class.
+        weight: (M,) in the dtype of the scores; None for 1.
+        ignore_index: the target of rows to leave out, which are not ordinary.
+        temperature: > 0; None for ``multiple`` times the spread of the scores.
+        multiple: > 0.
+    """
+    if not (0 < len(targets) <= MOST_SCORES and native.is_usable(rows) and are_numbers_in_memory(rows, targets)):
+        return None
+    if not (rows.is_contiguous() and targets.is_contiguous()):
+        return None
+    with_grad = torch.is_grad_enabled() and rows.requires_grad
+    most = costs_of(rows.device).most_native_pairs(rows.shape[1], rows.numel())
+    given = rows.detach(), targets, weight, ignore_index, temperature, multiple, with_grad, most
+    found = native.smooth_ap_of_rows(*given)
+    if found is None:
+        return None
+    loss, valid, gradient, width = found
+    return loss if gradient is None else with_gradients("a ranking loss", loss, [gradient], rows), valid, width
 
 
 def smooth_ap_and_gradient(
