@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..losses import InfoNCELoss, LossWarmupWrapper
 from ..losses.base import CurrentTemperature
-from ..losses.pooled.base import QueuedLoss
+from ..losses.pooled.base import RankingLoss
 from ..losses.pooled.pool import PoolCounts
 
 
@@ -31,13 +31,13 @@ class Monitor:
     def start(self) -> None:
         """Count the calls from here on."""
         for _, loss in self._losses:
-            if isinstance(loss, QueuedLoss):
+            if isinstance(loss, RankingLoss):
                 loss.pool_counts = PoolCounts()
 
     def stop(self) -> None:
         """Count no more."""
         for _, loss in self._losses:
-            if isinstance(loss, QueuedLoss):
+            if isinstance(loss, RankingLoss):
                 loss.pool_counts = None
 
     def values(self) -> dict[str, Tensor | float]:
@@ -48,7 +48,7 @@ class Monitor:
             temperature = _temperature(loss)
             if temperature is not None:
                 found[f"{prefix}temperature"] = temperature
-            counts = loss.pool_counts if isinstance(loss, QueuedLoss) else None
+            counts = loss.pool_counts if isinstance(loss, RankingLoss) else None
             if counts is not None and counts.calls:
                 found[f"{prefix}positives"], found[f"{prefix}without_positives"] = counts.sums / counts.calls
         return found

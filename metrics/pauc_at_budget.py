@@ -58,7 +58,7 @@ class PAUCAtBudget(RankingMetric):
         McClish, Analyzing a Portion of the ROC Curve, Medical Decision Making, 1989.
     """
 
-    _own_arguments = "alpha", "beta", "budget_basis"
+    own_arguments = "alpha", "beta", "budget_basis"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torchmetrics.utilities import rank_zero_warn
 
 from ..errors import Words, check_count, check_int, expected
 from ..losses.arguments import completed
-from ..losses.pooled.base import QueuedLoss
+from ..losses.pooled.base import RankingLoss
 from ..losses.pooled.pool import PerClass, Pool, local_pool
 from ..losses.rows import Batch, TargetRule, check_batch, compute_dtype
 from .review_curve import ReviewCurve
@@ -24,7 +24,7 @@ Average = Literal["macro"] | None
 _NOTHING = -1
 
 
-@completed(QueuedLoss)
+@completed(RankingLoss)
 class RankingMetric(GatheredMetric):
     """Base of the metrics over all rows seen; a subclass adds its hyper-parameters and its formula.
 
@@ -59,7 +59,7 @@ class RankingMetric(GatheredMetric):
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
     plot_legend_name = "Class"
-    _own_arguments: tuple[str, ...] = ()  # the names of the subclass's own arguments, for ``repr``
+    own_arguments: tuple[str, ...] = ()  # the names of the subclass's own arguments, for ``repr``
 
     target_rule: Tensor
 
@@ -165,7 +165,7 @@ class RankingMetric(GatheredMetric):
 
     def extra_repr(self) -> str:
         """Return the hyper-parameters."""
-        names = ("num_classes", *self._own_arguments, "average", "ignore_index", "multi_hot")
+        names = ("num_classes", *self.own_arguments, "average", "ignore_index", "multi_hot")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 

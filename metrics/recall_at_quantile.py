@@ -38,7 +38,7 @@ class RecallAtQuantile(RankingMetric):
         tensor(0.5000, dtype=torch.float64)
     """
 
-    _own_arguments = "quantile", "quantile_interpolation"
+    own_arguments = "quantile", "quantile_interpolation"
 
     def __init__(
         self,

@@ -34,16 +34,34 @@ from .pool import (
 
 
 class PoolOptions(GroupOptions, total=False):
-    """The keyword arguments of :class:`QueuedLoss`, which its subclasses pass on as they are."""
+    """The keyword arguments of :class:`RankingLoss`, which its subclasses pass on as they are."""
 
     queue_keep: Keep
     queue_in_eval: bool
     multi_hot: bool
 
 
+class Given(NamedTuple):
+    """The rows of this rank, as they were given."""
+
+    logits: Tensor
+    targets: Tensor
+    iid_mask: Tensor | None = None
+    sample_weight: Tensor | None = None
+    indexes: Tensor | None = None
+
+
 @completed(local_pool)
-class QueuedLoss(HoldsQueue):
-    """Base of the losses with a memory queue: holds the arguments that they share, and saves what changes.
+class RankingLoss(HoldsQueue):
+    """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
+
+    The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
+    gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows, and none
+    is enqueued.
+
+    A subclass defines :meth:`compute_per_class`, names its hyper-parameters in ``own_arguments``, and says with
+    ``spread_multiple`` which automatic temperature it has, if any. One without a temperature sets
+    ``has_temperature = False``: it has no attribute ``temperature``, ignores the argument, and saves and compares none.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
@@ -57,11 +75,17 @@ class QueuedLoss(HoldsQueue):
     Shape:
         logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
         ranks and may be 0. Output scalar, or (C,) with ``reduction="none"``.
+
+    Distributed:
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets the same
+        value and holds the same queue.
     """
 
+    own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
-    _own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
+    ranks_queries: ClassVar[bool] = False  # True for a loss that takes ``indexes``
+    uses_iid: ClassVar[bool] = False  # True for a loss in which ``iid_mask`` has an effect
 
     def __init__(
         self,
@@ -96,62 +120,6 @@ class QueuedLoss(HoldsQueue):
         self._hints = Hints(type(self).__name__)
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
         self.register_load_state_dict_pre_hook(check_saved_queues)
-
-    @property
-    def _rule(self) -> TargetRule:
-        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
-
-    def _state(self) -> dict[str, object]:
-        return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn(text)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training besides the queue: the temperature and the number of draws."""
-        return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        self._num_draws = int(state["num_draws"])
-        super().set_extra_state(state)
-
-    @property
-    def _shown(self) -> tuple[str, ...]:
-        names = ("num_classes", *self._own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
-        return (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
-
-
-class Given(NamedTuple):
-    """The rows of this rank, as they were given."""
-
-    logits: Tensor
-    targets: Tensor
-    iid_mask: Tensor | None = None
-    sample_weight: Tensor | None = None
-    indexes: Tensor | None = None
-
-
-@completed()
-class RankingLoss(QueuedLoss):
-    """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
-
-    The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
-    gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows, and none
-    is enqueued.
-
-    A subclass without a temperature sets ``has_temperature = False``: it has no attribute ``temperature``, ignores the
-    argument, and saves and compares none.
-
-    Distributed:
-        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets the same
-        value and holds the same queue.
-    """
-
-    ranks_queries: ClassVar[bool] = False  # True for a loss that takes ``indexes``
-    uses_iid: ClassVar[bool] = False  # True for a loss in which ``iid_mask`` has an effect
 
     @overload
     def forward(
@@ -224,16 +192,7 @@ class RankingLoss(QueuedLoss):
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
 
-    def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
-        """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
-        assert self.spread_multiple is not None
-        scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
-        self._note_temperature(pool, temperature)
-        return scaled, temperature
-
-    def _note_temperature(self, pool: Pool, temperature: float) -> None:
-        if temperature != self._last_temperature and has_values(pool.rows.logits):
-            vars(self)["_last_temperature"] = temperature
+    # The steps of a call, in their order.
 
     def _rows_of_all(self, given: Given) -> Batch:
         """Return the checked rows of all ranks; if one rank's rows do not pass, every rank raises."""
@@ -295,6 +254,17 @@ class RankingLoss(QueuedLoss):
             pool.is_watched = self._hints.look(pool)
         return pool
 
+    def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
+        """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
+        assert self.spread_multiple is not None
+        scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
+        self._note_temperature(pool, temperature)
+        return scaled, temperature
+
+    def _note_temperature(self, pool: Pool, temperature: float) -> None:
+        if temperature != self._last_temperature and has_values(pool.rows.logits):
+            vars(self)["_last_temperature"] = temperature
+
     def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
         """Return the loss over the valid classes. The live rows enter the queue, and loggers and hints see the call."""
         loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
@@ -313,6 +283,34 @@ class RankingLoss(QueuedLoss):
 
     def _setting(self, num_rows: int) -> Setting:
         return Setting(self.temperature if self.has_temperature else None, None)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(text)
+
+    # What the ranks compare, and what is saved.
+
+    @property
+    def _rule(self) -> TargetRule:
+        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
+
+    def _state(self) -> dict[str, object]:
+        return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what changes during training besides the queue: the temperature and the number of draws."""
+        return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        self._num_draws = int(state["num_draws"])
+        super().set_extra_state(state)
+
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        names = ("num_classes", *self.own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
+        return (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
 
 
 def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:

@@ -179,7 +179,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     temperature: float  # never None: it is a multiple of the scale already
     uses_iid = True
-    _own_arguments = PartialArea._fields
+    own_arguments = PartialArea._fields
 
     def __init__(
         self,

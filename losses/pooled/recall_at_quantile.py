@@ -136,7 +136,7 @@ class RecallAtQuantileLoss(RankingLoss):
     """
 
     spread_multiple = SPREAD_MULTIPLE
-    _own_arguments = "quantile", "quantile_interpolation", "threshold_gradient"
+    own_arguments = "quantile", "quantile_interpolation", "threshold_gradient"
 
     def __init__(
         self,

@@ -483,7 +483,7 @@ def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
         for part in (slice(half), slice(half, None)):
             multi.update(logits[part], targets[part].to(dtype))
         assert len(multi.rows()[0]) == (targets != -100).any(dim=1).sum()
-        arguments = {name: getattr(single, name) for name in single._own_arguments}
+        arguments = {name: getattr(single, name) for name in single.own_arguments}
         by_class = torch.stack(
             [
                 _value(type(single)(1, average=None, **arguments), logits[:, c], targets[:, c]).squeeze()
