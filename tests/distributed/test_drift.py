@@ -97,7 +97,6 @@ OTHER_VALUES: dict[str, Any] = {
     "queue_in_eval": True,
     "multi_hot": True,
     "quantile": 0.4,
-    "share": 0.4,
     "quantile_interpolation": "linear",
     "alpha": 0.1,
     "beta": 0.6,
