@@ -243,7 +243,8 @@ class FsdpGroup:
         for parameter in self.parameters():
             parameter.grad = None
         for held in self._held():
-            held.unsharded_accumulated_grad = None
+            if held.unsharded_accumulated_grad is not None:  # from torch 2.15 on the `grad` of a form
+                held.unsharded_accumulated_grad = None
         self.state._partial_reduce_output = None
 
 
