@@ -21,7 +21,7 @@ from fullrank import losses
 # The warnings of the losses are tested elsewhere. The first use of forward mode makes torch warn of its own scripting.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*torch.jit.script"),
 ]
 
 # Those that torch differentiates itself; the others have kernels with a first derivative in reverse mode alone.
