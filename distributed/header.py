@@ -111,6 +111,7 @@ class Offer(Generic[T]):
         check: checks of this rank's arguments that have not been read.
         tensors: row-aligned, None for an absent one; equal on every rank in all but the number of rows, which is then
             ``rows``. None if the call has no rows.
+        stays: the rows of ``tensors`` do not travel with the header, because most calls do not need them elsewhere.
     """
 
     value: T
@@ -120,6 +121,7 @@ class Offer(Generic[T]):
     checksum: Checksum | None = None
     check: DeviceCheck | None = None
     tensors: tuple[Tensor | None, ...] | None = None
+    stays: bool = False
 
 
 @dataclass(slots=True)
@@ -190,7 +192,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             word = digest({"call": Words(call), **offer.facts, "tensors": parcel.described})
             parcel.facts, parcel.digest = offer.facts, word
         rows = offer.rows if offer.tensors is None else parcel.count
-        travels = bool(tensors) and parcel.is_on_host and room.is_on_host
+        travels = bool(tensors) and not offer.stays and parcel.is_on_host and room.is_on_host
         words = 0 if check is None else check.flag, parcel.digest, rows, 0 if checksum is None else checksum.value
         header = _pack(words, offer.totals, room, ranks)
         if travels and parcel.needed <= room.size:

@@ -269,7 +269,7 @@ class RankingLoss(HoldsQueue):
         """Return the loss over the valid classes. The live rows enter the queue, and loggers and hints see the call."""
         loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
         if self.pool_counts is not None and self.training and has_values(live.logits):
-            self.pool_counts.add(pool, per_class)
+            self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
         is_full = True
         if self.queue_size:
             is_full = len(self.queue) == self.queue_size

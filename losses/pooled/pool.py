@@ -133,13 +133,13 @@ class PoolCounts:
         # Of each call: positives in the pool, a mean over the classes, and the share of classes without a loss.
         self.sums = torch.zeros(2, dtype=torch.float64)
 
-    def add(self, pool: Pool, per_class: PerClass) -> None:
-        """Add a call."""
+    def add(self, positives: Tensor | float, per_class: PerClass) -> None:
+        """Add a call whose pool has ``positives``, a mean over the classes."""
         valid = per_class.valid.detach()
         missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
-        counts = pool.positive.sum(dtype=torch.float64)
         self.calls += 1
-        self.sums = self.sums.to(valid.device) + torch.stack([counts / pool.positive.shape[0], missing])
+        counts = torch.as_tensor(positives, dtype=missing.dtype, device=missing.device)
+        self.sums = self.sums.to(valid.device) + torch.stack([counts, missing])
 
 
 class LossWithClasses(NamedTuple):
