@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..distributed.exchange import Exchange
+from ..distributed.exchange import Exchange, check_rows
 from ..distributed.group import gradient_scale
 from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import note_kind
@@ -169,6 +169,7 @@ class ShardedLoss(nn.Module):
         def bring() -> Offer[tuple[Pool, Batch]]:
             check_shardable(loss)
             rows = loss._check(given, group)
+            check_rows(rows.tensors)
             pool, weight = Pool(rows), rows.sample_weight
             # Huge weights are divided by a unit, which must be that of all ranks.
             is_huge = weight is not None and bool(weight_unit(weight) != 1)

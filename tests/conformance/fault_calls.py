@@ -250,6 +250,24 @@ def _pooled(name: str, head: str, **options: Any) -> Call:
     return Call((head,), head, lambda: gradient_cases.make_loss(case, local=False), _rows, _BAD_ROWS, _DIFFERENT_ROWS)
 
 
+def _sharded(name: str, head: str, form: str = "") -> Call:
+    """Return a loss over a sharded pool; with ``form`` one that is never gathered."""
+    call = _pooled(name, head, sharded=True, temperature=2.0)  # so that few rows have few bins
+
+    def make() -> Any:
+        sharded = call.make()
+        forward = sharded.forward
+
+        def take_form(*args: Any, **kwargs: Any) -> Any:
+            with gradient_cases.forced(form):
+                return forward(*args, **kwargs)
+
+        sharded.forward = take_form
+        return sharded
+
+    return call._replace(heads=("ShardedLoss", head), public="ShardedLoss", make=make)
+
+
 class _OfOneDimension(fullrank.SoftmaxFocalLoss):
     """A warm-up loss that refuses targets which the main loss takes."""
 
@@ -355,6 +373,11 @@ CALLS = {
     "pauc_trapezoid": _pooled("pauc_trapezoid", "PAUCAtBudgetLoss"),
     "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
     "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
+    "smooth_ap_sharded": _sharded("smooth_ap", "SmoothAPLoss"),
+    "smooth_ap_by_moments": _sharded("smooth_ap", "SmoothAPLoss", "moments"),
+    "smooth_ap_by_positives": _sharded("smooth_ap", "SmoothAPLoss", "positives"),
+    "recall_by_sums": _sharded("recall", "RecallAtQuantileLoss", "sums"),
+    "pauc_trapezoid_by_sums": _sharded("pauc_trapezoid", "PAUCAtBudgetLoss", "sums"),
     "queries": _call(_MAIN, _queries, _BAD_QUERIES, _DIFFERENT_QUERIES, queue_size=64, temperature=0.2),
     "retrieval": _call("RetrievalSmoothAPLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
     "ndcg": _call("NDCGLoss", _grades, _BAD_GRADES, _DIFFERENT_GRADES),

@@ -7,6 +7,7 @@ pool under a wrapper, and in one process on the whole batch. It returns the grad
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import fullrank
 from fullrank.kernels.costs import TABLE
+from fullrank.large import ShardedLoss, smooth_ap, thresholds
 from fullrank.losses.embeddings import retrieval
 
 NUM_STEPS = 4
@@ -26,6 +28,7 @@ COMBINED = ("smooth_ap", "cross_entropy")
 CONTRASTIVE = ("info_nce", "info_nce_one_way", "sup_con")
 RETRIEVAL = ("retrieval", "retrieval_split")  # the queries of all on each process, or of each its own
 ELEMENTS = ("sigmoid_focal", "binary_cross_entropy")  # of which each has a target
+SHARDED = ("smooth_ap", "recall", "pauc_trapezoid")  # whose pool may be sharded
 
 
 class Case(NamedTuple):
@@ -45,9 +48,10 @@ class Case(NamedTuple):
     reduction: str = "mean"
     temperature: float | None = 0.2  # of the losses that have an automatic one, and of the contrastive ones
     threshold_gradient: bool = True  # of recall and partial AUC
+    sharded: bool = False  # without a queue
+    form: str = ""  # of a sharded pool: how it is computed, where its cost would decide
     layout: str = "uneven"  # of the rows over the ranks
     masked: bool = False
-    weighted_steps: int = NUM_STEPS  # the first of all steps, with ``weighted``
     options: tuple[tuple[str, Any], ...] = ()  # more arguments of a loss over a pool
     by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
     sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
@@ -57,6 +61,9 @@ class Case(NamedTuple):
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     """Return the loss of ``case``; ``local`` keeps it to this process."""
+    if case.sharded and case.loss in SHARDED:
+        loss = make_loss(case._replace(sharded=False, queue_size=0), local, group)
+        return loss if local else ShardedLoss(loss)
     options: dict[str, Any] = {"group": group, "gradient_reduction": case.gradient_reduction}
     options |= {"gather_distributed": False} if local else {}
     name, of_elements = case.loss, {"reduction": case.reduction, **options}
@@ -104,6 +111,15 @@ def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     return fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate=surrogate, **budgets | pooled)
 
 
+def forced(form: str) -> Any:
+    """Let a loss over a sharded pool take ``form`` wherever it can; "sums" is that of the losses at thresholds."""
+    if form in ("", "sums"):
+        return mock.patch.dict(thresholds.COSTS, {"sums": 1e-30}) if form else nullcontext()
+    # Bins that are too many cost infinitely much, and then the positives travel.
+    costs = {name: 1.0 if name == form else 1e30 for name in smooth_ap.COSTS}
+    return mock.patch.dict(smooth_ap.COSTS, costs | {"gather": costs["gather"] ** 2})
+
+
 class Pairs(nn.Module):
     """A loss of queries and keys, which are the halves of the columns of a model's output."""
 
@@ -118,8 +134,7 @@ class Pairs(nn.Module):
 def make_step(case: Case, step: int) -> Rows:
     """Return the batch of all ranks; the same in every process, some rows ignored."""
     kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
-    weighted = case.weighted and step < case.weighted_steps
-    options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": weighted}
+    options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": case.weighted}
     rows = make_rows(case.seed + step, 37 + 3 * step, dtype=case.dtype, **options)
     if case.tied:
         rows.features[:] = (rows.features > 0) * torch.tensor([2.0, 1, 0, 0, 0, 0, 0])
@@ -221,7 +236,7 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     whole = train(case, rank, 1)
     costs = TABLE["cpu"]._replace(pair=1e9) if case.by_bins else TABLE["cpu"]
     fewest = 0 if case.loss == "retrieval_split" else retrieval.FEWEST_SPLIT
-    with mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
+    with forced(case.form), mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
         spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
     same([float(found[0]) for found in spread.gradients])
     pairs = list(zip(spread.gradients, whole.gradients))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
+from unittest import mock
 
 import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
 from batches import part_of, split
-from gradient_cases import RETRIEVAL, Case
+from gradient_cases import RETRIEVAL, SHARDED, Case
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor
 from workers import WorkerPool, get_pool
 
 import fullrank
+from fullrank.distributed.exchange import Exchange
+from fullrank.large import smooth_ap
 
 POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
 UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
@@ -98,6 +102,9 @@ def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case)
 def test_loss_inside_the_wrapped_module(pool_of_two: WorkerPool, loss: str) -> None:
     for dtype in LIMITS:
         assert_exact(pool_of_two, Case(loss, dtype=dtype, loss_inside=True))
+    if loss in SHARDED:
+        form = "moments" if loss == "smooth_ap" else "sums"
+        assert_exact(pool_of_two, Case(loss, sharded=True, form=form, loss_inside=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*drawn down")
@@ -167,14 +174,16 @@ def test_every_loss_under_every_other_wrapper(world_size: int, wrapper: str, ins
     """As they come, and ``summed`` after ``sum_gradients_``."""
     reduction = "sum" if wrapper == "summed" else "mean"
     common = {"wrapper": wrapper, "loss_inside": inside, "gradient_reduction": reduction}
-    assert_exact(get_pool(world_size), *(Case(loss, **common) for loss in losses))
+    sharded = Case("smooth_ap", sharded=True, form="moments", **common)
+    assert_exact(get_pool(world_size), *(Case(loss, **common) for loss in losses), sharded)
 
 
 def windows(wrapper: str, sync: str = "last", dtype: str = "float64", losses: Any = slice(None)) -> list[Case]:
     """Return the pooled losses over windows of ``pooled_backward``, every other one with weights."""
     common = {"dtype": dtype, "wrapper": wrapper, "sync": sync}
     common["gradient_reduction"] = "sum" if wrapper in ("plain", "summed") else "mean"
-    return [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(POOLED)][losses]
+    cases = [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(POOLED)][losses]
+    return [*cases, Case("smooth_ap", sharded=True, form="moments", **common)]
 
 
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
@@ -197,6 +206,103 @@ WINDOWS += [
 def test_windows_of_micro_batches(world_size: int, cases: list[Case]) -> None:
     """Uneven rows, ranks without any, uneven numbers of micro-batches, a queue that fills over the steps."""
     assert_exact(get_pool(world_size), *cases)
+
+
+# Of a sharded pool: in every form that a loss has, with rows of every kind.
+ROWS_OF: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weighted": {"weighted": True, "layout": "last"},
+    "masked": {"masked": True, "layout": "last at first"},
+    "classes": {"num_classes": 4},
+    "elements": {"num_classes": 3, "weighted": True, "reduction": "none"},
+    "multi_hot": {"num_classes": 3, "multi_hot": True, "weighted": True},
+    "sum": {"num_classes": 2, "multi_hot": True, "layout": "last", "reduction": "sum"},
+    "automatic": {"temperature": None, "num_classes": 2},
+}
+IN_FLOAT32 = ("plain", "multi_hot", "automatic")
+LINEAR, DETACHED = {"options": (("quantile_interpolation", "linear"),)}, {"threshold_gradient": False}
+AT_THRESHOLDS: list[dict[str, Any]] = [LINEAR, {**LINEAR, "num_classes": 2}, DETACHED]
+BANDS: list[dict[str, Any]] = [
+    {"options": (("budget_basis", "population"), ("n_knots", 4)), "num_classes": 3, "masked": True},
+    {"options": (("pos_numerator", "live"), ("tau_scale", "band")), "weighted": True},
+]
+
+
+def sharded(loss: str, form: str) -> list[Case]:
+    """Return every kind of rows in float64, and a few in float32."""
+    cases = [Case(loss, sharded=True, form=form, **kind) for kind in ROWS_OF.values()]
+    cases += [Case(loss, "float32", sharded=True, form=form, **ROWS_OF[kind]) for kind in IN_FLOAT32]
+    kinds = [*(AT_THRESHOLDS if form == "sums" else []), *(BANDS if loss == "pauc_trapezoid" else [])]
+    return cases + [Case(loss, sharded=True, form=form, **kind) for kind in kinds]
+
+
+PARTS = [Case(loss, dtype, sharded=True, form="moments") for loss in ("warm_up", "combined") for dtype in LIMITS]
+UNFORCED = [Case(loss, dtype, sharded=True, masked=True, weighted=True) for loss in SHARDED for dtype in LIMITS]
+OF_A_SHARDED_POOL = [pytest.param(2, sharded("smooth_ap", "moments"), id="moments")]
+OF_A_SHARDED_POOL += [
+    pytest.param(world_size, cases, id=f"{world_size}-{cases[0].loss}-{cases[0].form}", marks=mark)
+    for world_size, mark in ((2, pytest.mark.slow), (3, pytest.mark.full))
+    for cases in (
+        *(sharded("smooth_ap", form) for form in ("positives", "gather", "moments")[:world_size]),
+        *(sharded(loss, "sums") for loss in ("recall", "pauc_trapezoid")),
+        PARTS,
+        UNFORCED,
+    )
+]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), OF_A_SHARDED_POOL)
+def test_a_sharded_pool(world_size: int, cases: list[Case]) -> None:
+    assert_exact(get_pool(world_size), *cases)
+
+
+def random_case(seed: int) -> Case:
+    """Return a sharded pool at random."""
+    draw = random.Random(seed)
+    loss = draw.choice(["smooth_ap", "smooth_ap", "recall", "pauc_trapezoid"])
+    return Case(
+        loss,
+        draw.choice([*LIMITS]),
+        sharded=True,
+        form=draw.choice(["moments", "positives", "gather", ""]) if loss == "smooth_ap" else "sums",
+        layout=draw.choice(["uneven", "last", "last at first"]),
+        num_classes=draw.choice([1, 1, 2, 5]),
+        weighted=draw.random() < 0.5,
+        masked=draw.random() < 0.3,
+        multi_hot=draw.random() < 0.3,
+        # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
+        temperature=draw.choice([0.3, 2.0, None]),
+        reduction=draw.choice(["mean", "sum", "none"]),
+    )
+
+
+@pytest.mark.slow
+def test_sharded_pools_at_random(pool_of_four: WorkerPool) -> None:
+    assert_exact(pool_of_four, *map(random_case, range(10)))
+
+
+@pytest.mark.parametrize(
+    ("what", "loss", "form"),
+    [
+        ("table", "smooth_ap", "moments"),
+        pytest.param("ranges", "smooth_ap", "moments", marks=pytest.mark.slow),
+        pytest.param("table", "recall", "sums", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_control_what_one_rank_knows_is_not_enough(rank: int, what: str, loss: str, form: str) -> None:
+    if what == "table":  # that of one rank, and so its thresholds
+        patched: Any = mock.patch.object(Exchange, "sum", lambda self, tensor, named: tensor)
+    else:  # bins that begin where this rank's rows do
+        original = smooth_ap.cover
+
+        def shifted(*arguments: Any) -> Any:
+            bins = original(*arguments)
+            return bins._replace(first=bins.first - rank, window=bins.window + 1)
+
+        patched = mock.patch.object(smooth_ap, "cover", shifted)
+    with patched, mock.patch.object(gradient_cases, "same"):
+        assert gradient_cases.worst_error(rank, 2, Case(loss, sharded=True, form=form))[0] > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:.*drawn down")

@@ -16,6 +16,7 @@ from workers import error_of
 import fullrank
 from fullrank.distributed import group
 from fullrank.distributed.header import Checksum, DeviceCheck, Offer, agree_on
+from fullrank.large import ShardedLoss
 
 # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -59,10 +60,12 @@ def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:
         assert "call the loss outside checkpoint" in text
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["gathered", "sharded"])
 @on_ranks(2)
-def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank: int) -> None:
+def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank: int, is_sharded: bool) -> None:
     """Without a wrapper: no backward of these losses communicates."""
-    loss = fullrank.SmoothAPLoss(queue_size=8, temperature=0.5)
+    gathered = fullrank.SmoothAPLoss(temperature=0.5)
+    loss = ShardedLoss(gathered) if is_sharded else gathered
     for _ in range(2):
         logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
         value = checkpoint(loss, logits, targets, use_reentrant=False) if rank == 0 else loss(logits, targets)

@@ -22,7 +22,7 @@ from fault_calls import BAD, CALLS, DIFFERENT, Call
 from faults import Arguments, Fault
 from on_ranks import common_error, on_ranks, same
 from torch import Tensor
-from torch.utils._pytree import MappingKey, tree_flatten_with_path
+from torch.utils._pytree import tree_leaves
 from workers import class_of, process_context
 
 import fullrank
@@ -71,8 +71,7 @@ def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool
         name = "relevance" if "relevance" in arguments else "targets"
         arguments[name] = arguments[name].index_fill(0, torch.tensor([0]), -100)
     objective = call.objective(subject(**arguments)).item()
-    # The headers of the spoiled step differ, and a queue of own rows traces them.
-    return objective, take_step(call, subject, rank, 2, without="trace")
+    return objective, take_step(call, subject, rank, 2)
 
 
 def _after(call: Call, rank: int, between: int | None) -> list[bytes]:
@@ -87,21 +86,20 @@ def _arguments(call: Call, rank: int, index: int) -> Arguments:
     return call.arguments(torch.Generator().manual_seed(10 * index + rank), rank)
 
 
-def take_step(call: Call, subject: Any, rank: int, index: int, without: str | None = None) -> list[bytes]:
-    """Take a step; return the bits of the objective, of the gradient and of the state ``without`` one entry."""
+def take_step(call: Call, subject: Any, rank: int, index: int) -> list[bytes]:
+    """Take a step; return the bits of the objective, of the gradient and of the state."""
     arguments = _arguments(call, rank, index)
     value = call.objective(subject(**arguments))
     leaf = next(iter(arguments.values()))
     gradient = torch.autograd.grad(value, leaf)[0] if value.requires_grad else torch.zeros(())
-    return [value.detach().numpy().tobytes(), gradient.numpy().tobytes(), *_state(subject, without)]
+    return [value.detach().numpy().tobytes(), gradient.numpy().tobytes(), *_state(subject)]
 
 
-def _state(subject: Any, without: str | None = None) -> list[bytes]:
-    """Return the bits of everything in the state of a module but the entries of one name."""
+def _state(subject: Any) -> list[bytes]:
+    """Return the bits of everything in the state of a module."""
     if not isinstance(subject, torch.nn.Module):
         return []
-    entries = tree_flatten_with_path(subject.state_dict())[0]
-    leaves = [leaf for path, leaf in entries if path[-1] != MappingKey(without)]
+    leaves = tree_leaves(subject.state_dict())
     return [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves]
 
 
@@ -241,20 +239,22 @@ def validates_alone(rank: int) -> None:
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
 
 
-ON_EACH_RANK = ("smooth_ap", "global_mean")
+ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
 
 
 def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
     """Return world size, odd ranks and case: the cases on two ranks, and those of a few calls on three.
 
-    The odd rank is each of them for a few calls, and changes from one kind to the next for the others.
+    The odd rank is each of them for a few calls, and changes from one kind to the next for the others. The forms of a
+    sharded pool have one check before them, so only one of them has every kind.
     """
     kinds = Counter(name for name, _ in cases)
+    forms = [case for case in cases if "_by_" in case[0] and case[0] not in ON_EACH_RANK and kinds[case[0]] > 5]
     found = []
-    for index, (name, kind) in enumerate(cases):
+    for index, (name, kind) in enumerate(case for case in cases if case not in forms[1::2]):
         is_each = name in ON_EACH_RANK
         odd_ranks = (0, 1) if is_each or kinds[name] < 3 else (index % 2,)
-        marks = [] if is_each else [pytest.mark.slow]
+        marks = [] if is_each and "_by_" not in name else [pytest.mark.slow]
         found.append(pytest.param(2, odd_ranks, name, kind, marks=marks, id=f"2-{name}-{kind}"))
         if is_each:
             found.append(pytest.param(3, (0, 1, 2), name, kind, marks=pytest.mark.full, id=f"3-{name}-{kind}"))
@@ -288,7 +288,11 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
     gathers = {name for name, value in public.items() if getattr(value, "__module__", "") in modules}
     losses = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, DistributedLoss)}
     assert {"gather_rows", "global_mean"} <= gathers
-    assert gathers | losses | {"LossWarmupWrapper", "CombinedLoss"} == names
+    assert gathers | losses | {"LossWarmupWrapper", "CombinedLoss", "ShardedLoss"} == names
+
+
+WITHOUT_QUEUE = {"wrapper_in_warmup", "queries", "ndcg"}
+WITHOUT_QUEUE |= {name for name, call in CALLS.items() if call.public == "ShardedLoss"}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +315,7 @@ def test_a_value_that_is_not_finite_on_one_rank(rank: int, odd_ranks: tuple[int,
             assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1]
         else:
             assert bits == after_no_step(name, rank, dist.get_world_size())
-        if has_logits and name not in ("wrapper_in_warmup", "queries", "ndcg"):  # which have no queue
+        if has_logits and name not in WITHOUT_QUEUE:
             assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1]
         assert math.isnan(same(objective)) or not math.isnan(value)
 
@@ -321,11 +325,15 @@ SHORT_S = 2  # where the timeout itself is what ends the others
 
 OF_ELEMENTS = ("softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "global_mean")
 # Each call, and its collectives in the forward.
-FORWARD = [(name, 1) for name in CALLS]
+FORWARD = [(name, 1) for name in CALLS if "_by_" not in name]  # the forms of a sharded pool have one header
 FORWARD += [(name, 2) for name in CALLS if name not in OF_ELEMENTS]
 FORWARD.remove(("wrapper_in_warmup", 2))
+FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
 # What is reduced in a collective after the header; elsewhere rows are gathered.
-REDUCED: dict[tuple[str, int], str] = {}
+REDUCED = {("smooth_ap_by_moments", 2): "ranges", ("smooth_ap_by_positives", 2): "ranges"}
+REDUCED |= {("smooth_ap_by_moments", 3): "moments", ("smooth_ap_by_positives", 5): "gradients of the positives"}
+REDUCED |= {("smooth_ap_sharded", 2): "ranges", ("recall_by_sums", 2): "counts", ("recall_by_sums", 7): "counts"}
+REDUCED |= {("pauc_trapezoid_by_sums", 2): "counts"}
 
 
 def assert_named(fates: list[Fate], *texts: str) -> None:

@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 import fullrank
 from fullrank.distributed.exchange import Exchange
 from fullrank.distributed.room import MOST, MOST_OF_ALL, PATIENCE, Room, room_of
+from fullrank.large import ShardedLoss
 
 
 def own_rows(rank: int, counts: list[int], width: int) -> Tensor:
@@ -117,11 +118,12 @@ def test_faults_leave_the_room(rank: int, kind: str) -> None:
 def test_random_calls(rank: int) -> None:
     """Rows of any size, calls without rows, faults, losses: the room is as large on all ranks after each of them."""
     draw, group, world_size = random.Random(7), dist.new_group(), dist.get_world_size()
-    loss, sizes = fullrank.SmoothAPLoss(queue_size=8, group=group), []
+    losses = [fullrank.SmoothAPLoss(queue_size=8, group=group), ShardedLoss(fullrank.SmoothAPLoss(group=group))]
+    sizes = []
     for _ in range(120):
         kind = draw.choice(["rows", "rows", "count", "fault", "loss"])
         counts = [draw.choice([0, 1, 20, 400]) for _ in range(world_size)]
-        width, fault = draw.choice([1, 7, 60]), draw.choice(FAULTS)
+        width, fault, loss = draw.choice([1, 7, 60]), draw.choice(FAULTS), draw.choice(losses)
         if kind == "rows":
             assert torch.equal(
                 fullrank.all_gather_no_grad(own_rows(rank, counts, width), group), rows_of_all(counts, width)

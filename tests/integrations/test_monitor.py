@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from collective_counter import CollectiveCounter
+from gradient_cases import forced
 from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import fullrank
 from fullrank.integrations.monitor import Monitor
+from fullrank.large import ShardedLoss
 
 # Targets of the rows of each rank in three calls. The second has no positive on any rank, the third one on rank 1.
 CALLS = [([1, 0, 1], [0]), ([0, 0], [0, 0, 0]), ([], [0, 1, 0])]
@@ -28,28 +30,28 @@ def seen(monitor: Monitor) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in monitor.values().items()}
 
 
-@pytest.mark.parametrize("queue_size", [0, 16])
+@pytest.mark.parametrize(("queue_size", "form"), [(0, ""), (16, ""), (0, "moments"), (0, "gather")])
 @on_ranks(2)
-def test_the_positives_are_those_of_the_pool_of_all_ranks(rank: int, queue_size: int) -> None:
+def test_the_positives_are_those_of_the_pool_of_all_ranks(rank: int, queue_size: int, form: str) -> None:
     loss = fullrank.SmoothAPLoss(temperature=0.25, queue_size=queue_size)
-    both = fullrank.CombinedLoss({"ce": fullrank.BCEWithLogitsLoss(), "ap": loss})
-    monitor = Monitor(both)
+    both = fullrank.CombinedLoss({"ce": fullrank.BCEWithLogitsLoss(), "ap": ShardedLoss(loss) if form else loss})
+    monitor, name = Monitor(both), "losses.ap.loss" if form else "losses.ap"
     monitor.start()
-    assert seen(monitor) == {"losses.ap/temperature": 0.25}
+    assert seen(monitor) == {f"{name}/temperature": 0.25}
     in_pool = [2, 2, 3] if queue_size else [2, 0, 1]  # what is queued in a call belongs to the pool of the next
     for call, _ in enumerate(CALLS):
-        with CollectiveCounter() as counted:
+        with CollectiveCounter() as counted, forced(form):
             both(*rows(rank, call)).backward()
             with_monitor, before = counted.total, seen(monitor)
         assert counted.total == with_monitor  # reading communicates nothing
-        assert before["losses.ap/positives"] == round(sum(in_pool[: call + 1]) / (call + 1), 6)
+        assert before[f"{name}/positives"] == round(sum(in_pool[: call + 1]) / (call + 1), 6)
         missing = 0 if queue_size else int(call >= 1)
-        assert before["losses.ap/without_positives"] == round(missing / (call + 1), 6)
+        assert before[f"{name}/without_positives"] == round(missing / (call + 1), 6)
     loss.eval()(*rows(rank, 0))
     assert seen(monitor) == before  # a validation does not count
     monitor.start()
     loss.train()(*rows(rank, 0))
-    assert seen(monitor)["losses.ap/positives"] == (5 if queue_size else 2)
+    assert seen(monitor)[f"{name}/positives"] == (5 if queue_size else 2)
     monitor.stop()
     assert loss.pool_counts is None
 

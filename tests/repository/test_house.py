@@ -125,6 +125,7 @@ ALLOWED_IMPORTS = {
     "gradients": {"errors", "distributed"},
     "accumulation": {"errors", "kernels", "distributed", "gradients"},
     "losses": {"errors", "kernels", "distributed", "queues"},
+    "large": {"errors", "kernels", "distributed", "losses"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
     "integrations": {"errors", "accumulation", "distributed", "losses", "queues"},
     "preflight": {"errors", "kernels", "distributed", "losses"},
