@@ -43,7 +43,7 @@ class Pool:
         self.rows, self.live = rows, live
         self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
         self.leaves_out_queued = live is not None and queue_keep == "negatives"
-        self.is_watched = False
+        self.is_watched, self._with_grad = False, torch.is_grad_enabled()  # as in the call, whoever asks for the scores
 
     @property
     def is_in_rows(self) -> bool:
@@ -53,10 +53,11 @@ class Pool:
     @cached_property
     def scores(self) -> Tensor:
         """(C, M) float32 or float64."""
-        scores = self.rows.logits.to(compute_dtype(self.rows.logits.dtype)).t()
-        if self.member is None:
-            return scores.contiguous()
-        return torch.where(self.member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
+        with torch.set_grad_enabled(self._with_grad):
+            scores = self.rows.logits.to(compute_dtype(self.rows.logits.dtype)).t()
+            if self.member is None:
+                return scores.contiguous()
+            return torch.where(self.member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
 
     @cached_property
     def positive(self) -> Tensor:
