@@ -620,19 +620,8 @@ def test_a_node_has_its_name_still(name: str) -> None:
 # Every attribute in the files about torch's inner parts needs a row, except those of the package and of these.
 INNER = ("_private.py", "wrappers.py")
 CLASSES = (nn.Module(), torchmetrics.SumMetric(), DistributedDataParallel)  # a subclass may override what they have
-OWNERS = [
-    *CLASSES,
-    torch,
-    nn,
-    dist,
-    fsdp,
-    torch.compiler,
-    forward_ad,
-    forward_ad.UnpackedDualTensor,
-    Tensor,
-    DeviceMesh,
-]
-OWNERS += [dist.distributed_c10d, dist.ProcessGroup, torch.autograd.graph.Node, copy, functools, inspect, sys]
+OWNERS = [*CLASSES, torch, nn, dist, fsdp, torch.compiler, Tensor, DeviceMesh, dist.ProcessGroup, dist.distributed_c10d]
+OWNERS += [torch.autograd.graph.Node, forward_ad, forward_ad.UnpackedDualTensor, copy, functools, inspect, sys]
 OWNERS += [inspect.Signature, property, Exception, dict, set, list, str]
 STANDARD = {*dir(namedtuple("Empty", "")), *dir(sys), "kwargs", "_"}
 
@@ -656,8 +645,9 @@ def names_in(source: str) -> tuple[set[str], set[str], set[str]]:
                 defined |= {name.id for line in lines for name in line.targets if isinstance(name, ast.Name)}
             case ast.AnnAssign(target=ast.Name(id=name)):
                 defined.add(name)
-            case ast.ImportFrom(level=0):
-                named.update(*(name.split(".") for name in [node.module, *(one.name for one in node.names)]))
+            case ast.Import() | ast.ImportFrom(level=0):
+                paths = [getattr(node, "module", ""), *(alias.name for alias in node.names)]
+                named.update(*(path.split(".") for path in paths))
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 attributes.add(name)
             case ast.Constant(value=str(text)):
@@ -697,6 +687,7 @@ def test_every_private_name_has_a_row() -> None:
     [
         "tensor._new",
         "getattr(tensor, '_new', None)",
+        "import torch._new",
         "from torch._new import name",
         "'torch._new' in sys.modules",
         "class Queue(nn.Module):\n    def _call_impl(self): ...",
