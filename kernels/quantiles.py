@@ -6,6 +6,7 @@ float32, which is off by one row from about 1e5 rows on. Here the rank is float6
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .spread import evenly_spaced
-from .torch_private import func_transforms_are_active
+from .torch_private import are_numbers_in_memory, func_transforms_are_active
 
 INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
 BLENDED = ("linear", "midpoint")  # the quantile may lie between two scores
@@ -107,20 +108,33 @@ def upper_levels(
     if num_rows == 0:
         base = scores.new_zeros(scores.shape[0], len(fractions))
         return Levels(base, base.double() if interpolation in BLENDED else None)
-    # Numbers of the host reach the device by copies that do not wait for it.
-    shares = torch.tensor([1.0 - q for q in fractions], dtype=torch.float64, device="cpu")
     last: Tensor | int = max(0, (num_rows if member is None or num_members is None else num_members) - 1)
     if member is None or num_members is not None:
-        ranks, weight = ranks_of(last * shares[None], interpolation)
+        find = _ranks_on_host if are_numbers_in_memory(scores) else _ranks_on_host.__wrapped__
+        ranks, weight = find(last, tuple(fractions), interpolation)
         weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:
         last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
-        ranks, weight = ranks_of(last * shares.to(scores.device, non_blocking=True), interpolation)
+        # Numbers of the host reach the device by copies that do not wait for it.
+        shares = _shares_above(fractions).to(scores.device, non_blocking=True)
+        ranks, weight = ranks_of(last * shares, interpolation)
     if num_rows >= BRACKETED and _numpy_can_read(scores):
         found = _bracketed(scores, member, ranks.tolist())
     else:
         found = _in_order(scores, member, ranks, last, fractions)
     return blend(found, weight)
+
+
+def _shares_above(fractions: Sequence[float]) -> Tensor:
+    return torch.tensor([1.0 - q for q in fractions], dtype=torch.float64, device="cpu")
+
+
+@functools.lru_cache(maxsize=64)  # most steps have the number of rows of an earlier one
+def _ranks_on_host(
+    last: Tensor | int, fractions: tuple[float, ...], interpolation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`ranks_of` the quantiles among ``last + 1`` scores, (1, L) each; not to be changed in place."""
+    return ranks_of(last * _shares_above(fractions)[None], interpolation)
 
 
 def ranks_of(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:

@@ -110,8 +110,9 @@ def check_targets(
     stored: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Checked:
     """Return the targets, and what is known of them: the fields of :class:`Batch` from ``complete`` on."""
-    check_device("targets", targets, logits)
-    count = logits.shape[0]
+    if targets.device != logits.device:
+        check_device("targets", targets, logits)
+    count, is_int64 = logits.shape[0], targets.dtype is torch.int64
     if rule.multi_hot:
         check_exact(targets, 2)
         if tuple(targets.shape) == (count,) and rule.num_classes == 1:
@@ -128,8 +129,10 @@ def check_targets(
     if tuple(targets.shape) != (count,):
         fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
         raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
-    check_exact(targets, rule.num_classes)
-    given, targets, num_stored = targets, targets.to(torch.int64), None
+    given, num_stored = targets, None
+    if not is_int64:
+        check_exact(targets, rule.num_classes)
+        targets = targets.to(torch.int64)
     # On the host it costs less to know that no row is ignored than to compute as if one were.
     if count and (validate_args or (targets.device.type == "cpu" and has_values(targets))):
         low, high, num_inexact, num_positive, num_stored = _read(logits, given, targets, rule, stored)

@@ -76,7 +76,8 @@ def _loss_of(pool: Pool, temperature: float | None, multiple: float) -> tuple[Pe
     """Return the loss of each class, or of each query, and the temperature, which follows the spread if it is None."""
     rows, rule = pool.rows, pool.rows.rule
     if pool.is_in_rows and rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued):
-        found = smooth_ap_of_rows(rows.logits, rows.targets, pool.weight, rule.ignore_index, temperature, multiple)
+        weight = None if rows.sample_weight is None else pool.weight
+        found = smooth_ap_of_rows(rows.logits, rows.targets, weight, rule.ignore_index, temperature, multiple)
         if found is not None:
             loss, valid, width = found
             return PerClass(loss, valid), width
