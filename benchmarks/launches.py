@@ -25,6 +25,7 @@ from report import print_table
 from torch import Tensor, nn
 
 from fullrank import losses
+from fullrank.large import ShardedLoss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from device import DEVICE, Counts, count, init_process_group
@@ -63,16 +64,21 @@ STEPS = {
 QUICK = [name for name, step in STEPS.items() if not step.is_large]
 OVER_RANKS = {
     "SmoothAP, queue of 1,024": STEPS["SmoothAP, queue of 1,024"],
+    "SmoothAP, sharded": Step(lambda: ShardedLoss(_ap()()), 100_000),
+    "Recall, sharded": Step(lambda: ShardedLoss(losses.RecallAtQuantileLoss(1, temperature=0.1)), 100_000),
     "retrieval": Step(losses.RetrievalSmoothAPLoss, 300, 64),  # 64 dimensions and 64 labels
     "softmax focal": STEPS["softmax focal"],
 }
 
 
 def make_rows(step: Step, rank: int = 0) -> tuple[Tensor, Tensor]:
-    """Return scores that require grad, and targets, 5 % positive; each rank has 7 rows more than the one before."""
+    """Return scores that require grad, and targets, 5 % positive; each rank has 7 rows more than the one before.
+
+    Scores are multiples of 1/64, so that every rank has a row at a threshold: operators on no row launch nothing.
+    """
     generator = torch.Generator().manual_seed(rank)
     rows = step.rows + 7 * rank
-    logits = torch.randn(rows, step.classes, generator=generator)
+    logits = torch.randn(rows, step.classes, generator=generator).mul_(64).round_().div_(64)
     if step.classes == 1:
         targets = (torch.rand(rows, generator=generator) < 0.05).long()
     else:

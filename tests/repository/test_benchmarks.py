@@ -58,6 +58,13 @@ def check_gradient_scale(results: Results) -> None:
         assert rows[key]["error"] > abs(rows[key]["encoder"] - 1) + 0.01, key
 
 
+def check_scale(results: Results) -> None:
+    """One process that acts for two counts what two processes do."""
+    counted = {(row["loss"], row["ranks"]): row["sharded_bytes"] for row in results["modelled"]}
+    for row in results["measured"]:
+        assert row["loss"] == "retrieval" or counted[row["loss"], 2] == row["sharded_bytes"] > 0
+
+
 def check_retrieval(results: Results) -> None:
     """With the query included, ours is the loss of the peer."""
     for row in results["retrieval"]:
@@ -111,6 +118,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "pooling": check_pooling,
     "real": lambda results: len(results["thinned"]) == 7 and {len(one["sets"]) for one in results["binary"]} == {2},
     "retrieval": check_retrieval,
+    "scale": check_scale,
     "several_classes": lambda results: len(results["table"]) == 5,
     "soak": lambda results: max(results["worst"].values()) <= 1e-12 and set(results["leaked_files"]) == {0},
     "speed": lambda results: all(row["ratio"] > 0 for row in results["against_peer"] + results["against_sort"]),
@@ -118,7 +126,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "sum_weight": lambda results: max(row["error"] for row in results["real"]) <= 1e-12,
     "step": lambda results: all(row["ours"] > 0 for row in results["one_process"]) and bool(results["two_processes"]),
 }
-PICTURES = {"order": "error_over_order.svg", "pooling": "pooling.svg", "speed": "speed.svg"}
+PICTURES = {"order": "error_over_order.svg", "pooling": "pooling.svg", "scale": "scale.svg", "speed": "speed.svg"}
 
 
 @pytest.mark.parametrize("script", SMOKE)

@@ -111,6 +111,7 @@ IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
         "migrating",
         "queue",
         "retrieval",
+        "scale",
         "temperature",
         "tutorial",
     )
