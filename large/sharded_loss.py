@@ -62,7 +62,7 @@ class ShardedLoss(nn.Module):
             rank.
 
     Numerics:
-        The sums are float64. Thresholds are exact. Weights beyond 2**64, of float32, let the rows be gathered.
+        The sums are float64. Thresholds are exact. Rows are gathered if a weight is above 2**64, or 2**512 in float64.
 
     Distributed:
         One header forward, and None backward. Then ``SmoothAPLoss`` has one sum over the ranks; one more exchange each

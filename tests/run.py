@@ -36,7 +36,7 @@ FIRST = ["types", "distributed", "docs", "losses", "conformance", "accumulation"
 AFTER = {"losses": "types"}  # it reads the cache of mypy
 # What shares a process in the fast tests, where starting pytest and its workers takes as long as the tests of a folder.
 TOGETHER = [
-    ["distributed", "gradients", "queues"],
+    ["distributed", "gradients", "large", "queues"],
     ["conformance", "accumulation"],
     ["data", "integrations", "kernels", "metrics", "preflight", "repository", "tests"],
 ]

@@ -21,11 +21,12 @@ from typing_extensions import assert_type
 from fullrank import (
     PAUCAtBudgetLoss, RecallAtQuantileLoss, RetrievalSmoothAPLoss, SigmoidFocalLoss, SmoothAPLoss, SoftmaxFocalLoss,
 )
+from fullrank.large import ShardedLoss
 from fullrank.losses import LossWithClasses, LossWithClassesAndStats, LossWithStats, pauc_at_budget, smooth_ap
 
 
 def calls(x: Tensor, t: Tensor, flag: bool) -> None:
-    for module in (SmoothAPLoss(1), RecallAtQuantileLoss(1)):
+    for module in (SmoothAPLoss(1), RecallAtQuantileLoss(1), ShardedLoss(PAUCAtBudgetLoss(1, surrogate="trapezoid"))):
         assert_type(module(x, t), Tensor)
         assert_type(module(x, t, sample_weight=x), Tensor)
         assert_type(module(x, t, return_per_class=False), Tensor)
@@ -70,6 +71,8 @@ smooth_ap(X, T, return_per_class=True)  # type: ignore[call-arg]
 pauc_at_budget(X, T, surrogate="hinge")  # type: ignore[arg-type]
 SmoothAPLoss(1, quantile=0.1)  # type: ignore[call-arg]
 SmoothAPLoss(1, queue_kep="all")  # type: ignore[call-arg]
+ShardedLoss(SigmoidFocalLoss())  # type: ignore[arg-type]
+ShardedLoss(SmoothAPLoss(1))(X, T, indexes=T)  # type: ignore[call-overload]
 PAUCAtBudgetLoss(1, queue_keep="positives")  # type: ignore[arg-type]
 SigmoidFocalLoss(group="world")  # type: ignore[arg-type]
 SmoothAPLoss(1)(X, T).per_class  # type: ignore[attr-defined]
