@@ -1,4 +1,4 @@
-"""Smooth-AP of rows that stay on their ranks, in one of two forms; see :mod:`fullrank.kernels.soft_ranks_binned`.
+"""Smooth-AP of rows that stay on their ranks, in one of two forms; see :mod:`fullrank.kernels.smooth_ap.binned`.
 
 moments
     Every quantity is a function of the score, known from the moments of bins, and moments add up. One all-reduce of the
