@@ -82,7 +82,7 @@ def find_bins(scores: Tensor, low: Tensor, high: Tensor, temperature: float, fin
 def cover(low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins:
     """Return bins that cover [low, high] of each class, (C,) each, with one window."""
     width = 2.0 ** math.floor(math.log2(4.0 * temperature))  # the power of two with 2 < width / temperature <= 4
-    first, last = (_coarse(_round(value, width, fine), fine) for value in (low, high))
+    first, last = _coarse(_round(low, width, fine), fine), _coarse(_round(high, width, fine), fine)
     # In float32 a score of 1e37 over a width of 0.03 is infinite. The difference is then NaN: more bins than allowed.
     most = 2.0**62
     window = int((last - first).max().nan_to_num(nan=most).clamp_max(most)) + 1 if first.numel() else 1

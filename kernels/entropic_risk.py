@@ -19,7 +19,6 @@ All of it is computed in float64: for small lambda float32 would round l / lambd
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +91,12 @@ def tilts_of_budget(
 
 def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
     """Return m = 1 / lambda of each class if the powers are the faster way, and nothing for a sum over pairs."""
-    values = tilts.tolist()
-    powers = [round(min(1 / value, MOST_POWERS + 1.0)) for value in values]
-    if not all(1 <= m <= MOST_POWERS and abs(m * value - 1) <= 1e-12 for m, value in zip(powers, values)):
-        return []
+    powers = []
+    for value in tilts.tolist():
+        m = round(min(1 / value, MOST_POWERS + 1.0))
+        if not (1 <= m <= MOST_POWERS and abs(m * value - 1) <= 1e-12):
+            return []
+        powers.append(m)
     most, num_rows = max(powers, default=1), queries.numel() + keys.numel()
     return powers if most == 1 or most * (POWER + num_rows) < queries.numel() * keys.shape[1] else []
 
@@ -201,10 +202,12 @@ def _degrees(m: int, like: Tensor) -> Tensor:
     return torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None, None]
 
 
-def _some_at_once(m: int, keys: Tensor) -> Iterator[slice]:
-    """Yield the numbers below m in parts whose powers of ``keys`` (C, K) make one chunk."""
-    step = chunk_size(keys, keys.numel())
-    return (slice(first, first + step) for first in range(0, m, step))
+def _some_at_once(m: int, keys: Tensor) -> list[slice]:
+    """Return the numbers below m in parts whose powers of ``keys`` (C, K) make one chunk."""
+    step, parts = chunk_size(keys, keys.numel()), []
+    for first in range(0, m, step):
+        parts.append(slice(first, first + step))
+    return parts
 
 
 def _softmax(z: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,14 +33,16 @@ def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:
     return max(1, costs_of(tensor.device).pairs_at_once // max(1, pairs_per_item))
 
 
-def chunks_of_pairs(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of classes and of queries whose pairs with all keys make one chunk."""
+def chunks_of_pairs(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
+    """Return slices of classes and of queries whose pairs with all keys make one chunk."""
     (num_classes, num_queries), num_keys = queries.shape, keys.shape[1]
-    classes = chunk_size(queries, num_queries * num_keys)
-    step = chunk_size(queries, num_keys) if classes == 1 else max(1, num_queries)
+    most, slices = costs_of(queries.device).pairs_at_once, []
+    classes = max(1, most // max(1, num_queries * num_keys))
+    step = max(1, most // max(1, num_keys)) if classes == 1 else max(1, num_queries)
     for first_class in range(0, num_classes, classes):
         for first in range(0, num_queries, step):
-            yield slice(first_class, first_class + classes), slice(first, first + step)
+            slices.append((slice(first_class, first_class + classes), slice(first, first + step)))
+    return slices
 
 
 def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:

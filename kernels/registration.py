@@ -198,9 +198,15 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def guarded(first: Tensor, *args: Any) -> T:
-        if not torch.compiler.is_compiling() and products_are_rounded():
-            with full_products():
-                return without_autocast(first, *args)
+        if not torch.compiler.is_compiling():
+            try:
+                # While another thread has raised the precision it reads "highest", until that thread restores it.
+                is_rounded = _calls > 0 or torch.get_float32_matmul_precision() != "highest"
+            except RuntimeError:  # torch raises if the newer settings, torch.backends.*, have lowered the precision
+                is_rounded = True
+            if is_rounded:
+                with full_products():
+                    return without_autocast(first, *args)
         if first.is_meta or not torch.is_autocast_enabled(first.device.type):
             return function(first, *args)
         return without_autocast(first, *args)
@@ -264,15 +270,6 @@ _FULL = ("none", "ieee")  # values of torch.backends.*.fp32_precision with which
 _lock = threading.Lock()
 _calls = 0  # that run with full products because of :func:`full_products`
 _before: list[tuple[Any, str]] = []  # what they restore: settings and their values
-
-
-def products_are_rounded() -> bool:
-    """Return True if products of float32 matrices may not be float32 products throughout a call that begins now."""
-    try:
-        # While another thread has raised the precision it reads "highest", until that thread restores it.
-        return _calls > 0 or torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # torch raises if the precision was lowered by the newer settings, torch.backends.*
-        return True
 
 
 @contextmanager

@@ -81,6 +81,12 @@ def sigmoid_sums(
     return sums if batched else sums[0]
 
 
+def sigmoid_sums_of_checked(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float) -> Tensor:
+    """Return the sums (C, Q, n) of :func:`sigmoid_sums` for arguments that need no check, float32 or float64."""
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, temperature, "auto", None, _is_variable(weights))[0]
+    return sums
+
+
 def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temperatures: Tensor) -> Tensor:
     """Return the sums (C, Q, n) of :func:`sigmoid_sums` with a temperature for each class.
 
@@ -112,20 +118,17 @@ class _Request(NamedTuple):
     method: str
     temperatures: Tensor | None  # [C], instead of ``temperature``
 
-    @property
-    def num_pairs(self) -> int:
-        return self.queries.numel() * self.keys.shape[1]
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of pairs, and that of rows: queries and keys, once for each column of weights."""
+        num_queries, num_keys = self.queries.numel(), self.keys.numel()
+        return num_queries * self.keys.shape[1], (num_queries + num_keys) * self.weights.shape[2]
 
-    @property
-    def num_rows(self) -> int:
-        """Queries and keys, once for each column of weights."""
-        return (self.queries.numel() + self.keys.numel()) * self.weights.shape[2]
-
-    @property
     def is_direct(self) -> bool:
-        """Whether the pairs are summed directly, wherever the scores are."""
-        few = costs_of(self.queries.device).pairs_are_faster(self.num_pairs, self.num_rows)
-        return self.method == "direct" or self.num_pairs == 0 or (self.method == "auto" and few)
+        """Return whether the pairs are summed directly, wherever the scores are."""
+        num_pairs, num_rows = self.sizes()
+        if self.method != "auto":
+            return self.method == "direct" or num_pairs == 0
+        return num_pairs == 0 or costs_of(self.queries.device).pairs_are_faster(num_pairs, num_rows)
 
     def ends(self) -> Tensor | None:
         """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
@@ -133,32 +136,31 @@ class _Request(NamedTuple):
         None where the pairs are summed directly in any case. Waits for the device, once for all of them.
         """
         queries, keys = self.queries, self.keys
-        if self.is_direct:
+        if self.is_direct():
             return None
         low = torch.minimum(queries.amin(dim=1), keys.amin(dim=1))
         high = torch.maximum(queries.amax(dim=1), keys.amax(dim=1))
         return torch.stack([low, high, torch.ones_like(low) if self.temperatures is None else self.temperatures]).cpu()
 
     def num_parts(self) -> int:
-        """Return into how many parts the classes are split; one part has its pairs summed directly.
+        """Return into how many parts several classes are split; one part has its pairs summed directly.
 
         Fewer classes may have bins where more have not: up to ``MOST_KERNELS`` may have a kernel each, and a single
         class may have bins outside of its window.
         """
-        costs, num_classes = costs_of(self.queries.device), self.queries.shape[0]
-        if self.method == "direct" or num_classes <= 1:
+        if self.method == "direct":
             return 1
+        num_classes = self.queries.shape[0]
+        costs, (num_pairs, num_rows) = costs_of(self.queries.device), self.sizes()
         if self.temperatures is not None and num_classes > MOST_KERNELS:
-            together = costs.pairs_are_faster(self.num_pairs, self.num_rows)
+            together = costs.pairs_are_faster(num_pairs, num_rows)
             return 1 if together else math.ceil(num_classes / MOST_KERNELS)
-        of_one = self.num_pairs // num_classes, self.num_rows // num_classes
-        return 1 if costs.pairs_are_faster(*of_one) else num_classes
+        return 1 if costs.pairs_are_faster(num_pairs // num_classes, num_rows // num_classes) else num_classes
 
-    def chunks(self) -> Iterator[tuple[slice, slice, Tensor, float | Tensor]]:
-        """Yield slices of classes and of queries; their differences to the keys (c, q, K) in temperatures; these."""
-        for c, q in chunks_of_pairs(self.queries, self.keys):
-            divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
-            yield c, q, (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
+    def difference(self, c: slice, q: slice) -> tuple[Tensor, float | Tensor]:
+        """Return the differences of the keys to some queries (c, q, K), in temperatures; and these."""
+        divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
+        return (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
 
 
 def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -189,16 +191,17 @@ def _sums(
 
 def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
     queries, keys, weights = request[:3]
-    tables = _tables_if_faster(request, ends)
+    tables = None if ends is None else _tables_if_faster(request, ends)
     if tables is not None:
         return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
-    parts = request.num_parts()
+    parts = request.num_parts() if len(queries) > 1 else 1
     if parts > 1:
         of_each = _split(parts, queries, keys, weights, request.temperatures)
         some = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in of_each)
         return torch.cat([_sums_of(part, part.ends()) for part in some])
     sums = None
-    for c, q, difference, _ in request.chunks():
+    for c, q in chunks_of_pairs(queries, keys):
+        difference, _ = request.difference(c, q)
         found = torch.sigmoid(difference) @ weights[c]
         if found.shape[:2] == queries.shape:  # one chunk
             return found
@@ -227,8 +230,9 @@ def _gradients(
     grad = grad.contiguous()
     request = _Request(queries, keys, weights, temperature, method, temperatures)
     tables = None
-    if not request.is_direct:
-        tables = _tables_if_faster(request, request.ends() if bool(ends.isnan().any()) else ends)
+    if not request.is_direct():
+        known = request.ends() if bool(ends.isnan().any()) else ends
+        tables = None if known is None else _tables_if_faster(request, known)
     if tables is not None:
         of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
@@ -236,7 +240,7 @@ def _gradients(
         if not with_weights:
             return grad_queries, grad_keys, weights.new_empty(0)
         return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), tables.keys)
-    parts = request.num_parts()
+    parts = request.num_parts() if len(queries) > 1 else 1
     if parts > 1:
         of_each = _split(parts, grad, queries, keys, weights, temperatures)
         unknown = ends.new_full((3, 1), math.nan)
@@ -249,7 +253,8 @@ def _gradients(
         return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else nothing
 
     grads = None
-    for c, q, difference, divisor in request.chunks():
+    for c, q in chunks_of_pairs(queries, keys):
+        difference, divisor = request.difference(c, q)
         if with_weights:
             sigmoid, slope = sigmoid_and_slope(difference)
             some_of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
@@ -270,13 +275,13 @@ def _gradients(
 # Bins
 
 
-def _tables_if_faster(request: _Request, ends: Tensor | None) -> Tables | None:
+def _tables_if_faster(request: _Request, ends: Tensor) -> Tables | None:
     """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly.
 
     With a temperature for each of several classes, all classes have the same bins on a line of their own, on which the
     scores are multiplied by a power of two, which is exact, so that the temperatures are between 1 and 2.
     """
-    if ends is None or not bool(ends[:2].isfinite().all()):
+    if not bool(ends[:2].isfinite().all()):
         return None
     queries, keys, weights, temperature, method, temperatures = request
     low, high, widths = ends
@@ -298,7 +303,7 @@ def _tables_if_faster(request: _Request, ends: Tensor | None) -> Tables | None:
         return None
     num_bins = bins.num_coarse * queries.shape[0] * weights.shape[2]
     costs = costs_of(queries.device)
-    if method != "binned" and costs.pairs_are_faster(request.num_pairs, request.num_rows, num_bins):
+    if method != "binned" and costs.pairs_are_faster(*request.sizes(), num_bins):
         return None
     size = queries.shape[1]
     scores = (queries, keys) if factors is None else both.tensor_split([size], dim=1)

@@ -117,11 +117,11 @@ def smooth_ap_in_c(
     scores: Tensor, positive: Tensor, num_positive: int, bins: Bins, order: Order, temperature: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Do the same for one class of equal weights in C, without a list of the positives."""
-    inside, outside = bins._replace(outside=None), bins.outside
-    groups = native.moments(scores, None, *inside.numbering, inside.num_fine, order.p, positive)  # [p, 2, B F + 1]
-    window = slice(inside.num_fine)
+    outside, numbering, num_fine = bins.outside, bins.numbering, bins.window * bins.fine
+    groups = native.moments(scores, None, *numbering, num_fine, order.p, positive)  # [p, 2, B F + 1]
+    window = slice(num_fine)
     if outside is not None:
-        window = slice(outside.num_left * bins.fine, outside.num_left * bins.fine + inside.num_fine)
+        window = slice(outside.num_left * bins.fine, outside.num_left * bins.fine + num_fine)
         of_window, groups = groups, groups.new_zeros(order.p, 2, bins.num_fine + 1)
         groups[..., window] = of_window[..., :-1]
         far, is_positive = scores.index_select(1, outside.rows), positive.index_select(1, outside.rows)
@@ -135,7 +135,7 @@ def smooth_ap_in_c(
     pull, of_positives = polynomials[:, 0], polynomials[:, 1] + polynomials[:, 2] / num_positive
     gradient = _memory_like(scores)
     tables = [F.pad(table[..., window], (0, 1)) for table in (pull.to(scores.dtype), of_positives)]
-    native.evaluate(tables[0], scores, None, *inside.numbering, gradient, positive, tables[1])
+    native.evaluate(tables[0], scores, None, *numbering, gradient, positive, tables[1])
     if outside is not None:
         value = torch.where(is_positive, evaluate(of_positives, index, u.double()), evaluate(pull, index, u.double()))
         gradient.index_copy_(1, outside.rows, value.to(gradient.dtype))

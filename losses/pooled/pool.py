@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import cached_property
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,19 @@ from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values, ma
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
+T = TypeVar("T")
+
+
+class _Once(Generic[T]):
+    """``functools.cached_property`` without its lock, which the compiler cannot trace before Python 3.12."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self.make, self.name, self.__doc__ = make, make.__name__, make.__doc__
+
+    def __get__(self, pool: Any, owner: type) -> T:
+        value = self.make(pool)
+        setattr(pool, self.name, value)  # is found before this descriptor from now on
+        return value
 
 
 class Pool:
@@ -50,7 +63,7 @@ class Pool:
         """Whether no formula has asked for the scores of the classes yet."""
         return "scores" not in self.__dict__
 
-    @cached_property
+    @_Once
     def scores(self) -> Tensor:
         """(C, M) float32 or float64."""
         with torch.set_grad_enabled(self._with_grad):
@@ -59,30 +72,30 @@ class Pool:
                 return scores.contiguous()
             return torch.where(self.member, scores, torch.zeros((), dtype=scores.dtype, device=scores.device))
 
-    @cached_property
+    @_Once
     def positive(self) -> Tensor:
         """(C, M) bool, a subset of member."""
         positive, self.member = self._sides()
         return positive
 
-    @cached_property
+    @_Once
     def member(self) -> Tensor | None:
         """(C, M) bool: the row takes part in the class; None for all True."""
         self.positive, member = self._sides()
         return member
 
-    @cached_property
+    @_Once
     def weight(self) -> Tensor | None:
         """(M,), None for all 1; only ratios matter, and no sum of them overflows."""
         weight = self.rows.sample_weight
         return None if weight is None else weight / weight_unit(weight)
 
-    @cached_property
+    @_Once
     def negative(self) -> Tensor:
         """(C, M) bool: the members that are not positives."""
         return ~self.positive if self.member is None else self.member & ~self.positive
 
-    @cached_property
+    @_Once
     def everyone(self) -> Tensor:
         """(C, M) bool: the members, as a tensor even where all rows are members."""
         return torch.ones_like(self.positive) if self.member is None else self.member

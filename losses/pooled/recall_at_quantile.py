@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from ...errors import check_choice, check_number, expected
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
-from ...kernels.sigmoid_sums import sigmoid_sums
+from ...kernels.sigmoid_sums import sigmoid_sums_of_checked
 from ..arguments import completed
 from ..rows import has_values
 from .base import PoolOptions, RankingLoss
@@ -108,7 +108,7 @@ def _per_class(
             drawing = drawing.index_select(1, rows)
     if threshold.offset is not None:
         scores = scores - threshold.base
-    below = sigmoid_sums(scores, point, torch.ones_like(point)[:, :, None], temperature).squeeze(2)
+    below = sigmoid_sums_of_checked(scores, point, torch.ones_like(point)[:, :, None], temperature).squeeze(2)
     below = hold_others(below, drawing)
     return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
 
