@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from gradient_cases import forced
 from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import fullrank
 from fullrank import accumulate
+from fullrank.large import ShardedLoss
 
 CLASSES = torch.tensor([0, 2, 1, 2])
 OF_ROWS: dict[str, Callable[..., Tensor]] = {
@@ -89,6 +91,11 @@ def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
     total, mean = (fullrank.BCEWithLogitsLoss(reduction=name) for name in ("sum", "mean"))
     both = fullrank.CombinedLoss({"bce": mean, "ap": fullrank.SmoothAPLoss()})
     retrieval = fullrank.RetrievalSmoothAPLoss()
+    large = ShardedLoss(fullrank.SmoothAPLoss(temperature=2.0, reduction="sum"))
+
+    def sharded(rows: Tensor, targets: Tensor) -> Tensor:
+        with forced("moments"):
+            return large(rows, targets)
 
     def ranked(rows: Tensor, targets: Tensor) -> Tensor:
         return retrieval(rows, targets[:, 0].long())
@@ -97,6 +104,7 @@ def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
         "expected the sum over this rank's terms, got a loss over the rows of all ranks. Set gather_distributed=False"
     )
     refused = (total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None), (ranked, None)
+    refused += ((sharded, None),)
     for loss, num_items in refused:
 
         def window(loss: Callable[[Tensor, Tensor], Tensor] = loss, num_items: int | None = num_items) -> None:

@@ -179,6 +179,7 @@ def test_calls_without_gradient(rank: int, form: str) -> None:
                 assert value.item() == expected
 
 
+POPULATION = (("budget_basis", "population"),)  # of which positives alone are a reference too
 # Rows of all ranks, classes, the target of every row, and whether two scores are infinite.
 DEGENERATE = {
     "no rows": (0, 1, 0, False),
@@ -199,7 +200,7 @@ def test_rows_without_a_valid_class(rank: int, form: str) -> None:
     """They give what one process gives."""
     world_size = torch.distributed.get_world_size()
     for count, num_classes, target, is_infinite in DEGENERATE.values():
-        for base in (RECALL, PAUC) if form == "sums" else (AP,):
+        for base in (RECALL, PAUC, PAUC._replace(options=POPULATION)) if form == "sums" else (AP,):
             case = base._replace(num_classes=num_classes, reduction="none")
             losses = [make_loss(case, local) for local in (True, False)]
             for index in range(2):

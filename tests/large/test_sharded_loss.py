@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fullrank
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from fullrank.large import ShardedLoss, smooth_ap
+from fullrank.losses.pool import PoolCounts
 
 KINDS: dict[str, Callable[..., Any]] = {
     "smooth_ap": lambda *given, **options: SmoothAPLoss(*given, temperature=0.1, **options),
@@ -239,6 +240,19 @@ def test_weights_of_which_no_sum_fits_let_the_rows_be_gathered(rank: int) -> Non
         torch.testing.assert_close(value, expected, rtol=2e-6, atol=0)
 
 
+@on_ranks(2)
+def test_ignored_rows_do_not_widen_the_range(rank: int) -> None:
+    """The scores are far from 0, and that of an ignored row, which may be anything, is at 0 or elsewhere."""
+    logits, targets = draw(20_000, seed=rank)
+    logits += 2**14
+    for ignored in (0.0, torch.nan, -1e30):
+        logits[7], targets[7] = ignored, -100
+        with forms_taken() as taken:
+            value = ShardedLoss(KINDS["smooth_ap"]())(logits, targets)
+        assert taken == ["sums"]
+        torch.testing.assert_close(value, KINDS["smooth_ap"]()(logits, targets), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_one_process_has_the_wrapped_loss(name: str) -> None:
     logits, targets = draw(40, 3)
@@ -334,6 +348,20 @@ def test_parts_of_a_combined_loss_compare_its_weights(rank: int) -> None:
     both = fullrank.CombinedLoss({"ap": ShardedLoss(KINDS["smooth_ap"]())}, {"ap": 1.0 + rank})
     kind, text = common_error(lambda: both(*draw(40 + rank)))
     assert (kind, "weights: {'ap': 1.0} on rank 0" in text) == ("RuntimeError", True), text
+
+
+@pytest.mark.parametrize("form", ["moments", "gather"])
+@on_ranks(2)
+def test_positives_are_counted_for_a_logger(rank: int, form: str) -> None:
+    """Those of all ranks, a mean over the classes, in training."""
+    loss = SmoothAPLoss(4, temperature=0.5)
+    loss.pool_counts = PoolCounts()
+    with forced(form):
+        for _ in range(2):
+            ShardedLoss(loss)(torch.randn(20 + rank, 4), torch.arange(20 + rank) % 3)  # class 3 has none
+        ShardedLoss(loss.eval())(torch.randn(20, 4), torch.arange(20) % 3)
+    assert loss.pool_counts.calls == 2
+    assert same(loss.pool_counts.sums.tolist()) == [2 * 41 / 4, 2 * 1 / 4]
 
 
 @pytest.mark.parametrize("form", ["sums", "gather"])
