@@ -39,7 +39,7 @@ __config__ = {"kernels": KERNELS}  # "native" where the extension was built, els
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a subpackage at its first use: torchmetrics takes a while, and training needs no metric."""
+    """Import a subpackage at its first use: torchmetrics is slow to import, and training does not need it."""
     if name in ("data", "integrations", "large", "metrics"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

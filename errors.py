@@ -1,6 +1,6 @@
-"""The classes and the wording of every error and warning, the checks of plain arguments, and the guard of a backward.
+"""Exception classes, the wording of errors and warnings, checks of plain arguments, and a guard for backwards.
 
-:func:`first_order_only` guards a backward that has no second derivative.
+The guard, :func:`first_order_only`, is for a backward that has no second derivative.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LONGEST = 200  # characters of a value that a message quotes
+_MAX_LENGTH = 200  # characters of a value that a message quotes
 
-# What a warning is not about: the caller's line is the first one outside of these.
-_NOT_THE_CALLER = (__name__.partition(".")[0], "torch", "torchmetrics")
+# A warning points at the caller, the first line outside of these packages.
+_CALLED_PACKAGES = (__name__.partition(".")[0], "torch", "torchmetrics")
 
 
 class RankError(Exception):
     """An error that every rank of a group has raised, with the same class and text.
 
-    One rank has failed a check, or the ranks disagree. The text names the ranks and the reasons, at most four of each.
-    What is raised is a :class:`RankValueError`, a :class:`RankTypeError` or a :class:`RankRuntimeError`, which are also
-    a ValueError, a TypeError and a RuntimeError. All ranks can continue after it, because none of them waits.
+    A rank has failed a check, or the ranks disagree. The text names the ranks and the reasons, at most four of each.
+    The error is a :class:`RankValueError`, a :class:`RankTypeError` or a :class:`RankRuntimeError`, which are also a
+    ValueError, a TypeError and a RuntimeError. All ranks can continue after it, because none of them is left waiting.
 
-    A collective that fails, because a rank has died, raises a plain RuntimeError: the other ranks may not have it.
+    A collective that fails because a rank has died raises a plain RuntimeError, and not necessarily on every rank.
     """
 
-    # Which agreement has raised it: the id of the group, and the number of the agreement in this process.
+    # The agreement that raised it: the id of the group, and the number of the agreement in this process.
     agreement: tuple[int, int] | None = None
 
 
@@ -48,7 +48,7 @@ class RankRuntimeError(RankError, RuntimeError):
 
 
 class Words(str):
-    """A text that messages quote as it is, in full."""
+    """A text that messages quote in full and without quotation marks."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class Words(str):
 
 
 def describe(value: object) -> str:
-    """Return ``value`` as a message should show it: arrays by type, dtype and shape, other content cut when long."""
+    """Return ``value`` as messages show it: arrays by type, dtype and shape, anything else by its repr, cut if long."""
     if isinstance(value, Words):
         return str(value)
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -68,26 +68,26 @@ def describe(value: object) -> str:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return f"{kind} of {'' if dtype is None else f'dtype {dtype} and '}shape {shape}"
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ... ({type(value).__name__})"
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 4]} ... ({type(value).__name__})"
 
 
 def expected(name: str, what: str, value: object, fix: str = "") -> str:
-    """Return ``"{name}: expected {what}, got {value}. {fix}"``, the sentence that every error of the package is."""
+    """Return ``"{name}: expected {what}, got {value}. {fix}"``, the form of the package's error messages."""
     return f"{name}: expected {what}, got {describe(value)}.{' ' + fix if fix else ''}"
 
 
 def is_from_a_check(error: BaseException) -> bool:
-    """Return True when a check of this package has raised ``error``, so that its text says all there is to know."""
+    """Return True if a check of this package raised ``error``, whose text then explains it without a traceback."""
     trace, name = error.__traceback__, ""
     while trace is not None:
         name, trace = str(trace.tb_frame.f_globals.get("__name__")), trace.tb_next
-    return name.partition(".")[0] == _NOT_THE_CALLER[0] and ": expected " in str(error)
+    return name.partition(".")[0] == _CALLED_PACKAGES[0] and ": expected " in str(error)
 
 
 def warn(text: str) -> None:
     """Give a UserWarning that points at the first line outside this package and torch, however deep the call is."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_CALLER:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _CALLED_PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
 
@@ -108,7 +108,7 @@ def check_number(name: str, value: float) -> float:
 
 
 def check_between(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
-    """Return ``value`` unchanged, or raise when it is no number in [low, high]; ``above`` leaves out ``low`` itself."""
+    """Return ``value`` unchanged, or raise unless it is a number in [low, high]; ``above`` excludes ``low`` itself."""
     check_number(name, value)
     if not low <= value <= high or (above and value == low):
         raise ValueError(expected(name, f"a number in {'(' if above else '['}{low}, {high}]", value))
@@ -160,14 +160,14 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def first_order_only(backward: Backward) -> Backward:
     """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
 
-    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient requires a gradient itself. The
+    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient itself requires a gradient. The
     incoming gradient of a loss is a constant, so the returned gradients would be constants, and a gradient penalty
     would silently add nothing.
 
-    The returned gradients depend on the saved tensors that require a gradient. If these are inputs, or are connected to
-    them, a derivative with respect to any of the inputs reaches the error. Otherwise one that asks for the inputs alone
-    finds no path to them. ``ctx.witnesses`` are such inputs where none is saved, because they may change in place.
-    ``ctx.call`` is the head of the message, if there is one.
+    The returned gradients are connected to the saved tensors that require a gradient. If these are inputs, or depend on
+    inputs, a second derivative with respect to any input raises. Otherwise autograd says that the inputs are unused. A
+    function that saves no inputs, because they may change in place, lists them as ``ctx.witnesses`` instead.
+    ``ctx.call`` names the call in the message.
     """
 
     @functools.wraps(backward)
@@ -175,18 +175,21 @@ def first_order_only(backward: Backward) -> Backward:
         if not torch.is_grad_enabled():  # in a backward, gradients are enabled only with create_graph=True
             return backward(ctx, *grads)
         saved = *ctx.saved_tensors, *getattr(ctx, "witnesses", ())
-        connected = [one for one in saved if one is not None and one.requires_grad]
+        connected = [tensor for tensor in saved if tensor is not None and tensor.requires_grad]
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            gradients = backward(ctx, *grads)
         witnesses = connected or [torch.zeros((), requires_grad=True)]
         call = getattr(ctx, "call", "a ranking loss")
-        return tuple(None if one is None else _NoSecondDerivative.apply(one, call, *witnesses) for one in found)
+        return tuple(
+            None if gradient is None else _NoSecondDerivative.apply(gradient, call, *witnesses)
+            for gradient in gradients
+        )
 
     return guarded
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The identity of a gradient; its own gradient is an error."""
+    """The identity; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, call: str, *witnesses: Tensor) -> Tensor:
