@@ -1,9 +1,9 @@
-"""What travels after the header of a call, and the collectives that move it.
+"""The collectives after the header of a call, and the layout of the rows that they move.
 
-Every rank makes the same exchanges in the same order, of the same sizes. Which ones it makes may depend on the header
-and on the results of earlier exchanges, which are equal on all ranks, and on nothing else.
+Every rank makes the same exchanges in the same order, of the same sizes. Which ones it makes may depend only on what is
+equal on all ranks: the headers and the results of earlier exchanges.
 
-Few rows travel with the header, in :mod:`~fullrank.distributed.room`. What follows is about all others.
+A few rows travel with the header, in :mod:`~fullrank.distributed.room`. This module moves all others.
 
 Rows that belong together are packed into one block of bytes, so that one collective gathers them all. The block of a
 rank holds its tensors one after another. Each is padded to the largest row count of any rank, and to a multiple of 16
@@ -46,82 +46,82 @@ def row_bytes(tensor: Tensor) -> int:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as a flat tensor of uint8, sharing its memory where that is possible."""
+    """Return ``tensor`` as a flat tensor of uint8, which shares its memory if it is contiguous."""
     flat = tensor.detach()
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
     flat = flat.contiguous()
-    # A tensor of at most one element counts as contiguous whatever its strides, and torch would not view it as bytes.
+    # A tensor of at most one element counts as contiguous with any strides, but not all of them can be viewed as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 class Exchange(NamedTuple):
-    """The ranks of a call, and the name of the call, for the error of a collective that fails."""
+    """The collectives of a call. Its name heads the error of a collective that fails."""
 
     call: str
     group: ProcessGroup
 
     @property
     def rank(self) -> int:
-        """The place of this rank in the group."""
+        """The rank of this process in the group."""
         return self.group.rank()
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Return the sum of ``tensor``, which may be overwritten, over the ranks; ``what`` it is, in the plural."""
+        """Return the sum of ``tensor``, which may be overwritten, over the ranks. ``what`` names it, in the plural."""
         return self._reduce(tensor, what, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor, what: str) -> Tensor:
-        """Return the largest of each element of ``tensor``, which may be overwritten, over the ranks."""
+        """Return the elementwise maximum of ``tensor``, which may be overwritten, over the ranks."""
         return self._reduce(tensor, what, dist.ReduceOp.MAX)
 
     def each(self, tensor: Tensor, what: str) -> Tensor:
-        """Return (W, ...) ``tensor`` of every rank, in rank order."""
+        """Return ``tensor`` (...) of every rank, stacked in rank order (W, ...)."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
         gather_flat(self.call, self.group, output.view(-1), staged.reshape(-1), what)
         return output.to(tensor.device)
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Return each of ``tensors`` (N, ...) with the rows of all ranks, (sum N_r, ...), in rank order.
+        """Gather each of ``tensors`` (N, ...) from all ranks, and return (sum N_r, ...) in rank order.
 
         Args:
-            tensors: contiguity does not matter; equal dtypes and trailing shapes on every rank.
-            counts: the number of rows of every rank, known from the header.
+            tensors: dtypes and trailing shapes are equal on every rank; contiguous or not.
+            counts: the number of rows of every rank, from the header.
         """
         most, device = max(counts), tensors[0].device
         if len(tensors) == 1 and min(counts) == most and tensors[0].numel() > 0:
             return [self._gather_bytes(tensors[0], (len(counts) * most, *tensors[0].shape[1:]))]
-        block = _pack(tensors, most)
+        block = _pack_rows(tensors, most)
         gathered = self._gather_bytes(block, (len(counts), block.numel()))
         places = padded_places(counts, device) if min(counts) < most and device.type != "cpu" else None
         outputs, offset = [], 0
         for tensor in tensors:
             size = most * row_bytes(tensor)
             column = gathered[:, offset : offset + size].view(tensor.dtype)
-            outputs.append(_unpack(column.view(len(counts), most, *tensor.shape[1:]), counts, places))
+            outputs.append(_unpack_rows(column.view(len(counts), most, *tensor.shape[1:]), counts, places))
             offset += aligned(size)
         return outputs
 
     def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
-        """Return this rank's rows of the sum over the ranks of ``tensor`` (sum of counts, ...), rows in rank order."""
+        """Sum ``tensor`` (sum of counts, ...) over the ranks, and return the rows of this rank."""
         padded = tensor.new_zeros(len(counts), max(1, *counts), *tensor.shape[1:])
         padded[padded_places(counts, tensor.device)] = tensor
         staged = padded.cpu() if is_staged(tensor, self.group) else padded
-        own = torch.empty_like(staged[0])
-        if own.numel():  # else the rows have no elements, on every rank
-            with naming(self.call, f"the reduce-scatter of {what}"):
-                reduce_scatter_flat(own.view(-1), staged.view(-1), group=self.group)
-        return own[: counts[self.rank]].to(tensor.device)
+        summed = torch.empty_like(staged[0])
+        if summed.numel():  # else the rows have no elements on any rank
+            with errors_naming(self.call, f"the reduce-scatter of {what}"):
+                reduce_scatter_flat(summed.view(-1), staged.view(-1), group=self.group)
+        return summed[: counts[self.rank]].to(tensor.device)
 
     def _reduce(self, tensor: Tensor, what: str, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """Return ``tensor`` reduced over the ranks, the same bits on every rank."""
+        """Return ``tensor`` reduced over the ranks, with the same bits on every rank."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor.contiguous()
-        with naming(self.call, f"the all-reduce of {what}"):
+        with errors_naming(self.call, f"the all-reduce of {what}"):
             all_reduce_flat(staged, op=operation, group=self.group)
         return staged.to(tensor.device)
 
     def _gather_bytes(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return ``tensor`` of every rank in ``shape``. Not every backend knows every dtype, so bytes travel."""
+        """Gather ``tensor`` of every rank into ``shape``, as bytes, because not every backend supports every dtype."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(shape)
         what = "the rows, which every rank had announced,"
@@ -130,7 +130,7 @@ class Exchange(NamedTuple):
 
 
 def check_rows(tensors: Sequence[Tensor | None]) -> int:
-    """Return the common number of rows of ``tensors`` (0 without any), or raise TypeError or ValueError."""
+    """Return the common number of rows of ``tensors`` (0 if all are None), or raise TypeError or ValueError."""
     count: int | None = None
     for index, tensor in enumerate(tensors):
         if tensor is None:
@@ -149,7 +149,7 @@ def check_rows(tensors: Sequence[Tensor | None]) -> int:
 
 
 def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> bool:
-    """Return whether all tensors are on the host; raise ValueError unless they are on one device of ``group``."""
+    """Return whether all tensors are on the host; ValueError unless ``group`` serves the one device of all tensors."""
     usable = backend_by_device(group)
     devices = {tensor.device.type for tensor in tensors if tensor is not None}
     if devices <= {"cpu"} <= usable.keys():
@@ -168,8 +168,8 @@ def check_devices(tensors: Sequence[Tensor | None], group: ProcessGroup) -> bool
 WITH_GRADIENT = " with gradient"
 
 
-def describe(tensor: Tensor | None) -> str | None:
-    """Return the properties of a tensor that must be equal on all ranks. The row count is not one of them."""
+def describe_rows(tensor: Tensor | None) -> str | None:
+    """Return the properties of a tensor that must be equal on all ranks, all but the number of rows."""
     if tensor is None:
         return None
     gradient = WITH_GRADIENT if tensor.requires_grad and torch.is_grad_enabled() else ""
@@ -177,7 +177,7 @@ def describe(tensor: Tensor | None) -> str | None:
     return f"{str(tensor.dtype).removeprefix('torch.')} (N{sizes}){gradient} on {tensor.device.type}"
 
 
-def _pack(tensors: Sequence[Tensor], most: int) -> Tensor:
+def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
     """Return the block of this rank: every tensor padded to ``most`` rows and to a multiple of 16 bytes."""
     parts = []
     for tensor in tensors:
@@ -192,9 +192,9 @@ Places = tuple[Tensor, Tensor]
 
 
 def padded_places(counts: Sequence[int], device: torch.device) -> Places:
-    """Return the rank of each row of all ranks and its place among the rows of that rank, (sum N_r,) int64 each.
+    """Return the rank of each gathered row and its place among the rows of that rank, (sum N_r,) int64 each.
 
-    The number of kernels does not depend on the number of ranks, and nothing waits for the device.
+    The number of kernels does not depend on the number of ranks, and the host does not wait for the device.
     """
     on_host = torch.tensor(counts, dtype=torch.int64, device="cpu")
     ends, starts = torch.stack([on_host.cumsum(0), on_host.cumsum(0) - on_host]).to(device, non_blocking=True)
@@ -203,10 +203,10 @@ def padded_places(counts: Sequence[int], device: torch.device) -> Places:
     return rank, row - starts[rank]
 
 
-def _unpack(padded: Tensor, counts: Sequence[int], places: Places | None) -> Tensor:
-    """Return the rows (sum N_r, ...) without the padding of ``padded`` (W, most, ...), which leaves out ``places``.
+def _unpack_rows(padded: Tensor, counts: Sequence[int], places: Places | None) -> Tensor:
+    """Return the rows (sum N_r, ...) of ``padded`` (W, most, ...), those at ``places`` if they are given.
 
-    Always a copy, because the caller could not change a view of the block in place.
+    Always a copy: callers may change the rows in place, which a view of the block would not allow.
     """
     if places is not None:
         return padded[places]
@@ -218,29 +218,29 @@ def _unpack(padded: Tensor, counts: Sequence[int], places: Places | None) -> Ten
 
 
 def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
-    """Return True when the tensor must be copied to the CPU first: gloo moves no memory of an accelerator."""
+    """Return True if ``tensor`` must be copied to the CPU first, because gloo cannot send memory of an accelerator."""
     return not tensor.is_cpu and backend_by_device(group).get(tensor.device.type) == "gloo"
 
 
-def gather_flat(call: str, group: ProcessGroup, output: Tensor, own: Tensor, what: str) -> None:
-    """Fill ``output`` (W * n,) with ``own`` (n,) of every rank; ``what`` it is, as in :func:`naming`."""
+def gather_flat(call: str, group: ProcessGroup, output: Tensor, tensor: Tensor, what: str) -> None:
+    """Fill ``output`` (W * n,) with ``tensor`` (n,) of every rank. ``what`` names it, for an error."""
     try:
-        all_gather_flat(output, own, group)
+        all_gather_flat(output, tensor, group)
     except RuntimeError as error:
-        raise _failed(call, f"the all-gather of {what}", error) from error
+        raise _collective_error(call, f"the all-gather of {what}", error) from error
 
 
 @contextmanager
-def naming(call: str, what: str, cause: Exception | None = None) -> Iterator[None]:
-    """Let the error of a collective inside name the public call that made it.
+def errors_naming(call: str, what: str, cause: Exception | None = None) -> Iterator[None]:
+    """Name the public call in the error of a collective inside.
 
     torch's error says which connection was closed or how long it waited, but not in which call. When a rank dies, the
-    other ranks fail in their next collective, so the name of that call is the first thing to know.
+    other ranks fail in their next collective, and its name shows where to look.
 
     Args:
         call: name of the public call, the head of the message.
         what: which collective of that call this is, such as ``"the all-gather of the rows"``.
-        cause: why this collective is made, if an exception is the reason.
+        cause: the exception that this collective reports to the other ranks, if there is one.
 
     Raises:
         RuntimeError: when the collective fails. The message ends with torch's text, and the cause is ``cause`` or
@@ -249,10 +249,10 @@ def naming(call: str, what: str, cause: Exception | None = None) -> Iterator[Non
     try:
         yield
     except RuntimeError as error:
-        raise _failed(call, what, error) from (cause or error)
+        raise _collective_error(call, what, error) from (cause or error)
 
 
-def _failed(call: str, what: str, error: RuntimeError) -> RuntimeError:
+def _collective_error(call: str, what: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(
         f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
         f"the timeout of the process group: look into the log of each rank for the first error. {error}"

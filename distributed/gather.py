@@ -3,8 +3,8 @@
 Every rank holds the same gathered rows and computes the same loss L from them. With x_r the rows of rank r, the true
 gradient of a parameter w is ``sum_r (dx_r/dw)^T dL/dx_r``. A wrapper that averages over W ranks divides that sum by W,
 so the backward of the gather multiplies by k = W; under a sum k = 1. The backward needs no communication, because rank
-r already knows dL/dx_r. The loss value itself is never scaled, so it can be logged. A parameter used after the gather
-gets W equal gradients, whose average is the right one.
+r has already computed dL/dx_r. The loss itself is not scaled, so its logged value is exact. A parameter used after the
+gather gets the same gradient on W ranks, and their average is correct.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ T = TypeVar("T")
 
 
 class _Plan(NamedTuple):
+    """What the backward of a gather needs to know."""
+
     call: str
     group: ProcessGroup
-    rows: tuple[int, ...]
-    scale: int
+    rows: tuple[int, ...]  # of each rank
+    scale: int  # k
     reduce_scatter: bool
 
 
@@ -47,40 +49,40 @@ class _GatherRows(torch.autograd.Function):
                               reduce_scatter: k / W * (sum_r dy_i)[own rows]
     ======== ================ =============================================
 
-    The inputs are those that require a gradient, and the outputs have been gathered before. The local form needs no
-    communication: every rank computes the same loss and therefore the same dy. A second derivative would multiply by k
-    twice, so it raises.
+    The inputs are the tensors that require a gradient. The outputs were gathered before the call. The local form needs
+    no communication, because every rank computes the same loss and therefore the same dy. A second derivative would
+    multiply by k twice, so it raises.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], *inputs: Tensor) -> Any:
-        # The outputs may change in place before a backward that creates a graph.
+        # The inputs are witnesses and nothing is saved: outputs may change in place before a backward with a graph.
         ctx.plan, ctx.call, ctx.witnesses = plan, plan.call, inputs
-        # The local form skips a gradient that was not computed. A collective needs one on every rank.
+        # The local form skips an output without a gradient. A collective needs a gradient on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
         return tuple(outputs)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, found = ctx.plan, list(grads)
+        plan, input_grads = ctx.plan, list(grads)
         rank = plan.group.rank()
         for place, grad in enumerate(grads):
             if grad is None or not ctx.needs_input_grad[2 + place]:
-                found[place] = None
-            elif plan.reduce_scatter:  # float32 for half precision
-                wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-                own = Exchange(plan.call, plan.group).sum_own(wide, plan.rows, "the gradients, in the backward,")
-                found[place] = (own * (plan.scale / len(plan.rows))).to(grad.dtype)
+                input_grads[place] = None
+            elif plan.reduce_scatter:  # half precision is added in float32
+                summand = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+                total = Exchange(plan.call, plan.group).sum_own(summand, plan.rows, "the gradients, in the backward,")
+                input_grads[place] = (total * (plan.scale / len(plan.rows))).to(grad.dtype)
             else:
                 own_rows = grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank])
-                found[place] = own_rows if plan.scale == 1 else own_rows * _factor(plan.scale)
-        return None, None, *found
+                input_grads[place] = own_rows if plan.scale == 1 else own_rows * _factor(plan.scale)
+        return None, None, *input_grads
 
 
 @functools.cache
 def _factor(scale: int) -> Tensor:
-    """Return k as a tensor, which as a factor takes a third of the time of a number."""
+    """Return k as a tensor, because multiplying by a tensor takes a third of the time of multiplying by a number."""
     return torch.tensor(float(scale), dtype=torch.float64, device="cpu")
 
 
@@ -93,7 +95,7 @@ def gather_agreed(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> Agreement[T]:
-    """Return what :func:`agree_on` does, whose ``tensors`` have the rows of all ranks: a header, at most one payload.
+    """Agree as :func:`agree_on` does, and gather the tensors: one header and at most one payload.
 
     ``gradient_reduction`` and ``backward`` are those of :func:`all_gather_with_grad`.
     """
@@ -109,21 +111,21 @@ def gather_after(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> tuple[Any, ...]:
-    """Return the tensors of an agreement with the rows of all ranks; None stays None."""
+    """Return the tensors of an agreement, gathered from all ranks; None stays None."""
     present = [tensor for tensor in agreed.tensors if tensor is not None]
     places = [place for place, tensor in enumerate(present) if tensor.requires_grad and torch.is_grad_enabled()]
     scale = gradient_scale(gradient_reduction, group, needs_grad=bool(places))
-    found = agreed.arrived
-    if found is None:
+    gathered = agreed.arrived
+    if gathered is None:
         with torch.no_grad():
-            found = Exchange(call, group).rows(present, agreed.rows) if present else []
+            gathered = Exchange(call, group).rows(present, agreed.rows) if present else []
     if places:
-        inputs, outputs = [present[place] for place in places], [found[place] for place in places]
+        inputs, outputs = [present[place] for place in places], [gathered[place] for place in places]
         plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
         for place, output in zip(places, _GatherRows.apply(plan, outputs, *inputs)):
-            found[place] = output
-    gathered = iter(found)
-    return tuple([None if tensor is None else next(gathered) for tensor in agreed.tensors])
+            gathered[place] = output
+    rest = iter(gathered)
+    return tuple([None if tensor is None else next(rest) for tensor in agreed.tensors])
 
 
 def gather_rows(
@@ -131,7 +133,7 @@ def gather_rows(
 ) -> tuple[Tensor | None, ...]:
     """Gather tensors whose rows belong together from all ranks, in one payload collective.
 
-    Equal to ``tuple(all_gather_with_grad(t) for t in tensors)``; for three tensors with a third of the collectives.
+    Equal to ``tuple(all_gather_with_grad(t) for t in tensors)``, with a third of the collectives for three tensors.
 
     Args:
         *tensors: tensors with the same number of rows N on this rank; N may differ between ranks and may be 0. Any
@@ -149,13 +151,13 @@ def gather_rows(
         TypeError: for an argument that is neither a tensor nor None.
         ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
             of gradient that differ between ranks.
-        RuntimeError: without a process group; when a rank has died or does not call.
+        RuntimeError: without a process group; when a rank has died or does not make the call.
 
     Distributed:
-        One all-gather forward where the rows fit behind the header: at most 64 KiB of a rank, on the host, from the
-        second call of a group on. Else two, header and rows. None backward. Errors are raised on every rank.
+        One all-gather forward if the rows fit behind the header: at most 64 KiB per rank, on the host, from the second
+        call of a group on. Otherwise two, header and rows. None backward. Errors are raised on every rank.
     """
-    return _gather("gather_rows", tensors, group, gradient_reduction)
+    return _gather_tensors("gather_rows", tensors, group, gradient_reduction)
 
 
 def all_gather_with_grad(
@@ -176,11 +178,11 @@ def all_gather_with_grad(
     process with all rows.
 
     Args:
-        tensor: (N, ...) of any dtype, N may differ between ranks and may be 0, contiguous or not.
+        tensor: (N, ...) of any dtype, contiguous or not; N may differ between ranks and may be 0.
         group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh`` (several dimensions are flattened).
-        gradient_reduction: how parameter gradients are combined over the ranks. ``"mean"`` (DDP, FSDP2 and HSDP as
-            they come): k = W. ``"sum"``: k = 1. An int, the number of ranks the wrapper averages over, when that is not
-            the group of the gather: k = that int.
+        gradient_reduction: how parameter gradients are combined over the ranks. ``"mean"`` (DDP, FSDP2 and HSDP by
+            default): k = W. ``"sum"``: k = 1. An int, the number of ranks the wrapper averages over if that is not the
+            size of the gather's group: k = that int.
         backward: ``"local"`` when every rank computes the same loss from the gathered rows, as all losses of this
             package do; it needs no communication. ``"reduce_scatter"`` when ranks compute different losses. The
             objective is then their mean, and the backward is ``k / W`` times the sum over ranks of the gradients of
@@ -193,25 +195,25 @@ def all_gather_with_grad(
         TypeError: when ``tensor`` is not a plain tensor.
         ValueError: for a tensor without dimensions, for dtypes or trailing shapes that differ between ranks, for an
             unknown ``gradient_reduction`` or ``backward``.
-        RuntimeError: without a process group; when a rank has died or does not call.
+        RuntimeError: without a process group; when a rank has died or does not make the call.
 
     Distributed:
         One or two all-gathers forward, as :func:`gather_rows`. Errors are raised on every rank.
     """
-    return _gather("all_gather_with_grad", (tensor,), group, gradient_reduction, backward)[0]  # type: ignore[return-value]
+    return _gather_tensors("all_gather_with_grad", (tensor,), group, gradient_reduction, backward)[0]  # type: ignore[return-value]
 
 
 def all_gather_no_grad(tensor: Tensor, group: Group = None) -> Tensor:
-    """Gather rows from all ranks without gradient: targets, masks, weights.
+    """Gather rows from all ranks, without a gradient: targets, masks, weights.
 
     Equal to ``torch.cat(rows_of_every_rank).detach()``; arguments, shapes, errors and collectives are those of
     :func:`all_gather_with_grad`. At world size 1 the same tensor object comes back.
     """
     with torch.no_grad():
-        return _gather("all_gather_no_grad", (tensor,), group, "mean")[0]  # type: ignore[return-value]
+        return _gather_tensors("all_gather_no_grad", (tensor,), group, "mean")[0]  # type: ignore[return-value]
 
 
-def _gather(
+def _gather_tensors(
     call: str,
     tensors: tuple[Tensor | None, ...],
     group: Group,
@@ -233,37 +235,36 @@ def _gather(
     gathered = gather_agreed(call, resolved, bring, gradient_reduction=gradient_reduction, backward=backward).tensors
     for tensor in gathered:
         if tensor is not None:
-            forget = functools.partial(_GATHERED_OVER.pop, id(tensor))
-            _GATHERED_OVER[id(tensor)] = ref(tensor, forget), resolved
+            _GATHERED_OVER[id(tensor)] = ref(tensor, functools.partial(_GATHERED_OVER.pop, id(tensor))), resolved
     return gathered
 
 
-@functools.lru_cache(typed=True)  # the same object in every call, whose hash is known then
+@functools.lru_cache(typed=True)  # agree_on does not hash the same object again
 def _facts_of(gradient_reduction: str | int, backward: str) -> dict[str, object]:
     return {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
 
 
-# What the public gathers have returned, by id, for as long as it lives. Tensors are no keys: their == is elementwise.
+# The living tensors that public gathers have returned, by id, because == of tensors is elementwise.
 _GATHERED_OVER: dict[int, tuple[ReferenceType[Tensor], ProcessGroup]] = {}
 
 
-# Operators that keep rows rows, by the names of their nodes. A matrix product may turn rows into columns.
+# Names of autograd nodes whose output rows come from input rows. A matrix product may turn rows into columns.
 _KEEP_ROWS = {"Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "MaskedSelect", "Mul", "Neg", "ReshapeAlias"}
 _KEEP_ROWS |= {"Select", "Sigmoid", "Slice", "Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
-_MOST_NODES = 16
+_MAX_NODES = 16
 
 
 def check_not_gathered(name: str, tensor: object, group: ProcessGroup) -> None:
-    """Raise ValueError when ``tensor`` holds rows that a public gather has gathered over ranks of ``group`` already.
+    """Raise ValueError when ``tensor`` holds rows that a public gather has already gathered over ranks of ``group``.
 
-    A tensor that a gather returned is known, and so is a view of one. Where there is a gradient, the graph is followed
-    through at most 16 operators with one input each, such as a conversion, a slice or a factor.
+    It recognises a tensor that a gather returned, and a view of one. In a graph it looks behind at most 16 operators
+    with one input each, such as a conversion, a slice or a factor.
     """
     over = _gathered_over(tensor) if isinstance(tensor, Tensor) else None
     if over is None:
         return
     if over is not group:
-        # A gather over other ranks may come first, such as one over the parts of a sequence.
+        # A gather over other ranks is allowed before, such as one over the parts of a sequence.
         try:
             shared = {*group_ranks(over)} & {*group_ranks(group)}
         except Exception:  # that group has been destroyed
@@ -275,23 +276,23 @@ def check_not_gathered(name: str, tensor: object, group: ProcessGroup) -> None:
 
 
 def _gathered_over(tensor: Tensor) -> ProcessGroup | None:
-    """Return the group whose rows a public gather has put into ``tensor``, as far as that is known."""
+    """Return the group of the public gather that returned the rows of ``tensor``; None if no gather is recognised."""
     base, node = tensor._base, tensor.grad_fn
     is_view = base is not None and node is None and base.shape[:1] == tensor.shape[:1]
-    known = base if is_view else tensor
-    held = _GATHERED_OVER.get(id(known))
-    if held is not None and held[0]() is known:
-        return held[1]
-    for _ in range(_MOST_NODES):
+    rows = base if is_view else tensor
+    gathered = _GATHERED_OVER.get(id(rows))
+    if gathered is not None and gathered[0]() is rows:
+        return gathered[1]
+    for _ in range(_MAX_NODES):
         plan = getattr(node, "plan", None)
         if isinstance(plan, _Plan):
-            # With reduce_scatter the ranks compute different losses, such as one of their own part of the rows.
+            # With reduce_scatter the ranks compute different losses, for example each of its own part of the rows.
             is_whole = tensor.ndim > 0 and tensor.shape[0] == sum(plan.rows)
             return plan.group if is_whole or not plan.reduce_scatter else None
         if node is None or node.name().rstrip("0123456789").removesuffix("Backward") not in _KEEP_ROWS:
             return None
-        inputs = [before for before, _ in node.next_functions if before is not None and before.next_functions]
-        if len(inputs) != 1:  # leaves, such as a temperature, are not counted
+        inputs = [parent for parent, _ in node.next_functions if parent is not None and parent.next_functions]
+        if len(inputs) != 1:  # not counting leaves, such as a temperature
             return None
         node = inputs[0]
     return None

@@ -1,4 +1,4 @@
-"""Divide a sum over all ranks by a count over all ranks. Two scalars per rank are exchanged, no rows."""
+"""Divide a sum over all ranks by a count over all ranks. The ranks exchange two scalars each, and no rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_private import not_compiled, note_kind
 
 
 class _GlobalRatio(torch.autograd.Function):
-    """Return sum_r S_r / N, the ``ratio``; backward gives rank r ``scale``, k / N, for its own ``total`` S_r.
+    """Return ``ratio``, sum_r S_r / N. The gradient with respect to this rank's ``total`` S_r is ``scale``, k / N.
 
     The totals of other ranks are constants here: each rank takes the gradient of its own total, and the wrapper
     combines the parameter gradients. A second derivative would multiply by k twice, so it raises.
@@ -34,7 +34,7 @@ class _GlobalRatio(torch.autograd.Function):
 
 
 def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
-    """Return ``total / count``, or ``total`` where the count is 0, because the total is then an empty sum."""
+    """Return ``total / count``, or ``total`` if the count is 0, because the total is then an empty sum."""
     if isinstance(count, (int, float)):
         return total / (count or 1)
     count = count.to(total)
@@ -44,7 +44,7 @@ def local_mean(total: Tensor, count: Tensor | float) -> Tensor:
 def part_of_mean(
     total: Tensor, count: Tensor | float, facts: Mapping[str, object], check: DeviceCheck | None = None
 ) -> Offer[Tensor]:
-    """Return one rank's part of a global mean: its total, with its graph, its number of terms, and facts."""
+    """Return this rank's part of a global mean: its total, with the graph, its number of terms, and facts."""
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     return Offer(total, {**facts, "gradient": needs_grad}, totals=(total, count), check=check)
 
@@ -53,19 +53,18 @@ def part_of_mean(
 def mean_agreed(
     call: str, group: ProcessGroup, bring: Callable[[], Offer[Tensor]], *, gradient_reduction: str | int = "mean"
 ) -> Tensor:
-    """Check, agree, divide, with one collective: the header carries total and count.
+    """Agree on the arguments and return the mean over all ranks. The header carries total and count.
 
     Args:
         call: name of the call for the header and for messages.
         group: a group of at least two ranks.
-        bring: checks this rank's arguments and returns :func:`part_of_mean`; all ranks raise what it raises.
+        bring: checks this rank's arguments and returns :func:`part_of_mean`; if it raises, all ranks raise.
         gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
-    refuse_in_backward(call)  # also where a compiled function makes the call
-
+    refuse_in_backward(call)  # here, because a compiled caller skips its own check
     agreed = agree_on(call, group, bring)
     total = agreed.value
-    # On the host, in rank order: every rank gets the same bits, and an accelerator has nothing to launch for each rank.
+    # On the host, in rank order: every rank gets the same bits, and no kernel is launched for each rank.
     summed, count = (sum(column) for column in [*zip(*agreed.totals)][:2])
     divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
@@ -128,5 +127,4 @@ def global_mean(
     resolved = resolve_group(group) if group is not None or is_initialized() else None
     if resolved is None or resolved.size() == 1:
         return note_kind(local_mean(total, bring().totals[1]))
-    refuse_in_backward("global_mean")
     return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction))

@@ -1,4 +1,4 @@
-"""Find the ranks that take part in a call: groups, meshes, and the auto-detection of the losses."""
+"""Which ranks take part in a call: groups, meshes, the auto-detection of the losses, and the scale of gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .torch_private import bound_device, flatten_mesh
 
 Group = ProcessGroup | DeviceMesh | None
 
-# The backends of a group never change. torch stores them as text, which would otherwise be parsed in every call.
+# The backends of a group never change, and torch stores them as text. This saves parsing it in every call.
 _BACKENDS: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 _NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what it needs)"
@@ -28,8 +28,8 @@ _NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what
 def is_initialized() -> bool:
     """Return True when a default process group exists.
 
-    ``torch.compile`` would take the answer of ``dist.is_initialized()`` for a constant, and a loss that was compiled
-    before ``init_process_group`` would stay local. An attribute is guarded.
+    ``torch.compile`` would treat the result of ``dist.is_initialized()`` as a constant, and a loss that was compiled
+    before ``init_process_group`` would stay local. It puts a guard on an attribute.
     """
     return dist.is_available() and dist.group.WORLD is not None
 
@@ -45,7 +45,7 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
     Raises:
         TypeError: when ``group`` is something else.
         ValueError: when this rank is not a member of it.
-        RuntimeError: when there is no process group, or it has been destroyed.
+        RuntimeError: when there is no process group, or ``group`` has been destroyed.
     """
     if not is_initialized():
         raise RuntimeError(expected(name, "an initialized process group", None, f"Please {_NO_GROUP}."))
@@ -57,7 +57,7 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
 
 
 def _check_group(group: object, name: str) -> None:
-    """Raise TypeError for what is no group, ValueError for a group or a mesh without this rank."""
+    """Raise TypeError unless ``group`` is a group, a mesh or None, and ValueError if it does not contain this rank."""
     if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, DeviceMesh) and group.get_coordinate() is None):
         fix = "Pass the group that this rank belongs to: new_group returns one on each of its members."
         raise ValueError(expected(name, "a group with this rank in it", f"one without rank {dist.get_rank()}", fix))
@@ -66,7 +66,7 @@ def _check_group(group: object, name: str) -> None:
 
 
 def _check_exists(group: ProcessGroup, name: str) -> None:
-    """Raise RuntimeError for a group that was destroyed."""
+    """Raise RuntimeError if ``group`` has been destroyed."""
     try:
         dist.get_rank(group)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -80,10 +80,10 @@ def group_ranks(group: ProcessGroup) -> list[int]:
 
 
 def header_device(group: ProcessGroup) -> torch.device:
-    """Return the device of the header: the CPU where the group can communicate there, else the accelerator.
+    """Return the device of the header: the CPU if the group can communicate there, else the accelerator.
 
-    The group is bound to a device, or uses the current one. It depends on nothing else, least of all on the arguments,
-    so that a rank with bad arguments joins the same collective.
+    The accelerator is the one that the group is bound to, or the current one. The device does not depend on the
+    arguments of a call, so a rank with bad arguments joins the same collective.
     """
     if "cpu" in backend_by_device(group):
         return torch.device("cpu")
@@ -96,34 +96,34 @@ def header_device(group: ProcessGroup) -> torch.device:
 
 
 def check_device_of_group(name: str, tensor: Tensor, group: ProcessGroup) -> None:
-    """Raise ValueError when ``tensor`` is on another accelerator than the one over which ``group`` communicates.
+    """Raise ValueError when ``tensor`` is on another accelerator than the one that ``group`` communicates on.
 
-    Without ``set_device``, every rank would put its headers on the first one.
+    This happens without ``set_device``: every rank would put its headers on the first accelerator.
     """
-    served = header_device(group)
-    if tensor.device.type == served.type != "cpu" and tensor.device != served:
-        call = f"torch.{served.type}.set_device({tensor.device.index})"
+    device = header_device(group)
+    if tensor.device.type == device.type != "cpu" and tensor.device != device:
+        call = f"torch.{device.type}.set_device({tensor.device.index})"
         fix = f"Call {call} before init_process_group, or pass it device_id={str(tensor.device)!r}."
-        what = f"a tensor on {served}, the device of the process group"
+        what = f"a tensor on {device}, the device of the process group"
         raise ValueError(expected(name, what, Words(f"one on {tensor.device}"), fix))
 
 
 def backend_by_device(group: ProcessGroup) -> dict[str, str]:
     """Return the backend that ``group`` uses for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    known = _BACKENDS.get(group)
-    if known is None:
+    backends = _BACKENDS.get(group)
+    if backends is None:
         config = dist.get_backend_config(group)
-        known = _BACKENDS[group] = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-    return known
+        backends = _BACKENDS[group] = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return backends
 
 
-# The number that the model's gradients are divided by, while a caller that knows it evaluates a loss; else None.
+# The number that the model divides its gradients by, set while a loss is evaluated by a caller that knows it.
 _DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
 
 
 @contextmanager
 def gradients_divided_by(divisor: float | None) -> Iterator[None]:
-    """Let gathers and global means inside raise if their gradient does not fit a model that divides by ``divisor``."""
+    """Make gathers and global means inside raise if their gradient is wrong for a model that divides by ``divisor``."""
     token = _DIVISOR.set(divisor)
     try:
         yield
@@ -134,23 +134,23 @@ def gradients_divided_by(divisor: float | None) -> Iterator[None]:
 def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_grad: bool = True) -> int:
     """Return k, the factor on this rank's rows in the backward of a gather.
 
-    ``"mean"``: the wrapper averages parameter gradients over the ranks of the gather (DDP, FSDP2), so k is their
-    number. ``"sum"``: it adds them, so k is 1. An int: it averages over that many ranks.
+    ``"mean"``: the wrapper averages parameter gradients over the ranks of the gather (DDP, FSDP2), and k is their
+    number. ``"sum"``: it adds them, and k is 1. An int: it averages over that many ranks, and k is their number.
 
     Raises:
-        ValueError: inside :func:`gradients_divided_by`, when the wrapper is known to combine them in another way.
+        ValueError: inside :func:`gradients_divided_by`, when the model combines its gradients in another way.
     """
     scale = int(gradient_reduction) if isinstance(gradient_reduction, int) else 1
     if gradient_reduction == "mean":
         scale = group.size()
     divisor = _DIVISOR.get()
     if needs_grad and divisor is not None:
-        # A mean over more ranks than those of the gather is the mean over several pools.
+        # Each gather has its own pool. A model that averages over more ranks averages over several pools.
         fits = divisor % scale == 0 if gradient_reduction == "mean" else divisor == scale
         if not fits:
             what = f"the way the model combines gradients, which divides their sum over the ranks by {divisor:g}"
-            right = '"sum"' if divisor == 1 else '"mean"' if divisor == group.size() else f"{divisor:g}"
-            fix = f"The gradient would be {scale / divisor:g} times the right one: pass gradient_reduction={right}."
+            fitting = '"sum"' if divisor == 1 else '"mean"' if divisor == group.size() else f"{divisor:g}"
+            fix = f"The gradient would be {scale / divisor:g} times the right one: pass gradient_reduction={fitting}."
             raise ValueError(expected("gradient_reduction", what, gradient_reduction, fix))
     return scale
 
@@ -159,7 +159,7 @@ SAME_REDUCTION = "Set the same gradient_reduction on every rank."
 
 
 def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
-    """Return ``gradient_reduction`` unchanged, or raise ValueError when it is none of "mean", "sum", int >= 1."""
+    """Return ``gradient_reduction`` unchanged, or raise ValueError unless it is "mean", "sum" or an int >= 1."""
     is_count = isinstance(gradient_reduction, int) and not isinstance(gradient_reduction, bool)
     if gradient_reduction in ("mean", "sum") or (is_count and int(gradient_reduction) >= 1):
         return gradient_reduction
@@ -169,13 +169,13 @@ def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
 
 
 class DataGroup:
-    """The ranks over which a loss is pooled, found at the first forward.
+    """The ranks whose rows a loss pools, resolved at the first forward.
 
     ``resolve(None)`` detects them. Without a process group the call is local, and nothing is cached. With a process
-    group it resolves and caches the result. If that process group is destroyed and another one created, it resolves
-    again. ``resolve(False)`` is local. ``resolve(True)`` requires a process group.
+    group the result is cached until that process group is destroyed and another one created. ``resolve(False)`` is
+    local. ``resolve(True)`` requires a process group.
 
-    A copy shares the group. A pickle cannot hold a group, so an unpickled loss uses the default group.
+    A copy shares the group. A pickle cannot contain a group, so an unpickled loss uses the default group.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -204,7 +204,7 @@ class DataGroup:
             self._resolved = resolve_group(self.group)
             self._world = world
         assert self._resolved is not None
-        if self._resolved is not world:  # which exists
+        if self._resolved is not world:  # the default group exists
             _check_exists(self._resolved, "group")
         return self._resolved if self._resolved.size() > 1 else None
 
@@ -212,9 +212,9 @@ class DataGroup:
         return copy.copy(self)
 
     def __copy__(self) -> DataGroup:
-        twin = DataGroup(self.group)
-        twin._world, twin._resolved, twin._dropped = self._world, self._resolved, self._dropped
-        return twin
+        duplicate = DataGroup(self.group)
+        duplicate._world, duplicate._resolved, duplicate._dropped = self._world, self._resolved, self._dropped
+        return duplicate
 
     def __getstate__(self) -> dict[str, bool]:
         return {"dropped": self.group is not None or self._dropped}
@@ -225,7 +225,7 @@ class DataGroup:
 
 
 def check_gather_distributed(value: bool | None) -> bool | None:
-    """Return ``value`` unchanged, or raise TypeError when it is none of None, True, False."""
+    """Return ``value`` unchanged, or raise TypeError unless it is None, True or False."""
     if value is None or isinstance(value, bool):
         return value
     raise TypeError(expected("gather_distributed", "None, True or False", value))

@@ -1,20 +1,20 @@
-"""The room behind the headers of a group, in which few rows travel with them: one collective instead of two.
+"""The room behind the header of a group. A few rows travel in it with the header, which saves a second collective.
 
-All ranks must send the same number of bytes in every call, whichever call each of them makes. So the room belongs to
+All ranks must send the same number of bytes in every call, even when they make different calls. So the room belongs to
 the group. It changes only after an agreement, by what all ranks then know: it grows to the rows of that call, and
 shrinks when several calls in a row have used at most half of it. Rows that do not fit travel after the header.
 
-Each call without rows pays for bytes that it does not need, and each call with rows is spared a collective. The room
-shrinks when the first have cost about what the second saves: after two calls at 64 KiB, four at 32 KiB, eight at 16 KiB
-or less. ``python benchmarks/gather.py`` measures both with 2, 3 and 8 processes.
+A call without rows sends unused bytes, and a call with rows saves a collective. The room shrinks when the unused bytes
+have cost about as much as one collective: after two calls at 64 KiB, four at 32 KiB, eight at 16 KiB or less.
+``python benchmarks/gather.py`` measures both with 2, 3 and 8 processes.
 
-The rows of a rank lie one tensor after another, each padded to a multiple of 16 bytes, so that every dtype can be
-viewed in place::
+The block of a rank holds its tensors one after another, each padded to a multiple of 16 bytes, so that every dtype can
+be viewed in place::
 
-    | header | tensor 0: own rows | padding | tensor 1: own rows | padding | ... unused |
+    | header | tensor 0: rows | padding | tensor 1: rows | padding | ... unused |
 
-Only the host has room. There a collective costs more than the bytes in it; an accelerator would have to pack and to
-unpack them in launches of their own.
+Rows travel this way on the host only, where a collective costs more than its bytes. On an accelerator, packing and
+unpacking them would take kernel launches of their own.
 """
 
 from __future__ import annotations
@@ -28,72 +28,74 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .exchange import aligned, check_devices, check_rows, describe, row_bytes
+from .exchange import aligned, check_devices, check_rows, describe_rows, row_bytes
 from .group import backend_by_device
 
-MOST = 2**16  # bytes of a rank
-MOST_OF_ALL = 2**20  # bytes of all ranks, which each of them receives
-PATIENCE = 8  # idle calls, while the room is small
-_MOST_IDLE = 2**17  # bytes of idle calls in a row
+MAX_SIZE = 2**16  # bytes that a rank sends
+MAX_TOTAL_SIZE = 2**20  # bytes that a rank receives: the room of all ranks
+MAX_IDLE_CALLS = 8  # in a row before the room shrinks; fewer in a large room
+_MAX_IDLE_BYTES = 2**17  # that calls in a row send unused before the room shrinks
 
 NUM_TOTALS = 4
 HEADER_BYTES = 8 * (4 + NUM_TOTALS)
 
-_MOST_PARCELS = 64  # that a group remembers
+_MAX_PARCELS = 64  # that a group remembers
 
 
 class Room:
-    """The bytes that a group has for rows behind each header: ``size``, a power of two or 0; and its memory.
+    """The memory in which the headers of a group travel, and behind each of them ``size`` bytes for rows.
 
     Attributes:
+        size: a power of two, or 0.
         is_on_host: whether the headers of the group travel on the host.
-        own: the header and the rows of this rank; ``sent`` is the tensor (words,) int64 of the same memory.
-        arrived: (W * words,) int64, those of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 4) float64 are parts.
+        block: the header and the rows of this rank, as bytes; ``sent`` is the same memory as a tensor (words,) int64.
+        arrived: (W * words,) int64, the blocks of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 4) float64 are
+            views of their headers.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks, self._limit = num_ranks, min(MOST, MOST_OF_ALL // num_ranks)
+        self._num_ranks, self._limit = num_ranks, min(MAX_SIZE, MAX_TOTAL_SIZE // num_ranks)
         self._parcels: dict[object, Parcel] = {}
         self.is_on_host = True
         self._resize(0)
 
     @torch.inference_mode(False)
     def _resize(self, size: int) -> None:
-        self.size, self._num_idle, self._most_of_idle = size, 0, 0
-        self._parcels.clear()  # they have places in the memory
-        own = numpy.zeros((HEADER_BYTES + size) // 8, numpy.int64)
-        every = numpy.zeros((self._num_ranks, len(own)), numpy.int64)
-        self.heads, self.totals = every[:, :4], every[:, 4 : 4 + NUM_TOTALS].view(numpy.float64)
-        self.own, self.sent, self.arrived = own.data, torch.from_numpy(own), torch.from_numpy(every.reshape(-1))
+        self.size, self._num_idle, self._max_idle_size = size, 0, 0
+        self._parcels.clear()  # they hold views of the old memory
+        block = numpy.zeros((HEADER_BYTES + size) // 8, numpy.int64)
+        blocks = numpy.zeros((self._num_ranks, len(block)), numpy.int64)
+        self.heads, self.totals = blocks[:, :4], blocks[:, 4 : 4 + NUM_TOTALS].view(numpy.float64)
+        self.block, self.sent, self.arrived = block.data, torch.from_numpy(block), torch.from_numpy(blocks.reshape(-1))
 
     def adapt(self, needed: int) -> None:
-        """Grow or shrink after an agreement of which the rank with the most rows needs ``needed`` bytes."""
+        """Grow or shrink after an agreement in which the rank with the most rows needs ``needed`` bytes."""
         wanted = 1 << (needed - 1).bit_length() if 0 < needed <= self._limit else 0
         if wanted > self.size:
             self._resize(wanted)
         elif wanted == self.size:
-            self._num_idle = self._most_of_idle = 0
+            self._num_idle = self._max_idle_size = 0
         else:
-            self._num_idle, self._most_of_idle = self._num_idle + 1, max(self._most_of_idle, wanted)
-            if self._num_idle == min(PATIENCE, _MOST_IDLE // self.size):
-                self._resize(self._most_of_idle)
+            self._num_idle, self._max_idle_size = self._num_idle + 1, max(self._max_idle_size, wanted)
+            if self._num_idle == min(MAX_IDLE_CALLS, _MAX_IDLE_BYTES // self.size):
+                self._resize(self._max_idle_size)
 
     def parcel_of(self, call: str, tensors: Sequence[Tensor | None], group: ProcessGroup) -> Parcel:
-        """Return how ``tensors`` travel in ``call``, or raise TypeError or ValueError."""
+        """Return the parcel of ``tensors`` in ``call``, or raise TypeError or ValueError if they cannot travel."""
         with_grad = torch.is_grad_enabled()
         key = (call, *[_kind_of(tensor, with_grad) for tensor in tensors])
-        known = self._parcels.get(key)
-        if known is None:
-            known = Parcel(tensors, group)
-            if known.is_on_host:  # which accelerator a group serves may change between calls
-                if len(self._parcels) == _MOST_PARCELS:
+        parcel = self._parcels.get(key)
+        if parcel is None:
+            parcel = Parcel(tensors, group)
+            if parcel.is_on_host:  # on an accelerator the device of the group may change between calls
+                if len(self._parcels) == _MAX_PARCELS:
                     self._parcels.clear()
-                self._parcels[key] = known
-        return known
+                self._parcels[key] = parcel
+        return parcel
 
 
 def _kind_of(tensor: Tensor | None, with_grad: bool) -> object:
-    """Return all that the checks of a tensor look at, and its shape."""
+    """Return the shape of ``tensor`` and all other properties that are checked."""
     if not isinstance(tensor, Tensor):
         return type(tensor)
     shape = tensor.is_nested or tensor.shape
@@ -101,26 +103,26 @@ def _kind_of(tensor: Tensor | None, with_grad: bool) -> object:
 
 
 class Parcel:
-    """Tensors that travel together, made once for calls that are alike in everything but the values.
+    """The layout of tensors that travel together. Calls that differ only in the values share one parcel.
 
     Attributes:
         count: the number of rows of this rank.
-        described: what must be equal on all ranks.
-        is_on_host: whether all tensors are.
+        described: the properties of each tensor that must be equal on all ranks.
+        is_on_host: whether all tensors are on the host.
         needed: the bytes of the rows of this rank.
-        facts: those of the last call, and ``digest``, their hash.
+        facts: the facts of the last call; ``digest`` is their hash.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], group: ProcessGroup) -> None:
         self.count, self.is_on_host = check_rows(tensors), check_devices(tensors, group)
-        self.described = [*map(describe, tensors)]
-        self._kinds = [(one.dtype, one.shape[1:], row_bytes(one)) for one in tensors if one is not None]
+        self.described = [*map(describe_rows, tensors)]
+        self._kinds = [(tensor.dtype, tensor.shape[1:], row_bytes(tensor)) for tensor in tensors if tensor is not None]
         self.needed = self.bytes_of(self.count)
         self.facts: object = None
         self.digest = 0
-        self._own: list[Tensor] | None = None
+        self._own_views: list[Tensor] | None = None
         self._counts: tuple[int, ...] | None = None
-        self._parts: list[tuple[Tensor, ...]] = []
+        self._views: list[tuple[Tensor, ...]] = []
 
     def bytes_of(self, count: int) -> int:
         """Return the bytes of ``count`` rows."""
@@ -128,21 +130,21 @@ class Parcel:
 
     def write(self, room: Room, tensors: Sequence[Tensor | None]) -> None:
         """Copy ``tensors``, which are on the host, behind the header of this rank."""
-        if self._own is None:
-            self._own = list(self._places(room.sent, self.count))
-        for place, tensor in zip(self._own, [tensor for tensor in tensors if tensor is not None]):
-            place.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        if self._own_views is None:
+            self._own_views = list(self._views_of(room.sent, self.count))
+        for view, tensor in zip(self._own_views, [tensor for tensor in tensors if tensor is not None]):
+            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
 
     def read(self, room: Room, counts: tuple[int, ...]) -> list[Tensor]:
-        """Return the tensors with the rows of all ranks, as copies."""
+        """Return copies of the gathered tensors."""
         if self._counts != counts:
             blocks = room.arrived.chunk(len(counts))
-            self._parts = [*zip(*(self._places(block, count) for block, count in zip(blocks, counts)))]
+            self._views = [*zip(*(self._views_of(block, count) for block, count in zip(blocks, counts)))]
             self._counts = counts
-        return [torch.cat(parts) for parts in self._parts]
+        return [torch.cat(views) for views in self._views]
 
-    def _places(self, block: Tensor, count: int) -> Iterator[Tensor]:
-        """Yield the places of each tensor with ``count`` rows in the block of a rank."""
+    def _views_of(self, block: Tensor, count: int) -> Iterator[Tensor]:
+        """Yield a view of each tensor in the block of a rank with ``count`` rows."""
         start = HEADER_BYTES
         for dtype, trailing, width in self._kinds:
             rows = block.view(dtype).narrow(0, start // dtype.itemsize, count * math.prod(trailing))
@@ -150,7 +152,7 @@ class Parcel:
             start += aligned(count * width)
 
 
-# By the object, not by its name: a group that is created again under the same name begins without room on every rank.
+# Keyed by the object: a group that is created again under the same name starts with an empty room on every rank.
 _ROOMS: WeakKeyDictionary[ProcessGroup, Room] = WeakKeyDictionary()
 
 

@@ -150,7 +150,7 @@ def test_unpacking_launches_the_same_for_any_number_of_ranks(world_size: int) ->
     expected = torch.cat([padded[rank, :number] for rank, number in enumerate(rows)])
     with count() as counts:
         places = exchange.padded_places(rows, DEVICE)
-        ours = exchange._unpack(padded.to(DEVICE, non_blocking=True), rows, places)
+        ours = exchange._unpack_rows(padded.to(DEVICE, non_blocking=True), rows, places)
     assert torch.equal(ours.cpu(), expected)
     assert (counts.waits, counts.launches) == (0, 7), counts.report()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ...distributed.exchange import Exchange, describe
+from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import gather_after
 from ...distributed.header import Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
@@ -143,7 +143,7 @@ class InfoNCELoss(ContrastiveLoss):
                 check_values("queries", queries)
             facts: dict[str, object] = {}
             if group is not None:
-                facts = self._facts({"queries": describe(queries), "logit_scale is sharded": is_sharded})
+                facts = self._facts({"queries": describe_rows(queries), "logit_scale is sharded": is_sharded})
             totals = [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
             return Offer(None, facts, len(keys), totals, self._checksum, tensors=tensors)

@@ -18,28 +18,28 @@ from workers import error_of
 
 import fullrank
 from fullrank.distributed import header
-from fullrank.distributed.header import Checksum, Offer, agree_on, joint_error, speakers
+from fullrank.distributed.header import Checksum, Offer, agree_on, joint_error, reporting_ranks
 from fullrank.errors import RankRuntimeError, RankTypeError, RankValueError, is_from_a_check
 
 # --- the pure functions, for more ranks than a test can start ---------------------------------------------------------
 
 
 def failed(*reasons: str | None) -> tuple[list[list[int]], dict[int, Any]]:
-    """Return the headers of ranks with these reasons, None for a rank without one, and what the speakers say."""
+    """Return the headers of ranks with these reasons, None for a rank without one, and their reports."""
     heads = [[0, 1, 0, 0] if text is None else [1, header.digest({"reason": text}), 0, 0] for text in reasons]
-    said = {word: reasons[place] for word, place in speakers(heads).items()}
-    return heads, {word: header._Spoken(("ValueError", text), {"call": "a call"}) for word, text in said.items()}
+    quoted = {word: reasons[place] for word, place in reporting_ranks(heads).items()}
+    return heads, {word: header._Report(("ValueError", text), {"call": "a call"}) for word, text in quoted.items()}
 
 
 def differing(*values: str) -> tuple[list[list[int]], dict[int, Any]]:
-    """Return the headers of ranks that hold these values of a fact, and what the speakers say."""
+    """Return the headers of ranks that hold these values of a fact, and their reports."""
     facts = [{"call": "a call", "fact": value} for value in values]
     heads = [[0, header.digest(held), 0, 0] for held in facts]
-    return heads, {word: header._Spoken(None, facts[place]) for word, place in speakers(heads).items()}
+    return heads, {word: header._Report(None, facts[place]) for word, place in reporting_ranks(heads).items()}
 
 
-def text_of(heads: list[list[int]], spoken: dict[int, Any], **options: Any) -> str:
-    return str(joint_error("a call", list(range(len(heads))), heads, spoken, **options))
+def text_of(heads: list[list[int]], reports: dict[int, Any], **options: Any) -> str:
+    return str(joint_error("a call", list(range(len(heads))), heads, reports, **options))
 
 
 @pytest.mark.parametrize(
@@ -52,34 +52,34 @@ def text_of(heads: list[list[int]], spoken: dict[int, Any], **options: Any) -> s
     ],
 )
 def test_at_most_four_ranks_are_named(number: int, named: str) -> None:
-    heads, spoken = failed(*["bad"] * number)
-    assert speakers(heads) == {heads[0][1]: 0}
-    assert text_of(heads, spoken) == f"a call failed on {named}: bad"
+    heads, reports = failed(*["bad"] * number)
+    assert reporting_ranks(heads) == {heads[0][1]: 0}
+    assert text_of(heads, reports) == f"a call failed on {named}: bad"
 
 
 def test_at_most_four_reasons_are_named() -> None:
-    heads, spoken = failed(None, *[f"bad {rank % 7}" for rank in range(1, 1024)])
-    assert list(speakers(heads).values()) == [1, 2, 3, 4]
-    text = text_of(heads, spoken)
+    heads, reports = failed(None, *[f"bad {rank % 7}" for rank in range(1, 1024)])
+    assert list(reporting_ranks(heads).values()) == [1, 2, 3, 4]
+    text = text_of(heads, reports)
     assert text.startswith("a call failed on ranks 1, 8, 15, 22 and 143 more: bad 1; ranks 2, 9, 16, 23 and ")
     assert text.endswith("bad 4; and 3 other reasons on ranks 5, 6, 7, 12 and 434 more")
-    heads, spoken = failed("a", "b", None, "c", "d")
-    assert text_of(heads, spoken) == "a call failed on rank 0: a; rank 1: b; rank 3: c; rank 4: d"
+    heads, reports = failed("a", "b", None, "c", "d")
+    assert text_of(heads, reports) == "a call failed on rank 0: a; rank 1: b; rank 3: c; rank 4: d"
 
 
 def test_at_most_four_values_are_named() -> None:
-    heads, spoken = differing(*[str(rank % 6) for rank in range(1024)])
-    assert list(speakers(heads).values()) == [0, 1, 2, 3]
-    text = text_of(heads, spoken)
+    heads, reports = differing(*[str(rank % 6) for rank in range(1024)])
+    assert list(reporting_ranks(heads).values()) == [0, 1, 2, 3]
+    text = text_of(heads, reports)
     assert "got fact: 0 on ranks 0, 6, 12, 18 and 167 more, 1 on ranks " in text
     assert "; others on ranks 4, 5, 10, 11 and 336 more. Pass the same" in text
-    heads, spoken = differing("x", "x", "y", "x")
-    assert "got fact: x on ranks 0, 1, 3, y on rank 2. Pass" in text_of(heads, spoken)
+    heads, reports = differing("x", "x", "y", "x")
+    assert "got fact: x on ranks 0, 1, 3, y on rank 2. Pass" in text_of(heads, reports)
 
 
-def test_checksums_that_differ_need_no_speaker() -> None:
+def test_checksums_that_differ_need_no_report() -> None:
     heads = [[0, 5, 0, rank % 6] for rank in range(64)]
-    assert speakers(heads) == {}
+    assert reporting_ranks(heads) == {}
     text = text_of(heads, {}, checksum=Checksum(torch.zeros((), dtype=torch.int64), "queue", "Reset it."))
     assert "got queue: contents 00000000 on ranks 0, 6, 12, 18 and 7 more, contents 00000001 on " in text
     assert "and 2 other values on ranks 4, 5, 10, 11 and 16 more. Reset it." in text

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 import fullrank
 from fullrank.distributed.exchange import Exchange
-from fullrank.distributed.room import MOST, MOST_OF_ALL, PATIENCE, Room, room_of
+from fullrank.distributed.room import MAX_IDLE_CALLS, MAX_SIZE, MAX_TOTAL_SIZE, Room, room_of
 from fullrank.large import ShardedLoss
 
 
@@ -40,12 +40,12 @@ def counted(call: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("num_ranks", [2, 8, 1024])
 def test_limits(num_ranks: int) -> None:
     """At most 64 KiB a rank and 1 MiB of all; more needs leave the room to fall."""
-    room, limit = Room(num_ranks), min(MOST, MOST_OF_ALL // num_ranks)
+    room, limit = Room(num_ranks), min(MAX_SIZE, MAX_TOTAL_SIZE // num_ranks)
     for needed, size in ((0, 0), (16, 16), (17, 32), (limit, limit), (limit + 1, limit)):
         room.adapt(needed)
         assert room.size == size
     room.adapt(limit)
-    for needed in (100, *[0] * (min(PATIENCE, 2**17 // limit) - 2)):
+    for needed in (100, *[0] * (min(MAX_IDLE_CALLS, 2**17 // limit) - 2)):
         room.adapt(needed)
         assert room.size == limit
     room.adapt(0)
@@ -55,7 +55,7 @@ def test_limits(num_ranks: int) -> None:
 def test_need_of_more_than_half_keeps_the_room() -> None:
     room = Room(2)
     room.adapt(1024)
-    for _ in range(3 * PATIENCE):
+    for _ in range(3 * MAX_IDLE_CALLS):
         room.adapt(0)
         room.adapt(513)
     assert room.size == 1024
@@ -74,7 +74,7 @@ def test_rows_that_grow_shrink_and_differ(rank: int) -> None:
     fullrank.all_gather_no_grad(torch.ones(16, 4), exact)
     assert room_of(exact).size == 256  # not more than the rows need
     assert sum(fullrank.gather_rows(torch.ones(4), group=group)[0]) == 4 * world_size  # beside what was there before
-    for _ in range(PATIENCE):
+    for _ in range(MAX_IDLE_CALLS):
         assert counted(lambda: fullrank.global_mean(torch.ones(()), 1, group=group)) == 1
     assert counted(lambda: fullrank.all_gather_no_grad(own_rows(rank, [40] * world_size, 3), group)) == 2
 
