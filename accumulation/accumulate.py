@@ -1,25 +1,25 @@
 """Accumulation of summed losses over micro-batches and ranks, with one division by one global count.
 
 The loss of a window is ``(sum over ranks and micro-batches of S) / N``. The ranks count N before the first backward,
-and each micro-batch back-propagates ``m * S / N``, where m is what the wrapper divides gradients by.
+and each micro-batch back-propagates ``m * S / N``, where m is the number that the wrapper divides gradients by.
 
 What happens in a window, on every rank and whatever the data::
 
     opening header      number of micro-batches, local count, what must be equal        open_window
-    all but the last    forward, backward: only the wrapper communicates                Step._run
+    all but the last    forward, backward: only the wrapper communicates                Step._iterate
     the last            forward
-    closing header      sum of losses, and any mistake of this rank since the opening   Step._close
+    closing header      sum of losses, and any error of this rank since the opening     Step._close_window
     the last            backward, in which the wrapper reduces
 
-The closing header comes before the last backward, the last place where all ranks can raise the same error: DDP has not
-begun to reduce. Before it a rank must not raise, because the others may be micro-batches away from any exchange. It
-keeps the mistake, runs a backward of zeros instead, and continues. Ranks outside the group, such as those of tensor
-parallelism, do not learn of it.
+The closing header comes before the last backward. This is the last point at which all ranks can raise the same error,
+because DDP has not begun to reduce. A rank must not raise earlier: the others may be several micro-batches away from
+any exchange. It stores the error, runs a backward of zeros instead, and continues. Ranks outside the group, such as
+those of tensor parallelism, do not see the error.
 
-A header never meets a collective of the wrapper in the same group. Between the two headers a wrapper communicates
-either nothing (DDP and plain modules, whose ranks may therefore have different numbers of micro-batches, and leave one
-out), or the same on all ranks (FSDP2, SyncBatchNorm and sync="each", where different numbers are refused). What the
-first forward of DDP would communicate, its buckets and its buffers, is communicated right after the opening header.
+A header and a collective of the wrapper must never meet in the same group. DDP and plain modules communicate nothing
+between the two headers, so their ranks may skip a micro-batch or have different numbers of them. FSDP2, SyncBatchNorm
+and sync="each" communicate in every micro-batch, so different numbers are refused. DDP's first forward would rebuild
+buckets and broadcast buffers; this happens right after the opening header instead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .window import Window, open_window
 B = TypeVar("B")
 
 SUM_UP = 'Sum it up, as with reduction="sum"'
-# Between the sum of num_items and the count: integers agree exactly, weights up to the rounding of their float32 sums.
+# Relative tolerance between the sum of num_items and the count: integers agree exactly, float32 sums of weights do not.
 _ROUNDING = 1e-5
 
 
@@ -64,8 +64,8 @@ def accumulate(
 
     .. math:: \frac{\sum_r \sum_g S_{rg}}{\sum_r \sum_g n_{rg}}
 
-    over ranks r and micro-batches g: what one process computes from the whole batch. The mean of the micro-batches'
-    means, which is usual, weights a micro-batch of 100 tokens like one of 900. ::
+    over ranks r and micro-batches g: the value that one process computes from the whole batch. The usual mean of the
+    micro-batches' means gives a micro-batch of 100 tokens the same weight as one of 900. ::
 
         for micro_batches in windows(loader, 4):
             optimizer.zero_grad()
@@ -75,38 +75,41 @@ def accumulate(
             log(step.mean_loss())
 
     Args:
-        model: with DDP, FSDP2 or HSDP modules anywhere in it, a part of a model under FSDP2, or plain. The way it
-            reduces is read and not changed. Under DDP pass the DDP module, not its ``module``.
+        model: a plain module, a module with DDP, FSDP2 or HSDP anywhere in it, or a part of a model under FSDP2. How it
+            reduces gradients is read and not changed. Under DDP pass the DDP module, not its ``module``.
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
-        count: how many terms the losses sum: a function of a micro-batch that returns its number of terms, or their
-            mass of weights, on this rank; or :func:`count_valid_tokens`, keywords bound by ``functools.partial``; or
-            one number, already over all ranks and micro-batches.
-        group: the ranks that hold different rows. None for those that ``model`` reduces its gradients over, else the
-            default group. With context parallelism outside of the wrapper's mesh, the larger group. A model that no
-            wrapper reduces needs it on several ranks: it says that you add up the gradients.
-        sync: when gradients are reduced: after the ``"last"`` micro-batch, after ``"each"`` (needs less memory under
-            FSDP2), or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
-        multiplier: what gradients are divided by after the loss, such as by a hook; None to read it from ``model``.
+        count: the number of terms that the losses sum. Pass a function that takes a micro-batch and returns its number
+            of terms, or the sum of their weights, on this rank; or :func:`count_valid_tokens`, with keywords bound by
+            ``functools.partial``; or one number that already covers all ranks and micro-batches.
+        group: the ranks that hold different rows. None is the ranks over which ``model`` reduces its gradients, or the
+            default group if no wrapper reduces them. Pass the larger group if context parallelism is outside of the
+            wrapper's mesh. A model without a wrapper requires it on several ranks: it says that you add up the
+            gradients.
+        sync: when gradients are reduced: after the ``"last"`` micro-batch; after ``"each"``, which takes less memory
+            under FSDP2; or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
+        multiplier: the number that gradients are divided by after the loss, such as in a hook; None to read it from
+            ``model``.
 
     Returns:
         An iterator over ``(step, micro_batch)``. ``step`` is the same :class:`Step` throughout: call
         ``step.backward(loss_sum)`` once per micro-batch, ``step.mean_loss()`` after the loop.
 
     Raises:
-        TypeError: for micro-batches without a length, such as a generator; a bad ``count``.
-        ValueError: for no micro-batch on some rank; different numbers of them where each communicates (FSDP2, HSDP,
-            SyncBatchNorm, ``sync="each"``); counts that are negative or not finite; gradients divided by several
-            numbers (experts: see :func:`sum_gradients_`), or reduced by nobody on several ranks, unless ``group`` (or
-            ``multiplier``, if there is no wrapper at all) says that this is known; DDP with ``static_graph`` whose very
-            first backward would not reduce; arguments that differ between ranks.
+        TypeError: for micro-batches without a length, such as a generator; for a bad ``count``.
+        ValueError: when a rank has no micro-batch; when the ranks have different numbers of them and each communicates
+            (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``); for counts that are negative or not finite; for gradients
+            that are divided by several numbers (experts: see :func:`sum_gradients_`); for gradients that no wrapper
+            reduces on several ranks, unless you pass ``group``, or ``multiplier`` for a model without any wrapper; for
+            DDP with ``static_graph`` whose very first backward would not reduce; for arguments that differ between
+            ranks.
 
-    Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank, or a
-        micro-batch, without terms takes part like any other.
+    Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank or a
+        micro-batch without terms takes part like any other.
     Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
-    Distributed: one header before the first micro-batch, where the host reads the counts from the device once, and one
-        in the last, where it reads the losses once. One reduction of the gradients with ``sync="last"``. Errors are
-        raised on every rank, see :meth:`Step.backward`. Without a process group, or with one rank, nothing is
-        exchanged. Leave the loop early on every rank or on none, and call :func:`discard_gradients_` then.
+    Distributed: one header before the first micro-batch and one in the last. The host reads the counts from the device
+        once for the first, and the losses once for the second. One reduction of the gradients with ``sync="last"``.
+        Errors are raised on every rank, see :meth:`Step.backward`. Without a process group, or with one rank, nothing
+        is exchanged. Leave the loop early on every rank or on none, and then call :func:`discard_gradients_`.
 
     Example:
         >>> import torch
@@ -121,35 +124,36 @@ def accumulate(
         window.wrappers.check_group(group)
         factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
         rule = token_rule(count)
-        count_one = count if rule is None else rule.num_valid
-        if callable(count_one):
-            counts = counts_of(window.micro_batches, count_one)
+        count_terms = count if rule is None else rule.num_valid
+        if callable(count_terms):
+            counts = counts_of(window.micro_batches, count_terms)
             number = math.fsum(counts)
-            # A function is not compared between the ranks: each has its own, and they have no common name.
+            # The ranks cannot compare functions: each rank has an object of its own.
             terms, kind = _Terms(number, counts, factor), rule or Words("a function")
         elif isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
             number = float(check_amount("count", as_numbers([check_scalar("count", count)])[0]))
-            # It is over all ranks already, so ranks that pass different numbers have counted their own rows only.
+            # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
             terms, kind = _Terms(number, None, factor), Words(f"{number:.17g} over all ranks")
         else:
             what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
             raise TypeError(expected("count", what, count))
         return Offer(terms, {"multiplier": factor, "count": kind}, totals=(number,))
 
-    given = "accumulate", model, micro_batches
-    window, terms, totals = open_window(*given, sync=sync, group=group, multiplier=multiplier, bring=bring)
+    window, terms, totals = open_window(
+        "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
+    )
     if sync == "each":
-        window.check_equal_numbers()  # also of a plain model: a hook may reduce after each
+        window.check_equal_numbers()  # a plain model too: a hook may reduce after each
     if terms.counts is not None:
         terms = terms._replace(number=math.fsum(row[0] for row in totals))
-    return Step(window, terms)._run()
+    return Step(window, terms)._iterate()
 
 
 class _Terms(NamedTuple):
-    """What divides and multiplies the losses of a window."""
+    """The count and the multiplier of a window."""
 
     number: float  # N, over all ranks and micro-batches
-    counts: list[float] | None  # of this rank's micro-batches; None when the caller has given N
+    counts: list[float] | None  # of this rank's micro-batches; None when the caller passed N
     multiplier: float  # m
 
 
@@ -161,11 +165,11 @@ class Step:
         self._index = -1  # of the current micro-batch; -1 outside of the loop
         self._is_last = False
         self._num_calls = self._num_backward = 0  # in this micro-batch
-        self._losses: list[Any] = []  # sums of the losses; those on a device are read when the window closes
+        self._losses: list[Any] = []  # one sum per micro-batch; the device is read when the window closes
         self._items: list[Tensor | float] = []
         self._used: Sequence[bool] = ()  # see Window.switch
-        self._is_prepared = True  # False while code around the loop must still prepare the reduction of DDP
-        self._mistake: Exception | None = None
+        self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
+        self._error: Exception | None = None  # the first one, for the closing header
         self._is_closed = self._has_ended = False
         self._switched = ExitStack()  # restores the wrappers' switches
         self._total = 0.0  # sum of the losses over all ranks
@@ -176,22 +180,22 @@ class Step:
 
         Args:
             loss: scalar, the *sum* of the losses of this micro-batch's terms, such as with ``reduction="sum"``.
-            num_items: when ``loss`` is their *mean* instead, the number of terms in it. A mean over 0 terms is NaN; it
-                counts as nothing, in value and gradient. The host does not read a tensor, and with one the gradient is
-                zero only if the loss turns a gradient of 0 into zeros; torch's losses do, a division by the 0 does not.
+            num_items: the number of terms if ``loss`` is their *mean* instead. A mean over 0 terms is NaN; it adds
+                nothing to value and gradient. The host does not read a tensor: for a tensor of 0 the gradient is zero
+                only if the loss turns a gradient of 0 into zeros. torch's losses do, a division by that 0 does not.
 
         Raises:
             TypeError: when ``loss`` is not a floating-point tensor, or ``num_items`` not a number.
             ValueError: for a ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module;
-                for a mean without ``num_items``, as far as its graph shows that it is one, unless the micro-batch is
-                counted as one term; for negative ``num_items``, or ones that do not add up to the count.
+                for a mean without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as
+                one term; for ``num_items`` that are negative or do not add up to the count.
             RuntimeError: for a micro-batch with two calls, or with none.
 
         Distributed:
-            The call for the last micro-batch exchanges one header before it back-propagates. There every rank raises
-            any mistake that a rank has made since the window began, and the gradients of the model are discarded. A
-            rank raises alone only where the others wait for a backward that it cannot run: without a loss that has a
-            graph, under FSDP2 or ``sync="each"``.
+            The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
+            since the window began, every rank raises that error there, and the gradients of the model are discarded. A
+            rank raises alone only if the others wait for a backward that it cannot run: one whose loss has no graph,
+            under FSDP2 or ``sync="each"``.
         """
         share = self._scale(loss, num_items, others_prepare=False)
         self._num_backward += 1
@@ -201,9 +205,9 @@ class Step:
     def scale(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> Tensor:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
 
-        ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``; ``accelerator.backward(step.scale(loss))``
-        with an Accelerator whose ``gradient_accumulation_steps`` is 1, or it divides once more. Arguments and errors
-        are those of :meth:`backward`. The header is exchanged in this call.
+        Use ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``. With an Accelerator use
+        ``accelerator.backward(step.scale(loss))`` and ``gradient_accumulation_steps=1``; otherwise it divides again.
+        Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
         """
         share = self._scale(loss, num_items, others_prepare=True)
 
@@ -214,27 +218,27 @@ class Step:
         return share
 
     def _scale(self, loss: Tensor, num_items: Tensor | float | None, *, others_prepare: bool) -> Tensor:
-        """Do what :meth:`scale` does; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
+        """Return what :meth:`scale` returns; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
         if self._index < 0:
             fix = "Call it inside the loop over accumulate(...)."
             raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
         self._num_calls += 1
         try:
-            share = self._share(loss, num_items, others_prepare)
-        except Exception as mistake:
+            share = self._checked_share(loss, num_items, others_prepare)
+        except Exception as error:
             can_run = self._num_calls == 1 and _has_graph(loss) and (self._is_last or self._is_prepared)
-            self._note(mistake, keeps_step=self._num_calls > 1 or can_run)
-            # Zeros, through the graph if there is one: the others run a backward now, and may communicate in it.
+            self._store_or_raise(error, runs_backward=self._num_calls > 1 or can_run)
+            # Back-propagate zeros, through the graph if there is one: the others may communicate in their backward.
             share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
         if self._is_last:
-            self._close()
+            self._close_window()
         return share
 
     def mean_loss(self) -> Tensor:
         """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
 
-        A detached scalar, the same on every rank of the group over which the terms were counted, on the device and in
-        the dtype of the losses, float32 for half precision; 0 without terms. The last micro-batch has exchanged it.
+        A detached scalar on the device and in the dtype of the losses, float32 for half precision; 0 without terms. It
+        is the same on every rank of the group over which the terms were counted, and costs no communication.
 
         Raises:
             RuntimeError: before the loop has ended, or when it was left early.
@@ -245,14 +249,14 @@ class Step:
         dtype, device = self._kind
         return torch.full((), self._total / (self._terms.number or 1.0), dtype=dtype, device=device)
 
-    def _run(self) -> Iterator[tuple[Step, Any]]:
-        """Yield this step with each micro-batch, after switching the wrappers for it; check what was done with it."""
+    def _iterate(self) -> Iterator[tuple[Step, Any]]:
+        """Switch the wrappers for each micro-batch, yield it with this step, and check that it had one backward."""
         window = self._window
         with self._switched as switched:
             if window.wrappers.unwrapped is None:
                 switched.enter_context(window.wrappers.restored(quiet=window.sync != "each"))
             if window.sync == "each":
-                window.wrappers.expect_broadcasts(False)  # in the first forward alone: the others follow a reduction
+                window.wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_index", -1)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
@@ -260,14 +264,13 @@ class Step:
                 self._used = window.switch(index)
                 yield self, micro_batch
                 if self._index < 0:
-                    return  # the step has raised, and the caller has continued the loop
+                    return  # the step raised, and the caller continued the loop
                 if self._num_backward != 1:
-                    name, found = f"micro-batch {index}", Words(f"{self._num_backward}")
                     fix = "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns."
-                    mistake = RuntimeError(expected(name, "one backward", found, fix))
-                    self._note(mistake, keeps_step=self._num_backward > 0)
+                    text = expected(f"micro-batch {index}", "one backward", self._num_backward, fix)
+                    self._store_or_raise(RuntimeError(text), runs_backward=self._num_backward > 0)
                     if self._is_last:
-                        self._close()  # this rank left out the last backward, and the header with it
+                        self._close_window()  # the last call of backward, which was left out, would have done it
             if not (self._is_prepared or all(window.wrappers.forwards_seen)):
                 discard_gradients_(window.model)
                 raise unseen_forward("loss")
@@ -276,8 +279,8 @@ class Step:
         if is_initialized():
             note_count(window.model, self._terms.number)
 
-    def _share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
-        """Check and add up one micro-batch, and return ``m * S / N``."""
+    def _checked_share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
+        """Check the loss of a micro-batch, record its sum, and return ``m * S / N``."""
         where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
@@ -288,11 +291,11 @@ class Step:
             self._is_prepared = False  # until the check has passed
             self._is_prepared = wrappers.check_forwards(name, loss, self._used, others_prepare=others_prepare)
         if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term:
-            raise ValueError(over_ranks(name))
+            raise ValueError(gathered_loss_message(name))
         if num_items is None and is_mean(loss) and not self._has_one_term:
             fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
             raise ValueError(expected(name, "the sum over its terms", Words("a mean without num_items"), fix))
-        # Half precision would round m / N, and its sums end at 65504.
+        # Half precision would round m / N, and float16 overflows above 65504.
         total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         total = total.reshape(()) if total.ndim else total
         if num_items is not None:
@@ -312,26 +315,26 @@ class Step:
 
     @property
     def _has_one_term(self) -> bool:
-        """Whether this micro-batch is counted as one term, such as a sequence whose loss is a mean over its tokens."""
+        """Whether this micro-batch counts as one term, such as a sequence whose loss is a mean over its tokens."""
         counts, window = self._terms.counts, self._window
         return self._terms.number == sum(window.num_micro_batches) if counts is None else counts[self._index] == 1
 
-    def _note(self, mistake: Exception, *, keeps_step: bool) -> None:
-        """Keep ``mistake`` for the closing header; raise it where none follows, or ranks hang without a backward."""
-        hangs = self._window.is_lockstep and not self._is_last and not keeps_step
+    def _store_or_raise(self, error: Exception, *, runs_backward: bool) -> None:
+        """Store ``error`` for the closing header; raise it if none follows, or if the others wait for a backward."""
+        hangs = self._window.is_lockstep and not self._is_last and not runs_backward
         if self._window.ranks is None or self._is_closed or hangs:
             if not self._is_closed:
                 self._abandon()
-            raise mistake
-        self._mistake = self._mistake or mistake
+            raise error
+        self._error = self._error or error
 
-    def _close(self) -> None:
-        """Exchange the closing header, before the last backward: on every rank add the losses, or raise any mistake."""
+    def _close_window(self) -> None:
+        """Exchange the closing header before the last backward: add the losses, or raise an error, on every rank."""
         window, terms = self._window, self._terms
 
         def bring() -> Offer[None]:
-            if self._mistake is not None:
-                raise self._mistake
+            if self._error is not None:
+                raise self._error
             items = [check_amount("num_items", number) for number in as_numbers(self._items)]
             facts = {"forwards of DDP": window.wrappers.same_forwards}
             return Offer(None, facts, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
@@ -351,18 +354,18 @@ class Step:
         self._is_closed, self._total = True, losses
 
     def _abandon(self) -> None:
-        """Leave nothing of the window behind; keep the gradients from before it if no rank has run a backward."""
+        """Discard the gradients of the window, unless no rank has run a backward, and reset the wrappers."""
         window = self._window
         has_begun = self._index > 0 if window.ranks is None else max(window.num_micro_batches) > 1
         if has_begun:
             discard_gradients_(window.model)
         else:
             window.wrappers.forget_forwards()
-        self._switched.close()  # now: the generator does not end while the caller keeps it
+        self._switched.close()  # not when the generator ends: the caller may keep it
 
 
-def over_ranks(name: str) -> str:
-    """Return the message for a loss that has the rows of all ranks already; the ranks would count them again."""
+def gathered_loss_message(name: str) -> str:
+    """Return the message for a loss that already covers the rows of all ranks, so that adding it counts them again."""
     fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
     return expected(name, "the sum over this rank's terms", Words("a loss over the rows of all ranks"), fix)
 
@@ -383,18 +386,19 @@ def _has_graph(loss: object) -> bool:
 
 
 def _zero_loss(loss: Tensor) -> Tensor:
-    """Return 0, connected to the graph of ``loss``, with exactly zero gradients for all that it reaches.
+    """Return 0, connected to the graph of ``loss``, with exactly zero gradients for everything in the graph.
 
-    Not ``loss * 0``: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. Yet it must
-    run, for the collectives of the wrapper in it. So hooks replace what each node of the graph returns by zeros.
+    ``loss * 0`` is not enough: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. That
+    backward must still run, because the wrapper communicates in it. So hooks replace the gradients that each node of
+    the graph returns by zeros.
     """
     seen: set[Node] = set()
     pending = [loss.grad_fn]
     while pending:
         node = pending.pop()
-        # Not the leaves: they return nothing, and DDP keeps them, so that the hooks would stay for good.
+        # Leaves return nothing, and DDP keeps them alive: a hook on a leaf would never go away.
         if node is not None and node not in seen and node.next_functions:
             seen.add(node)
-            node.register_hook(lambda grads, _: tuple(None if one is None else torch.zeros_like(one) for one in grads))
+            node.register_hook(lambda grads, _: tuple(None if g is None else torch.zeros_like(g) for g in grads))
             pending += [following for following, _ in node.next_functions]
     return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0

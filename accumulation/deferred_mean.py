@@ -6,8 +6,8 @@ step, so it cannot scale a loss by a count that still grows. It back-propagates 
     backward    header (count, sum of losses); backward, in which the wrapper reduces; any number of times
     finish      header; all-reduces over the ranks that no wrapper reduces over; one division by N / m
 
-N is the sum of all counts over all ranks, m is what the wrapper has divided gradients by. Each header stands in front
-of what it decides about, so a mistake of one rank is raised on all of them while the gradients are untouched.
+N is the sum of all counts over all ranks, m is the number that the wrapper has divided gradients by. Each header comes
+before the work that it checks, so every rank raises the error of one rank while the gradients are untouched.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_s
 from ..gradients.parameters import Entry, held_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
-from .accumulate import SUM_UP, check_summed_loss, over_ranks
+from .accumulate import SUM_UP, check_summed_loss, gathered_loss_message
 from .token_count import check_scalar
 
-_OVER_RANKS = 2  # in the header: a loss over the rows of all ranks; 1 is a mean
-# All objects alive: two of them must not divide the gradients of one parameter.
+_OVER_RANKS = 2  # the kind of a loss in the header: over the rows of all ranks; 1 for a mean, 0 for a sum
+# All living objects: no two of them may divide the gradients of the same parameter.
 _ALIVE: weakref.WeakSet[DeferredMean] = weakref.WeakSet()
 
 _BY_HAND = (
@@ -44,7 +44,7 @@ _BY_HAND = (
 
 
 class CallTotals(NamedTuple):
-    """What one call of :meth:`DeferredMean.backward` has added, over all ranks."""
+    """What one call of :meth:`DeferredMean.backward` added, over all ranks."""
 
     loss_sum: float
     num_terms: int | float
@@ -55,11 +55,11 @@ class DeferredMean:
 
     .. math:: \frac{\sum_r \sum_k S_{rk}}{\sum_r \sum_k n_{rk}}
 
-    over ranks r and calls k: what one process computes from all the rows. For a server, or a loop, that does not know
-    which backward is the last. A loop that knows uses :func:`accumulate`, which reduces once per step. ::
+    over ranks r and calls k: the value that one process computes from all the rows. Use it in a server, or a loop, that
+    does not know which backward is the last. Otherwise use :func:`accumulate`, which reduces once per step. ::
 
         deferred = DeferredMean(model)
-        for batch in requests_of_this_step:  # as many on every rank
+        for batch in requests_of_this_step:  # the same number on every rank
             deferred.backward(loss_sum(model(batch), batch), num_valid(batch))
         deferred.finish(sync_groups=[context_group])
         clip_grad_norm_(model, 1.0)
@@ -68,11 +68,12 @@ class DeferredMean:
 
     Args:
         model: see :func:`accumulate`.
-        group: the ranks over which counts and losses are added; see :func:`accumulate`. With tokens of one sequence on
-            several ranks that FSDP does not reduce over, the group of all of them; each rank counts its own tokens.
-        multiplier: what a backward has divided gradients by; None to read it from ``model``. Pass the number of ranks
-            for a part of a model under DDP, such as one of several adapters: a parameter does not show that DDP reduces
-            it.
+        group: the ranks over which counts and losses are added; see :func:`accumulate`. If the tokens of one sequence
+            are on several ranks over which FSDP does not reduce, pass the group of all of them; each rank counts its
+            own tokens.
+        multiplier: the number that a backward divides gradients by; None to read it from ``model``. Pass the number of
+            ranks for a part of a model under DDP, such as one of several adapters: parameters do not show that DDP
+            reduces them.
 
     Several objects may serve parts of one model, such as adapters, if they have no trainable parameter in common.
 
@@ -106,17 +107,17 @@ class DeferredMean:
     def __init__(self, model: nn.Module, group: Group = None, *, multiplier: float | None = None) -> None:
         self._model, self._group, self._given_multiplier = model, group, multiplier
         self._is_replaced = False  # by a newer object for the same parameters
-        self._read_wrappers(find_sync(model))
+        self._set_wrappers(find_sync(model))
         self._ranks = find_ranks(self._sync, group)
         trainable = _trainable(model)
-        older = [one for one in _ALIVE if trainable & _trainable(one._model)]
-        num_open = max((one._sums.num_calls for one in older), default=0)
+        older = [deferred for deferred in _ALIVE if trainable & _trainable(deferred._model)]
+        num_open = max((deferred._sums.num_calls for deferred in older), default=0)
         if num_open:
-            found = Words(f"one with {num_open} calls of backward that are not finished")
+            got = Words(f"one with {num_open} calls of backward that are not finished")
             fix = "Call finish() or discard() on it first. One object serves all steps."
-            raise RuntimeError(expected("model", "no DeferredMean that is collecting gradients", found, fix))
-        for one in older:
-            one._is_replaced = True
+            raise RuntimeError(expected("model", "no DeferredMean that is collecting gradients", got, fix))
+        for deferred in older:
+            deferred._is_replaced = True
         self._sync.prepare_first_forwards()
         self._sums: _Sums = _Sums()
         self._mean_loss: Tensor | None = None
@@ -131,19 +132,18 @@ class DeferredMean:
             n: the number of terms, or their mass of weights, on this rank; >= 0.
 
         Returns:
-            ``CallTotals(loss_sum, num_terms)`` of this call, over all ranks and equal on them. The header has exchanged
-            both already.
+            ``CallTotals(loss_sum, num_terms)`` of this call over all ranks, equal on every rank.
 
         Raises:
             TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
-                gradients that are not 0; when a newer object has taken over the model.
+                gradients that are not 0; when there is a newer object for the model.
 
-        Errors are raised on every rank before the backward: gradients and counts are as before the call.
+        Every rank raises an error before the backward, so gradients and counts stay as they were.
         """
         sums, is_first, sync = self._sums, self._sums.num_calls == 0, None
         if is_first:
-            # An error is raised in the next header, in the group of the last step, which the other ranks use.
+            # The next header raises an error, in the group of the last step, which the other ranks use.
             with suppress(Exception):
                 sync = find_sync(self._model)
         if sync is not None:
@@ -151,7 +151,7 @@ class DeferredMean:
 
         def bring() -> Offer[None]:
             if is_first:
-                self._read_wrappers(sync or find_sync(self._model))
+                self._set_wrappers(sync or find_sync(self._model))
             if self._is_replaced:
                 fix = "Keep one object for each model, and use it in every step."
                 raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
@@ -163,8 +163,8 @@ class DeferredMean:
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            old = map(held_gradient, distinct_entries(self._model)) if is_first else ()
-            counts = [grad.count_nonzero() for grad in old if grad is not None]  # NaN is not 0
+            grads = map(held_gradient, distinct_entries(self._model)) if is_first else ()
+            counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
             num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
             facts = {
                 "calls before": sums.num_calls,
@@ -181,7 +181,7 @@ class DeferredMean:
             self._forget_forwards()
             raise
         loss_sum.backward()
-        # Now, and not in the next forward: a rank that makes no forward must not leave the others waiting there.
+        # Broadcast buffers now. In the next forward the others would wait for a rank that makes none.
         self._sync.communicate_after_backward()
         num_terms, loss, *_ = map(math.fsum, zip(*totals))
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
@@ -194,26 +194,26 @@ class DeferredMean:
         """Add what no wrapper has added, divide all gradients by the count, and return the count over all ranks.
 
         Args:
-            sync_groups: over which groups gradients are added first. A group, for all gradients of the model, such as
-                the one that :func:`sequence_sync_group` picks; or a pair ``(parameters, group)``, such as an expert and
-                the ranks with copies of it. None for a group adds nothing: ``(experts, None)`` says that their
-                gradients are complete. Every rank passes as many entries, in the same order.
+            sync_groups: the groups over which gradients are added first. An entry is a group, for all gradients of the
+                model, such as the one that :func:`sequence_sync_group` picks; or a pair ``(parameters, group)``, such
+                as an expert and the ranks with copies of it. None for a group adds nothing: ``(experts, None)`` says
+                that their gradients are complete. Every rank passes the same number of entries, in the same order.
 
         Returns:
             N, an int when it is whole. With N = 0 every gradient that exists is set to 0.
 
         Raises:
-            TypeError, ValueError: for an entry that is none of these; parameters that are not the model's; the same
-                parameter and group twice; parameters that no wrapper reduces, unless pairs, or the ``group`` of the
-                constructor, say that this is known; ranks that have divided by different counts (tokens of one sequence
-                on several ranks need the ``group`` of the constructor); see also :func:`all_reduce_grads_`.
-            RuntimeError: without a backward since the last finish: a second sync would add final gradients again; when
-                the way the model reduces has changed since the first backward.
+            TypeError, ValueError: for an entry that is neither; for parameters that are not the model's; for the same
+                parameter and group twice; for parameters that no wrapper reduces, unless a pair lists them or the
+                constructor got ``group``; when the ranks of an entry have different counts (tokens of one sequence on
+                several ranks require the ``group`` of the constructor); see also :func:`all_reduce_grads_`.
+            RuntimeError: without a backward since the last finish, because a second sync would add final gradients
+                again; when the way the model reduces has changed since the first backward.
 
         Distributed:
-            One header, another one with ``sync_groups``, and what :func:`all_reduce_grads_` exchanges for each. Errors
-            are raised on every rank with the gradients untouched, and finish may then be called again. Gradients,
-            DTensors too, stay the same objects.
+            One header, another one with ``sync_groups``, and what :func:`all_reduce_grads_` exchanges for each entry.
+            Every rank raises an error with the gradients untouched, and you may call finish again. Gradients, DTensors
+            too, stay the same objects.
         """
         sums = self._sums
 
@@ -223,54 +223,54 @@ class DeferredMean:
                 raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
             sync = find_sync(self._model)
             if self._given_multiplier is None and sync.multiplier != self._multiplier:
-                found = Words(f"{sync.multiplier:g} after {self._multiplier:g}")
+                got = Words(f"{sync.multiplier:g} after {self._multiplier:g}")
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
-                raise RuntimeError(expected("model", "gradients divided by one number throughout", found, fix))
-            own = distinct_entries(self._model)
-            entries = _read_sync_groups(sync_groups, own)
-            paired = {id(parameter) for listed, _, is_pair in entries if is_pair for _, parameter in listed}
+                raise RuntimeError(expected("model", "gradients divided by one number throughout", got, fix))
+            entries = distinct_entries(self._model)
+            to_sync = _read_sync_groups(sync_groups, entries)
+            paired = {id(parameter) for listed, _, is_pair in to_sync if is_pair for _, parameter in listed}
             unmanaged = sync.unmanaged if self._group is None else []
             missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
             if missing:
                 what = "every trainable parameter inside a wrapper, or in a pair of sync_groups"
                 fix = "Pass (parameters, group), with the group of the ranks that have copies, or None if none has."
                 raise ValueError(expected("model", what, Words(f"{shorten(missing)} in neither"), fix))
-            facts = {"calls of backward": sums.num_calls, "sync_groups": len(entries)}
-            return Offer((own, entries, set(sync.unmanaged)), facts)
+            facts = {"calls of backward": sums.num_calls, "sync_groups": len(to_sync)}
+            return Offer((entries, to_sync, set(sync.unmanaged)), facts)
 
         plans: list[tuple[list[Summand], ProcessGroup]] = []
         try:
-            own, entries, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
-            if entries:
+            entries, to_sync, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
+            if to_sync:
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(_plan(entries, sums.num_terms))).value
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan_sums(to_sync, sums.num_terms))).value
         except Exception:
             self._forget_forwards()
             raise
         for summands, group in plans:
             add_(summands, group)
-        alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
-        for entry in own:
+        by_kind: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+        for entry in entries:
             grad = held_gradient(entry)
             if grad is not None:
-                divided = 1.0 if entry.name in unmanaged else self._multiplier  # by the wrapper
-                alike.setdefault((divided, grad.device, grad.dtype), []).append(grad)
-        for (divided, _, _), grads in alike.items():
+                divisor = 1.0 if entry.name in unmanaged else self._multiplier  # of the wrapper
+                by_kind.setdefault((divisor, grad.device, grad.dtype), []).append(grad)
+        for (divisor, _, _), grads in by_kind.items():
             if sums.num_terms:
-                divide_each_(grads, sums.num_terms / divided)
+                divide_each_(grads, sums.num_terms / divisor)
             else:
                 for grad in grads:
                     grad.zero_()
         device, dtype = self._loss_kind
-        wide = torch.promote_types(dtype, torch.float32)
-        self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=wide, device=device)
+        dtype = torch.promote_types(dtype, torch.float32)
+        self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=dtype, device=device)
         self._sums = _Sums()
         return _as_count(sums.num_terms)
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the step that was finished last: a detached scalar, the same on every rank of the group.
+        """Return the loss of the last finished step: a detached scalar, the same on every rank of the group.
 
-        In the dtype of the losses, float32 for half precision. No communication.
+        It has the dtype of the losses, float32 for half precision. No communication.
 
         Raises:
             RuntimeError: before the first :meth:`finish`.
@@ -287,17 +287,17 @@ class DeferredMean:
         discard_gradients_(self._model)
         self._sums = _Sums()
 
-    def _read_wrappers(self, sync: GradientSync) -> None:
-        """Check for one step how the model reduces."""
-        given, self._sync = self._given_multiplier, sync
-        self._sync.check_wrapped(others_reduce=self._group is not None or given is not None, fix=_BY_HAND)
-        self._multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
+    def _set_wrappers(self, sync: GradientSync) -> None:
+        """Store and check how the model reduces in this step."""
+        multiplier, self._sync = self._given_multiplier, sync
+        self._sync.check_wrapped(others_reduce=self._group is not None or multiplier is not None, fix=_BY_HAND)
+        self._multiplier = self._sync.multiplier if multiplier is None else check_positive("multiplier", multiplier)
         self._sync.check_group(self._group)
 
     def _forget_forwards(self) -> None:
-        """After an error, undo what the forward has prepared for a backward that does not follow."""
+        """Reset DDP after an error: its forward has prepared a backward that does not follow."""
         self._sync.forget_forwards()
-        self._sync.watch_forwards()  # a loss whose forward is forgotten would not be reduced
+        self._sync.watch_forwards()  # refuses a later backward of the same loss, which DDP would not reduce
 
 
 def _as_count(number: float) -> int | float:
@@ -306,7 +306,7 @@ def _as_count(number: float) -> int | float:
 
 
 class _Sums(NamedTuple):
-    """What the calls of backward since the last finish have added up, over all ranks."""
+    """Sums over all ranks and the calls of backward since the last finish."""
 
     num_calls: int = 0
     num_terms: float = 0.0
@@ -318,55 +318,55 @@ def _trainable(model: nn.Module) -> set[int]:
 
 
 def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None:
-    """Raise on every rank when the header of some rank holds a bad count, a mean, or old gradients that are not 0.
+    """Raise on every rank when the header of some rank has a bad count, a mean, or old gradients that are not 0.
 
-    These numbers may lie on a device, so a rank does not read its own before it sends them.
+    These numbers may be on a device. Reading them with the header avoids an additional wait.
     """
     failed: list[tuple[int, Exception]] = []
     for rank, (num_terms, _, num_stale, kind) in zip([0] if ranks is None else group_ranks(ranks), totals):
         if not (num_terms >= 0 and math.isfinite(num_terms)):
             failed.append((rank, ValueError(expected("n", "a finite number >= 0", num_terms))))
         elif kind == _OVER_RANKS and num_terms != 1 and ranks is not None:
-            failed.append((rank, ValueError(over_ranks("loss_sum"))))
+            failed.append((rank, ValueError(gathered_loss_message("loss_sum"))))
         elif kind and num_terms != 1:
             fix = f"{SUM_UP}, or pass loss * n."
             failed.append((rank, ValueError(expected("loss_sum", "the sum over n terms", Words("a mean"), fix))))
         elif num_stale:
             fix = "Call optimizer.zero_grad() after each step: the division is for the gradients of one step."
-            found = Words(f"gradients with {num_stale:.0f} elements that are not 0")
+            got = Words(f"gradients with {num_stale:.0f} elements that are not 0")
             what = "no gradient before the first backward of a step"
-            failed.append((rank, RuntimeError(expected("model", what, found, fix))))
+            failed.append((rank, RuntimeError(expected("model", what, got, fix))))
     if failed and ranks is None:
         raise failed[0][1]
     if failed:
-        raise failure([(rank, "DeferredMean.backward", type(one).__name__, str(one)) for rank, one in failed])
+        raise failure([(rank, "DeferredMean.backward", type(error).__name__, str(error)) for rank, error in failed])
 
 
 class _SyncEntry(NamedTuple):
-    """Parameters whose gradients are added over a group; None, also for a group of one rank, adds nothing."""
+    """Parameters, and the group over which their gradients are added."""
 
     parameters: list[Entry]
-    group: ProcessGroup | None
-    is_pair: bool  # the parameters were named; otherwise they are all of the model's
+    group: ProcessGroup | None  # None adds nothing; so does a group of one rank
+    is_pair: bool  # the caller listed the parameters; otherwise they are all of the model's
 
 
-def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
-    """Return the entries of ``sync_groups`` for a model with the parameters ``own``; TypeError or ValueError if bad."""
+def _read_sync_groups(sync_groups: Any, model_entries: list[Entry]) -> list[_SyncEntry]:
+    """Return the entries of ``sync_groups`` for a model of ``model_entries``; TypeError or ValueError if bad."""
     if isinstance(sync_groups, (str, dict)) or not isinstance(sync_groups, Iterable):
         what = "a list of groups and of (parameters, group) pairs"
         raise TypeError(expected("sync_groups", what, sync_groups, "Pass [group] for one group."))
-    entries: list[_SyncEntry] = []
+    to_sync: list[_SyncEntry] = []
     for index, item in enumerate(sync_groups):
         is_pair = isinstance(item, (tuple, list)) and len(item) == 2
-        parameters, group = item if is_pair else (own, item)
+        parameters, group = item if is_pair else (model_entries, item)
         try:
             listed = distinct_entries(parameters)
         except (TypeError, ValueError) as error:
             raise type(error)(f"sync_groups[{index}]: {error}") from error
         ranks = None if group is None else resolve_group(group, name=f"sync_groups[{index}]")
-        entries.append(_SyncEntry(listed, ranks if ranks is not None and ranks.size() > 1 else None, is_pair))
-    known, seen = {id(entry.parameter) for entry in own}, set()
-    for index, (listed, ranks, _) in enumerate(entries):
+        to_sync.append(_SyncEntry(listed, ranks if ranks is not None and ranks.size() > 1 else None, is_pair))
+    known, seen = {id(entry.parameter) for entry in model_entries}, set()
+    for index, (listed, ranks, _) in enumerate(to_sync):
         members = () if ranks is None else tuple(group_ranks(ranks))
         for entry in listed:
             place, parameter = f"{entry.name} in sync_groups[{index}]", entry.parameter
@@ -374,20 +374,20 @@ def _read_sync_groups(sync_groups: Any, own: list[Entry]) -> list[_SyncEntry]:
                 raise ValueError(expected(place, "a parameter of the model", parameter))
             if ranks is not None and (id(parameter), members) in seen:
                 fix = "It is listed in an earlier entry, alone or with all parameters of the model."
-                found = Words("a second sum over the same ranks")
-                raise ValueError(expected(place, "one sum over each group", found, fix))
+                got = Words("a second sum over the same ranks")
+                raise ValueError(expected(place, "one sum over each group", got, fix))
             seen.add((id(parameter), members))
-    return entries
+    return to_sync
 
 
-def _plan(entries: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
-    """Compare over every group what its ranks hold, and return what to add over which group; or raise the first error.
+def _plan_sums(to_sync: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
+    """Return what to add over which group, after comparing it within each group; or raise the first error.
 
-    An error does not end the loop: the ranks of the other groups wait for this one. What is raised is a copy that no
-    agreement has raised: with the original, this rank would skip the next header, in which others may wait.
+    The loop continues after an error, because the ranks of the other groups wait for this one. It raises a copy of the
+    error: with one that an agreement has raised, this rank would skip the next header, in which others may wait.
     """
     plans, errors = [], []
-    for parameters, group, _ in entries:
+    for parameters, group, _ in to_sync:
         if group is not None:
             try:
                 plans.append((plan_sum(parameters, group, count), group))

@@ -16,28 +16,28 @@ from ..distributed.torch_private import buffer_slots
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the content of every buffer of ``model`` at the end; all modules hold the same tensor objects again."""
-    kept = []
+    """Restore every buffer of ``model`` at the end: the same tensor objects in all modules, with the same content."""
+    saved = []
     for module in model.modules():
         slots, copies = buffer_slots(module), []
         for tensor in slots.values():
-            # No forward can change expanded memory in place, nor tensors of inference mode.
+            # A forward cannot change expanded memory or inference tensors in place.
             if tensor is None or tensor.is_inference():
                 continue
             is_strided = tensor.layout is torch.strided
             if not (is_strided and any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))):
                 copies.append((tensor, tensor.detach().clone()))
-        kept.append((slots, dict(slots), copies))
+        saved.append((slots, dict(slots), copies))
     try:
         yield
     finally:
-        for slots, found, copies in kept:
+        for slots, tensors, copies in saved:
             for tensor, copy in copies:
-                # Through .data, which leaves the version alone: a graph that saved a buffer which the forward did not
-                # touch stays usable.
+                # Through .data, which does not change the version: a graph that saved a buffer stays usable if the
+                # forward did not change that buffer.
                 tensor.data.copy_(copy)
             slots.clear()
-            slots.update(found)
+            slots.update(tensors)
 
 
 class RngState(NamedTuple):
@@ -49,13 +49,13 @@ class RngState(NamedTuple):
 
 def accelerators_in_use(model: nn.Module) -> tuple[torch.device, ...]:
     """Return the accelerator devices that a forward of ``model`` may draw random numbers on."""
-    held = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
-    devices = {device for device in held if device.type not in ("cpu", "meta")}
-    # Parameters that are offloaded to the CPU are computed with on the current device.
+    tensors = chain(model.parameters(), model.buffers())
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    # A forward with parameters that are offloaded to the CPU runs on the current device.
     if torch.accelerator.is_available():
         current = torch.accelerator.current_accelerator()
         assert current is not None
-        # Asking a device that is not in use for its state would create a context on it.
+        # Reading the state of a device that is not in use would create a context on it.
         if getattr(torch.get_device_module(current), "is_initialized", lambda: True)():
             devices.add(torch.device(current.type, torch.accelerator.current_device_index()))
     return tuple(sorted(devices, key=str))
@@ -70,23 +70,26 @@ def save_rng(devices: Sequence[torch.device]) -> RngState:
 def restore_rng(state: RngState) -> None:
     """Set the generators back to ``state``."""
     torch.set_rng_state(state.cpu)
-    for device, held in state.devices:
-        torch.get_device_module(device).set_rng_state(held, device)
+    for device, device_state in state.devices:
+        torch.get_device_module(device).set_rng_state(device_state, device)
 
 
-def largest_difference(first: Tensor, again: Tensor) -> Tensor:
-    """Return the largest |first - again|, a scalar on their device: 0 for equal infinities and NaN, else infinity."""
-    wide = torch.promote_types(first.dtype, torch.float32)
+def largest_difference(first: Tensor, second: Tensor) -> Tensor:
+    """Return the largest |first - second|, a scalar on their device.
+
+    Equal infinities and two NaN differ by 0, other infinities and NaN by infinity.
+    """
+    dtype = torch.promote_types(first.dtype, torch.float32)
     if first.numel() == 0:
-        return first.new_zeros((), dtype=wide)
-    same = (first == again) | (first.isnan() & again.isnan())
-    difference = (first.to(wide) - again.to(wide)).abs().masked_fill(same, 0.0)
+        return first.new_zeros((), dtype=dtype)
+    same = (first == second) | (first.isnan() & second.isnan())
+    difference = (first.to(dtype) - second.to(dtype)).abs().masked_fill(same, 0.0)
     return difference.nan_to_num(nan=math.inf, posinf=math.inf).amax()
 
 
 def largest_score(scores: Tensor) -> Tensor:
     """Return the largest finite |score|, 0 without one; a scalar on their device."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
     if scores.numel() == 0:
-        return scores.new_zeros((), dtype=wide)
-    return scores.to(wide).abs().masked_fill(~scores.isfinite(), 0.0).amax()
+        return scores.new_zeros((), dtype=dtype)
+    return scores.to(dtype).abs().masked_fill(~scores.isfinite(), 0.0).amax()

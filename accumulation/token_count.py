@@ -1,4 +1,4 @@
-"""How many terms a summed loss has in a window: valid tokens, or what a function of a micro-batch returns."""
+"""The number of terms that a summed loss has in a window: valid tokens, or the result of a function."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def count_valid_tokens(
 
     Args:
         micro_batches: the window, a list of mappings, or of objects with attributes.
-        key: where the labels are. With several keys, each micro-batch uses the first that it has and that is not None:
-            ``("labels", "target_tokens")``.
+        key: key or attribute of the labels. With several, such as ``("labels", "target_tokens")``, each micro-batch
+            uses the first that it has and that is not None.
         shift: a causal loss predicts each token from those before it, so the first label of a row is never a target
-            and is not counted. False for labels that are shifted already, or before the sequence was cut over ranks.
-            A tuple has one for each key: ``key=("labels", "target_tokens"), shift=(True, False)``.
-        document_ids_key: where each micro-batch holds the document of each token, integers of the shape of the labels,
-            if rows hold several documents: the first token of a document is no target. Requires ``shift=True``.
-            Position ids that start at 0 in each document give ``(position_ids == 0).cumsum(-1)``.
-        ignore_index: the label that does not count.
+            and is not counted. False for labels that are already shifted, also before a sequence was cut over ranks.
+            A tuple has a value for each key: ``key=("labels", "target_tokens"), shift=(True, False)``.
+        document_ids_key: key of the document ids, integers of the shape of the labels, if a row consists of several
+            documents: the first token of a document is not a target. Requires ``shift=True``. From position ids that
+            start at 0 in each document, make ``(position_ids == 0).cumsum(-1)``.
+        ignore_index: the label that is not counted.
         group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``: the ranks that hold *different*
             tokens. With tensor parallelism that is the data-parallel group, or every token counts several times.
 
@@ -88,7 +88,7 @@ class TokenRule(NamedTuple):
 
     @property
     def shifts(self) -> tuple[bool, ...]:
-        """Whether the labels of each key are to be shifted."""
+        """Whether to shift the labels, for each key."""
         return tuple(self.shift) if isinstance(self.shift, (tuple, list)) else (self.shift,) * len(self.keys)
 
     def check(self) -> TokenRule:
@@ -112,7 +112,7 @@ class TokenRule(NamedTuple):
         first = next(present, None)
         if first is None:
             keys = ", ".join(map(repr, self.keys))
-            raise ValueError(expected("micro-batch", f"one of the keys {keys}", _held(micro_batch), "Pass key."))
+            raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), "Pass key."))
         key, shift = first
         labels = check_tokens("labels", _entry(micro_batch, key))
         if shift and labels.ndim == 0:
@@ -122,17 +122,18 @@ class TokenRule(NamedTuple):
             ids = _entry(micro_batch, self.document_ids_key)
             if ids is None:
                 fix = "Give every micro-batch the document of each token."
-                raise ValueError(expected("micro-batch", f"the key {self.document_ids_key!r}", _held(micro_batch), fix))
+                raise ValueError(expected("micro-batch", f"the key {self.document_ids_key!r}", _keys(micro_batch), fix))
             valid = valid & same_document(self.document_ids_key, ids, labels)
         return valid.sum()
 
 
 def _entry(micro_batch: Any, key: str) -> Any:
-    """Return what a mapping, or an object with attributes, holds under ``key``; None if there is nothing."""
+    """Return the value under ``key`` in a mapping or an object with attributes; None without one."""
     return micro_batch.get(key) if isinstance(micro_batch, Mapping) else getattr(micro_batch, key, None)
 
 
-def _held(micro_batch: Any) -> Any:
+def _keys(micro_batch: Any) -> Any:
+    """Return the keys of a mapping, or the name of another type."""
     return list(micro_batch) if isinstance(micro_batch, Mapping) else type(micro_batch).__name__
 
 
@@ -145,8 +146,8 @@ def token_rule(count: object) -> TokenRule | None:
     extra = set(count.keywords) - set(TokenRule._fields)
     if count.args or extra:
         fix = "The ranks are given by accumulate(..., group=...)."
-        found = Words(", ".join(sorted(extra)) or "positional ones")
-        raise TypeError(expected("count", f"the keywords {', '.join(TokenRule._fields)} only", found, fix))
+        got = Words(", ".join(sorted(extra)) or "positional ones")
+        raise TypeError(expected("count", f"the keywords {', '.join(TokenRule._fields)} only", got, fix))
     return TokenRule(**count.keywords).check()
 
 
@@ -160,7 +161,7 @@ def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) 
             kind, name = public_class(error), f"count of micro-batch {index}"
             if is_from_a_check(error):
                 raise kind(f"{name}: {error}") from None
-            # From None, and with the line of the caller's function, because the ranks print one traceback each. The
+            # Every rank prints a traceback. Shorten it, and name the line of the caller's function in the text. The
             # first frame is of this module.
             place, trace = "", error.__traceback__ and error.__traceback__.tb_next
             if trace is not None:
@@ -188,11 +189,11 @@ def check_scalar(name: str, value: Any) -> Tensor | float:
 def as_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return ``values`` as Python numbers, in order and exactly; one transfer for each device and dtype."""
     numbers: list[Any] = list(values)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append(index)
-    for indices in alike.values():
+            by_kind.setdefault((value.device, value.dtype), []).append(index)
+    for indices in by_kind.values():
         for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).tolist()):
             numbers[index] = number
     return numbers

@@ -1,7 +1,7 @@
 """The window: the micro-batches of one optimizer step, and the opening header that the ranks exchange about it.
 
-:func:`accumulate` and :func:`pooled_backward` open their windows here. The opening header says how many micro-batches
-each rank has, whether a rank has failed its checks, and what must be equal on all ranks.
+:func:`accumulate` and :func:`pooled_backward` open their windows here. The opening header has the number of
+micro-batches of each rank, whether a rank has failed its checks, and the facts that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
-    """Cut an iterable of micro-batches into lists of ``size``; the last list is shorter when they do not divide.
+    """Cut an iterable of micro-batches into lists of ``size``; the last list may be shorter.
 
-    Equal to ``itertools.batched`` of Python 3.12, with lists. :func:`accumulate` takes one list per optimizer step: it
-    must see all labels of a window before the first backward.
+    Equal to ``itertools.batched`` of Python 3.12, with lists. :func:`accumulate` takes one list per optimizer step,
+    because it must see all labels of a window before the first backward.
 
     Args:
-        loader: any iterable of micro-batches, such as a ``DataLoader``. On every rank it must give the same number of
-            windows, as a ``DistributedSampler`` does.
+        loader: any iterable of micro-batches, such as a ``DataLoader``. It must give the same number of windows on
+            every rank, as with a ``DistributedSampler``.
         size: micro-batches per window, at least 1.
 
     Raises:
@@ -57,7 +57,7 @@ def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
 
 
 class Window(NamedTuple):
-    """One window on this rank, and what the opening header has shown of the others."""
+    """One window on this rank, with the number of micro-batches of every rank."""
 
     model: nn.Module
     wrappers: GradientSync
@@ -68,14 +68,14 @@ class Window(NamedTuple):
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether a micro-batch before the last communicates: a rank that leaves one out leaves the others waiting."""
+        """Whether a micro-batch before the last communicates, so that all ranks must run the same number of them."""
         return self.wrappers.is_lockstep or (self.sync == "each" and bool(self.wrappers.ddp or self.wrappers.fsdp))
 
     def switch(self, index: int) -> Sequence[bool]:
         """Set whether the backward of micro-batch ``index`` reduces; call it before the forward.
 
         Returns:
-            Of each DDP module, whether this backward has to reduce gradients of earlier micro-batches too.
+            For each DDP module, whether this backward must reduce gradients of earlier micro-batches too.
         """
         is_last = index == len(self.micro_batches) - 1
         self.wrappers.switch(self.sync, is_last)
@@ -85,15 +85,15 @@ class Window(NamedTuple):
         return used
 
     def check_equal_numbers(self) -> None:
-        """Raise RankValueError when the ranks have different numbers of micro-batches; on all of them."""
+        """Raise RankValueError on every rank when the ranks have different numbers of micro-batches."""
         if self.ranks is not None and len(set(self.num_micro_batches)) > 1:
             counts = zip(group_ranks(self.ranks), self.num_micro_batches)
-            found = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
+            got = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
             fix = (
                 "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch. "
                 "Fill up with micro-batches of 0 rows, or without valid labels."
             )
-            raise RankValueError(expected("micro_batches", "the same number on every rank", found, fix))
+            raise RankValueError(expected("micro_batches", "the same number on every rank", got, fix))
 
 
 def open_window(
@@ -108,16 +108,16 @@ def open_window(
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
-    ``bring`` checks what only this verb takes, and returns its part of the header. The other arguments are those of
-    :func:`accumulate`.
+    ``bring`` checks the arguments that only ``call`` has, and returns its part of the header. The other arguments are
+    those of :func:`accumulate`.
     """
-    found = None
-    with suppress(Exception):  # of the model, which the header reports
-        found = find_sync(model)
-    ranks = find_ranks(found, group)
+    known = None
+    with suppress(Exception):  # bring_all raises it again, so that the header reports it
+        known = find_sync(model)
+    ranks = find_ranks(known, group)
 
     def bring_all() -> Offer[tuple[Window, T]]:
-        wrappers = found or find_sync(model)
+        wrappers = known or find_sync(model)
         window = Window(model, wrappers, list_micro_batches(micro_batches), sync, ranks)
         count = len(window.micro_batches)
         if count == 0:
@@ -142,7 +142,7 @@ def open_window(
 
 
 def list_micro_batches(micro_batches: Any) -> list[Any]:
-    """Return the micro-batches of one window as a list; TypeError for what is not a list of them."""
+    """Return the micro-batches of one window as a list; raise TypeError if they are not a sequence."""
     name, what = "micro_batches", "a list of micro-batches"
     if isinstance(micro_batches, (Mapping, str)):
         raise TypeError(expected(name, what, micro_batches, "Pass [batch] for one batch."))
