@@ -23,21 +23,21 @@ _SAME_PLACE = "Call set_epoch and advance, or load the same state, on every rank
 class BalancedBatchSampler(Sampler[list[int]]):
     """Batches of row indices with a fixed number of rows of each rare class, on every rank and in every batch.
 
-    Equal to shuffling the rare rows and the others apart, repeating each shuffle as often as needed, and cutting both
-    into batches. A row occurs twice in one step only if its class has fewer rows than the step needs, and all rare rows
-    are used once before one is used again. Each epoch has as many batches as with plain shuffling, so it leaves out
-    some of the other rows; the next leaves out others.
+    Equal to shuffling the rare rows and the others separately, repeating each shuffle as often as needed, and cutting
+    both into batches. A row occurs twice in one step only if its class has fewer rows than the step requires, and all
+    rare rows are used once before one is used again. An epoch has as many batches as with plain shuffling, so it leaves
+    out some of the other rows; the next epoch leaves out different ones.
 
-    Rare classes are more frequent than in the data. So the model learns probabilities that are too high, and a quantile
-    of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
+    Rare classes are more frequent in the batches than in the data. So the model learns probabilities that are too high,
+    and a quantile of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
 
     Args:
-        targets: (N,) or (N, 1), class indices, 0 and 1, bools or whole floats: of the whole data set, on every rank.
+        targets: (N,) or (N, 1), the class of each row of the whole data set, on every rank; ints, bools, whole floats.
         batch_size: rows of a batch, on each rank.
         positives: rows of class 1 in each batch, on each rank; or a mapping from class to rows. Others fill the batch.
         num_batches: batches of an epoch, on each rank; None is ``N // (batch_size * world_size)``, and at least 1.
-        seed: the same on every rank. The order of an epoch depends on the seed and its number alone.
-        group: process group or device mesh of the data-parallel ranks; None for the default one, if there is any.
+        seed: the same on every rank. The order of an epoch depends only on the seed and the number of the epoch.
+        group: process group or device mesh of the data-parallel ranks; None for the default group, if there is one.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, and for a class that has no row.
@@ -45,7 +45,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Distributed:
         Every rank computes the same shuffle, and takes its part. One collective at the start of an epoch, a header,
-        compares what that depends on. Ranks are counted there too: the sampler may be constructed before the group.
+        compares what the shuffle depends on. The sampler reads the ranks there too, so you may construct it before the
+        group.
 
     Example:
         >>> targets = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
@@ -77,24 +78,25 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ValueError(expected("targets", "integers of shape (N,)", classes, fix))
         self.batch_size = check_count("batch_size", batch_size, 1)
         self.positives = dict(positives) if isinstance(positives, Mapping) else {1: positives}
-        for of, wanted in self.positives.items():
-            check_int("class of positives", of)
-            check_count("positives", wanted, 1)
+        for class_index, count in self.positives.items():
+            check_int("class of positives", class_index)
+            check_count("positives", count, 1)
         if num_batches is not None:
             check_count("num_batches", num_batches, 1)
         self.num_batches, self.seed, self.group = num_batches, check_int("seed", seed), group
         self.num_rows, self.epoch, self.batches_done = len(classes), 0, 0
-        self._num_skipped = 0  # batches that were done when this epoch was started, or its state loaded
+        self._num_skipped = 0  # batches of this epoch that were done when it was started, or its state loaded
         self._is_complete = self._has_warned = False  # all batches of this epoch were drawn; the warning was given
-        self._digest: str | None = None  # of the targets, once a state is saved or loaded
+        self._digest: str | None = None  # of the targets, once it is compared or saved
         rest = batch_size - sum(self.positives.values())
         if rest < 0:
             raise ValueError(expected("positives", f"at most {batch_size} rows, the batch_size", positives))
-        self._strata = [(wanted, torch.nonzero(classes == of)[:, 0]) for of, wanted in self.positives.items()]
+        # For each stratum: how many of its rows a batch has, and the indices of all its rows.
+        self._strata = [(count, torch.nonzero(classes == index)[:, 0]) for index, count in self.positives.items()]
         is_rest = torch.ones(len(classes), dtype=torch.bool)
-        for (_, rows), of in zip(self._strata, self.positives):
+        for (_, rows), index in zip(self._strata, self.positives):
             if len(rows) == 0:
-                raise ValueError(expected("targets", f"rows of class {of}", Words("none"), "Ask for another class."))
+                raise ValueError(expected("targets", f"rows of class {index}", Words("none"), "Ask for another class."))
             is_rest[rows] = False
         if rest > 0:
             others = torch.nonzero(is_rest)[:, 0]
@@ -108,7 +110,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """The sampler itself: Lightning and Accelerate call ``set_epoch`` of this attribute of a batch sampler."""
         return self
 
-    def _ranks(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         if not is_initialized():
             return 0, 1
         group = resolve_group(self.group)
@@ -118,13 +120,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self.num_batches or max(1, self.num_rows // (self.batch_size * world_size))
 
     def __len__(self) -> int:
-        """Return the batches of this epoch, without those that were done before a restart; the same on every rank."""
-        return max(0, self._length(self._ranks()[1]) - self._num_skipped)
+        """Return the number of batches of this epoch, less those done before a restart; the same on every rank."""
+        return max(0, self._length(self._rank_and_size()[1]) - self._num_skipped)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over the batches of this rank, without those that were done before a restart."""
-        rank, world_size = self._ranks()
-        if world_size > 1 and get_worker_info() is None:  # a worker of a loader shares no group with the others
+        """Return an iterator over the batches of this rank, less those done before a restart."""
+        rank, world_size = self._rank_and_size()
+        if world_size > 1 and get_worker_info() is None:  # the worker processes of a loader are in no group
             facts = {name: State(value, _SAME_ARGUMENTS) for name, value in self._arguments().items()}
             facts |= {"epoch": State(self.epoch, _SAME_PLACE), "batches done": State(self.batches_done, _SAME_PLACE)}
             agree_on("BalancedBatchSampler", resolve_group(self.group), lambda: Offer(None, facts))
@@ -139,15 +141,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         parts = []
-        for wanted, rows in self._strata:
-            drawn = _repeated_shuffles(len(rows), world_size * wanted, length, generator)
-            parts.append(rows[drawn].view(length, world_size, wanted)[:, rank])
-        # Mixed, because a batch may be cut into micro-batches.
+        for count, rows in self._strata:
+            drawn = _repeated_shuffles(len(rows), world_size * count, length, generator)
+            parts.append(rows[drawn].view(length, world_size, count)[:, rank])
+        # Shuffle each batch, which may be cut into micro-batches.
         order = torch.rand(length, self.batch_size, generator=generator).argsort(dim=1)
         batches = torch.cat(parts, dim=1).gather(1, order)
-        return self._yield_all(batches[self.batches_done :])
+        return self._yield_lists(batches[self.batches_done :])
 
-    def _yield_all(self, batches: Tensor) -> Iterator[list[int]]:
+    def _yield_lists(self, batches: Tensor) -> Iterator[list[int]]:
         for batch in batches:
             yield batch.tolist()
         self._is_complete = True
@@ -166,17 +168,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Raises:
             RuntimeError: when all batches of the epoch are done. :meth:`set_epoch` starts the next one.
         """
-        length = self._length(self._ranks()[1])
+        length = self._length(self._rank_and_size()[1])
         if self.batches_done >= length:
             fix = f"Call set_epoch({self.epoch + 1}) before the batches of the next epoch."
-            found = Words(f"one more in epoch {self.epoch}")
-            raise RuntimeError(expected("advance", f"at most {length} batches in an epoch", found, fix))
+            got = Words(f"one more in epoch {self.epoch}")
+            raise RuntimeError(expected("advance", f"at most {length} batches in an epoch", got, fix))
         self.batches_done += 1
 
     def _arguments(self) -> dict[str, Any]:
         """Return what the order of an epoch depends on, besides its number and the ranks."""
         if self._digest is None:
-            # The rows of each class, which are all that is used of the targets.
+            # The sampler uses nothing of the targets but the rows of each class.
             digest = hashlib.blake2b(str(self.num_rows).encode(), digest_size=8)
             for _, rows in self._strata:
                 digest.update(str(len(rows)).encode())
@@ -189,22 +191,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, batches done, number of ranks, and for a comparison arguments and a digest of the targets."""
-        place = {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._ranks()[1]}
+        """Return epoch, batches done and number of ranks; for comparison also arguments and a digest of the targets."""
+        place = {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._rank_and_size()[1]}
         return place | self._arguments()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: when the state is that of a sampler with other arguments or targets; within an epoch of another
-                number of ranks, whose batches were others; for more batches than an epoch has.
+            ValueError: when the sampler that was saved had other arguments or targets; when it was within an epoch on
+                another number of ranks, whose batches differ; when it had done more batches than an epoch has.
         """
-        world_size = self._ranks()[1]
-        for name, own in self._arguments().items():
-            if state.get(name) != own:
+        world_size = self._rank_and_size()[1]
+        for name, value in self._arguments().items():
+            if state.get(name) != value:
                 fix = "Construct the sampler with the arguments of the one that was saved, or call set_epoch instead."
-                raise ValueError(expected(name, f"{state.get(name)}, as in the state", Words(own), fix))
+                raise ValueError(expected(name, f"{state.get(name)}, as in the state", Words(value), fix))
         if state["batches_done"] > 0 and state["world_size"] != world_size:
             fix = f"Continue with the next epoch: set_epoch({state['epoch'] + 1})."
             what = f"{state['world_size']}, as in the epoch that the state is within"
@@ -216,15 +218,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 def _repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.Generator) -> Tensor:
-    """Return ``steps * per_step`` of ``number`` rows: shuffle after shuffle, without a row twice in a step."""
+    """Return indices of ``number`` rows for all ``steps``, from one shuffle after another.
+
+    No step has a row twice, unless ``per_step`` is greater than ``number``.
+    """
     shuffles: list[Tensor] = []
     drawn = 0
     while drawn < steps * per_step:
         shuffle = torch.randperm(number, generator=generator)
-        begun = drawn % per_step  # rows of a step that the last shuffle has begun
+        begun = drawn % per_step  # rows of a step that the last shuffle did not complete
         if begun and per_step <= number:
-            is_in_it = torch.isin(shuffle, shuffles[-1][-begun:])
-            shuffle = torch.cat([shuffle[~is_in_it], shuffle[is_in_it]])
+            is_in_step = torch.isin(shuffle, shuffles[-1][-begun:])
+            shuffle = torch.cat([shuffle[~is_in_step], shuffle[is_in_step]])
         shuffles.append(shuffle)
         drawn += number
     return torch.cat(shuffles)[: steps * per_step]

@@ -1,4 +1,4 @@
-"""Loaders with different numbers of batches: a process whose loader has ended goes on with batches of no rows."""
+"""Loaders with different numbers of batches: a process whose loader has ended continues with batches without rows."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ _PLAIN = (str, bytes, int, float)
 def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = None) -> Iterable[T]:
     """Iterate over a loader until those of all processes have ended.
 
-    Equal to ``itertools.chain(loader, itertools.repeat(empty, n))``, with n the batches that the longest loader has
-    more. If processes take different numbers of steps, those with more wait in the first collective for those with
-    fewer. With this around the loader all take as many. The losses of this package take batches without rows, and their
-    gradient remains that of one process with the rows of all; losses of torch give NaN for them.
+    Equal to ``itertools.chain(loader, itertools.repeat(empty, n))``, where the longest loader has n batches more. If
+    processes take different numbers of steps, those with more steps hang in a collective that the others never join.
+    With this iterable all processes take the same number. The losses of this package accept batches without rows, and
+    their gradient remains that of one process with the rows of all; torch's losses return NaN for them.
 
     Args:
         loader: gives the batches of this process; iterated again in each epoch.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
         empty: what a process yields after its last batch. None is that batch without rows: tensors and arrays are cut
             in dim 0, and so are lists of strings and numbers; dicts, and lists and tuples of others, keep their form;
-            single numbers, strings and None stay as they are. Batches with other objects need it, and processes without
-            a batch.
+            single numbers, strings and None stay as they are. Batches with other objects require it, and so do
+            processes without a batch.
 
     Returns:
         An iterable for any number of epochs, without a length.
 
     Raises:
-        RankError: what the loader of a process raises, on every rank; and when a process has nothing to yield.
+        RankError: on every rank, when the loader of a process raises, or when a process has nothing to yield.
 
     Distributed:
-        One collective, a header, before each step, and one at the end, also where the lengths of the loaders are
-        known: only so an error in one loader is raised by all. Models in which a batch without rows is an error, as in
-        the training mode of ``torch.nn.BatchNorm1d``, cannot take part. One process iterates the loader as it is.
+        One collective, a header, before each step, and one at the end. They are exchanged even if the lengths of the
+        loaders are known, so that every rank raises an error in one loader. Models that do not accept a batch without
+        rows, such as ``torch.nn.BatchNorm1d`` in training mode, cannot use this. One process iterates the loader as it
+        is.
 
     Example:
         >>> import torch
@@ -56,11 +57,11 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
 
 
 class _UntilAllEnd(Generic[T]):
-    """What :func:`until_all_end` returns. It keeps the last batch without rows, also for the next epoch."""
+    """The iterable that :func:`until_all_end` returns."""
 
     def __init__(self, loader: Iterable[T], group: Group, empty: T | None) -> None:
         self.loader, self.group, self.empty = loader, group, empty
-        self._cut: T | None = None
+        self._empty_batch: T | None = None  # the last batch without rows, also for the next epoch
 
     def __iter__(self) -> Iterator[T]:
         """Yield the batches of an epoch."""
@@ -77,10 +78,10 @@ class _UntilAllEnd(Generic[T]):
             batch = _END if has_ended else next(batches, _END)
             if batch is _END:
                 has_ended = True
-                empty = self._cut if self.empty is None else self.empty
+                empty = self._empty_batch if self.empty is None else self.empty
                 return Offer(copy.deepcopy(empty), totals=(0.0, float(empty is None)))  # a loop may change its batches
             if self.empty is None:
-                self._cut = without_rows(batch)
+                self._empty_batch = without_rows(batch)
             return Offer(batch, totals=(1.0, 0.0))
 
         while True:
@@ -89,7 +90,7 @@ class _UntilAllEnd(Generic[T]):
             if not any(has_batch):
                 return
             if any(lacks):
-                ranks = ", ".join(str(rank) for rank, lacks_one in zip(group_ranks(group), lacks) if lacks_one)
+                ranks = ", ".join(str(rank) for rank, lacks_batch in zip(group_ranks(group), lacks) if lacks_batch)
                 what = "a batch in the loader of every rank"
                 raise RankValueError(expected("until_all_end", what, Words(f"none on rank {ranks}"), _FIX))
             yield agreed.value
@@ -99,7 +100,7 @@ def without_rows(batch: Any) -> Any:
     """Return ``batch`` cut to no rows, without a reference to its memory."""
     if isinstance(batch, Tensor):
         return batch[:0].detach().clone() if batch.ndim else batch
-    if isinstance(batch, MutableMapping):  # a copy keeps what a subclass holds besides
+    if isinstance(batch, MutableMapping):  # a copy keeps the attributes of a subclass
         cut = copy.copy(batch)
         cut.update({key: without_rows(value) for key, value in batch.items()})
         return cut
@@ -112,6 +113,6 @@ def without_rows(batch: Any) -> Any:
         return batch[:0] if is_column else type(batch)(map(without_rows, batch))
     if batch is None or isinstance(batch, _PLAIN):
         return batch
-    if isinstance(getattr(batch, "shape", None), tuple) and hasattr(batch, "copy"):  # an array of numpy
+    if isinstance(getattr(batch, "shape", None), tuple) and hasattr(batch, "copy"):  # a numpy array
         return batch[:0].copy() if batch.shape else batch
     raise TypeError(expected("batch", "tensors, in dicts, lists and tuples", batch, _FIX))

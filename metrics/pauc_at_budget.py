@@ -38,9 +38,9 @@ class PAUCAtBudget(RankingMetric):
 
     .. math:: \frac{1}{\beta - \alpha} \int_\alpha^\beta \mathrm{TPR}(u) \, du
 
-    with u the false-positive rate, or the share of all rows that are flagged: the exact counterpart of
+    where u is the false-positive rate, or the share of all rows that are flagged. It is the exact counterpart of
     :class:`~fullrank.losses.PAUCAtBudgetLoss`. The empirical curve has a point for each distinct score, so tied rows
-    are one step, and straight lines between the points. The area is not standardized as McClish does: a random ranking
+    are one step, and straight lines between the points. The area is not standardized as in McClish: a random ranking
     has (alpha + beta) / 2, and a perfect one 1, or less under ``"population"``, where positives use up budget.
 
     Args:
@@ -81,7 +81,8 @@ class PAUCAtBudget(RankingMetric):
         scores, order = pool.scores.sort(dim=1, descending=True)
         num_positive = pool.positive.sum(dim=1, keepdim=True)  # [C, 1]
         num_negative = pool.negative.sum(dim=1, keepdim=True)
-        # What a threshold just below each score flags, best first. Of tied scores only the last is a threshold.
+        # Counts of rows above a threshold just below each score, the highest score first. Of tied scores only the last
+        # is a threshold.
         positives = pool.positive.gather(1, order).cumsum(dim=1)  # [C, M]
         rows = pool.everyone.gather(1, order).cumsum(dim=1)
         last_of_tie = torch.ones_like(pool.positive)

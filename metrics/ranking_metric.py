@@ -20,8 +20,7 @@ from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
 
-# The state holds no ignored rows, so `compute` ignores none: no class has this index.
-_NOTHING = -1
+_IGNORE_NONE = -1  # an ignore_index that no target has; `update` has dropped the ignored rows
 
 
 @completed(RankingLoss)
@@ -99,18 +98,18 @@ class RankingMetric(GatheredMetric):
             TypeError: for logits that are not floating, and for arguments that are missing or given twice.
             ValueError: for shapes that do not fit, tensors on two devices, or a class index out of range.
         """
-        given = {"logits": "logits" if preds is None else "preds", "targets": "targets" if target is None else "target"}
-        logits = _either("logits", logits, "preds", preds)
-        targets = _either("targets", targets, "target", target)
+        names = {"logits": "logits" if preds is None else "preds", "targets": "targets" if target is None else "target"}
+        logits = _value_or_alias("logits", logits, "preds", preds)
+        targets = _value_or_alias("targets", targets, "target", target)
         try:
             batch = check_batch(logits, targets, None, None, self._rule)
-        except (TypeError, ValueError) as error:  # in the names of the caller
-            message = re.sub(r"\b(logits|targets)\b", lambda found: given[found[0]], str(error))
+        except (TypeError, ValueError) as error:  # with the names that the caller used
+            message = re.sub(r"\b(logits|targets)\b", lambda match: names[match[0]], str(error))
             raise type(error)(message) from None
-        kept = batch.targets != self.ignore_index
-        kept = kept.any(dim=1) if self.multi_hot else kept
-        self.logits.append(batch.logits.detach().to(compute_dtype(logits.dtype))[kept])
-        self.targets.append(batch.targets[kept])
+        is_kept = batch.targets != self.ignore_index
+        is_kept = is_kept.any(dim=1) if self.multi_hot else is_kept
+        self.logits.append(batch.logits.detach().to(compute_dtype(logits.dtype))[is_kept])
+        self.targets.append(batch.targets[is_kept])
 
     def compute(self) -> Tensor:
         """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""
@@ -120,12 +119,12 @@ class RankingMetric(GatheredMetric):
                 f"The ``compute`` method of metric {type(self).__name__} found no row on any rank: the value is NaN.",
                 UserWarning,
             )
-        pool = self._pool(logits, targets)
+        pool = self._make_pool(logits, targets)
         values, valid = self.compute_per_class(pool)
-        poisoned = pool.scores.isnan().any(dim=1)  # [C]
-        values = values.masked_fill(poisoned | ~valid, math.nan)
+        has_nan = pool.scores.isnan().any(dim=1)  # [C]
+        values = values.masked_fill(has_nan | ~valid, math.nan)
         # The mean over no class is NaN.
-        return values if self.average is None else values[valid | poisoned].mean()
+        return values if self.average is None else values[valid | has_nan].mean()
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the value of each class over ``pool``; the formula of the subclass."""
@@ -135,19 +134,19 @@ class RankingMetric(GatheredMetric):
         """Return precision, recall and threshold over the review budget, of one class; a collective like ``compute``.
 
         Raises:
-            TypeError, ValueError: for a class that there is not; for a score that is NaN, on every rank.
+            TypeError, ValueError: for a class that does not exist; on every rank, for a score that is NaN.
         """
         if not 0 <= check_int("class_index", class_index) < self.num_classes:
             raise ValueError(expected("class_index", f"0 to {self.num_classes - 1}", class_index))
-        pool = self._pool(*self.synchronized_rows())
+        pool = self._make_pool(*self.synchronized_rows())
         member = pool.everyone[class_index]
         scores, positive = pool.scores[class_index][member], pool.positive[class_index][member]
         if scores.isnan().any():
             raise ValueError(expected(f"the scores of class {class_index}", "numbers", Words("NaN")))
         return ReviewCurve.of(scores, positive)
 
-    def _pool(self, logits: Tensor, targets: Tensor) -> Pool:
-        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _NOTHING)
+    def _make_pool(self, logits: Tensor, targets: Tensor) -> Pool:
+        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _IGNORE_NONE)
         return Pool(Batch(logits, targets, rule=rule))
 
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -169,9 +168,9 @@ class RankingMetric(GatheredMetric):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def _either(name: str, value: Tensor | None, other: str, alias: Tensor | None) -> Tensor:
-    """Return the argument ``name``, which may be given under the name ``other``."""
+def _value_or_alias(name: str, value: Tensor | None, alias_name: str, alias: Tensor | None) -> Tensor:
+    """Return the argument ``name``, which the caller may also pass as ``alias_name``."""
     if (value is None) == (alias is None):
-        given = Words("neither" if value is None else "both")
-        raise TypeError(expected(name, f"{name} or {other}", given, "Pass one of them."))
+        got = Words("neither" if value is None else "both")
+        raise TypeError(expected(name, f"{name} or {alias_name}", got, "Pass one of them."))
     return alias if value is None else value  # type: ignore[return-value]

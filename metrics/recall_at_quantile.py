@@ -23,8 +23,8 @@ class RecallAtQuantile(RankingMetric):
 
     .. math:: \frac{1}{|P|} \sum_{i \in P} [x_i \ge \theta], \quad \theta = Q_{1-q}(x)
 
-    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`. At q = 0.005 it takes some 200 rows until
-    the threshold is not the top score. With ``quantile_interpolation="higher"`` the row at the threshold and its ties
+    The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`. At q = 0.005 the threshold is the highest
+    score until there are about 200 rows. With ``quantile_interpolation="higher"`` the row at the threshold and its ties
     are reviewed. Ignored rows do not move the threshold.
 
     Args:

@@ -1,4 +1,4 @@
-"""Precision, recall and threshold over the review budget, and their picture."""
+"""Precision, recall and threshold over the review budget, and a plot of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ReviewCurve(NamedTuple):
-    """What a review of the rows with the highest scores finds, for each distinct score as the threshold.
+    """Precision and recall of a review of the rows with the highest scores, for each distinct score as the threshold.
 
     Four tensors (K,), float64, from the highest threshold to the lowest. A row at the threshold is reviewed.
     :meth:`RecallAtQuantile.review_curve` and :meth:`PAUCAtBudget.review_curve` return it.
@@ -26,8 +26,8 @@ class ReviewCurve(NamedTuple):
     """
 
     budget: Tensor  # share of the rows that is reviewed
-    precision: Tensor  # share of positives among these
-    recall: Tensor  # share of the positives that is among these; NaN without a positive
+    precision: Tensor  # share of the reviewed rows that are positives
+    recall: Tensor  # share of the positives that are reviewed; NaN without a positive
     threshold: Tensor
 
     @staticmethod
@@ -37,8 +37,8 @@ class ReviewCurve(NamedTuple):
         is_last = torch.ones_like(scores, dtype=torch.bool)  # of tied scores only the last is a threshold
         is_last[:-1] = scores[1:] != scores[:-1]
         reviewed = torch.arange(1, len(scores) + 1, device=scores.device)[is_last].double()
-        found = positive[order].cumsum(0)[is_last].double()
-        return ReviewCurve(reviewed / len(scores), found / reviewed, found / positive.sum(), scores[is_last])
+        caught = positive[order].cumsum(0)[is_last].double()
+        return ReviewCurve(reviewed / len(scores), caught / reviewed, caught / positive.sum(), scores[is_last])
 
     def plot(self, ax: Any = None) -> Any:
         """Draw precision and recall, and the threshold on an axis of its own; return figure and axes, as torchmetrics.

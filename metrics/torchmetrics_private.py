@@ -1,6 +1,6 @@
 """The one file that uses private parts of :class:`torchmetrics.Metric`: gather rows, cache values, copy, plot.
 
-What it uses, seen to work in torchmetrics 1.9:
+What it uses, tested with torchmetrics 1.9:
 
 ================== ==================================================================================================
 ``_sync_dist``     overridden; the step between ``sync`` and ``unsync`` that replaces the state
@@ -8,7 +8,7 @@ What it uses, seen to work in torchmetrics 1.9:
 ``_computed``      the cached value, or None; read and cleared
 ``_to_sync``       read; True if ``compute`` synchronizes
 ``_is_synced``     read; True while the state is that of all ranks
-``_update_count``  set for the time of a ``compute``, to silence a warning
+``_update_count``  set during a ``compute``, to silence a warning
 ``_plot``          called
 ================== ==================================================================================================
 """
@@ -33,7 +33,7 @@ from ..losses.base import SAME_ARGUMENTS
 
 
 class GatheredMetric(Metric):
-    """A metric whose state is rows of logits and targets, which travel in one block, the same collectives on all ranks.
+    """A metric whose state is rows of logits and targets; all ranks gather them in one block, by the same collectives.
 
     A subclass adds the two list states, ``rows()`` and ``result_shape``.
     """
@@ -106,13 +106,13 @@ class GatheredMetric(Metric):
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
         """Replace the state with the rows of all ranks.
 
-        torchmetrics gathers each tensor of a list by itself, so a rank with an empty list makes other collectives than
-        the other ranks. Here every rank sends one block, of the same dtypes even without rows.
+        torchmetrics gathers each tensor of a list separately, so a rank with an empty list would make other collectives
+        than the other ranks. Here every rank sends one block, of the same dtypes even without rows.
         """
         group = self.process_group if process_group is None else process_group
         rows: Sequence[Any]
         if dist_sync_fn is not gather_all_tensors:
-            rows = [torch.cat(list(dist_sync_fn(one, group=group))) for one in self.rows()]
+            rows = [torch.cat(list(dist_sync_fn(tensor, group=group))) for tensor in self.rows()]
         elif dist.get_world_size(resolved := resolve_group(group, name="process_group")) == 1:
             rows = self.rows()
         else:
