@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import fullrank
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from fullrank.large import ShardedLoss, smooth_ap
-from fullrank.losses.pool import PoolCounts
+from fullrank.losses.pooled.pool import PoolCounts
 
 KINDS: dict[str, Callable[..., Any]] = {
     "smooth_ap": lambda *given, **options: SmoothAPLoss(*given, temperature=0.1, **options),
