@@ -217,9 +217,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         facts: dict[str, object] = {"call": Words(call)}
         if own_error is None:
             facts |= {**offer.facts, "tensors": parcel.described}
-        reports = _exchange_reports(heads, {name: repr(fact) for name, fact in facts.items()}, own_error, ranks)
-        advice = {name: fact.advice for name, fact in facts.items() if isinstance(fact, State)}
-        joint = joint_error(call, group_ranks(ranks), heads, reports, advice, checksum)
+        reports = _exchange_reports(heads, facts, own_error, ranks)
+        joint = joint_error(call, group_ranks(ranks), heads, reports, checksum)
         joint.agreement = (id(ranks), number)
         raise joint from cause_of(own_error)
     counts = tuple([head[2] for head in heads])
@@ -307,10 +306,11 @@ def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
 
 
 class _Report(NamedTuple):
-    """What one rank sends when the ranks do not agree: why it failed, if it did, and its facts."""
+    """What one rank sends when the ranks do not agree: why it failed, if it did, its facts, and the advice on them."""
 
     reason: tuple[str, str] | None  # class and text
     facts: dict[str, str]
+    advice: Mapping[str, str] = {}  # for each fact of state
 
 
 def reporting_ranks(heads: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -332,18 +332,19 @@ def reporting_ranks(heads: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def _exchange_reports(
-    heads: Sequence[Sequence[int]], texts: Mapping[str, str], error: Exception | None, ranks: ProcessGroup
+    heads: Sequence[Sequence[int]], facts: Mapping[str, object], error: Exception | None, ranks: ProcessGroup
 ) -> dict[int, _Report]:
-    """Return the reports of :func:`reporting_ranks` by digest; ``texts`` and ``error`` are those of this rank."""
+    """Return the reports of :func:`reporting_ranks` by digest; ``facts`` and ``error`` are those of this rank."""
     places = reporting_ranks(heads)
     if not places:
         return {}
     own_report = None
     if ranks.rank() in places.values():
         reason = None if error is None else (public_class(error).__name__, reason_of(error))
-        own_report = _Report(reason, {name: _cut(text) for name, text in texts.items()})
+        advice = {name: fact.advice for name, fact in facts.items() if isinstance(fact, State)}
+        own_report = _Report(reason, {name: _cut(repr(fact)) for name, fact in facts.items()}, advice)
     reports: list[Any] = [None] * ranks.size()
-    with errors_naming(texts["call"], "the exchange of what went wrong", error):
+    with errors_naming(repr(facts["call"]), "the exchange of what went wrong", error):
         dist.all_gather_object(reports, own_report, group=ranks)
     return {key: reports[place] for key, place in places.items()}
 
@@ -353,7 +354,6 @@ def joint_error(
     ranks: list[int],
     heads: Sequence[Sequence[int]],
     reports: Mapping[int, _Report],
-    advice: Mapping[str, str] | None = None,
     checksum: Checksum | None = None,
 ) -> RankError:
     """Return the error for headers that do not agree, the same on every rank.
@@ -363,7 +363,6 @@ def joint_error(
         ranks: the global ranks.
         heads: failed, digest, rows and checksum of each rank.
         reports: those of :func:`reporting_ranks`, by digest.
-        advice: what to do about each fact of state.
         checksum: that of this rank; its name and advice are the same on all ranks.
     """
     if any(head[0] for head in heads):
@@ -376,7 +375,10 @@ def joint_error(
                 reasons.append((rank, "", "", f"{head[1]:016x}"))  # not reported, because the text quotes four others
         return failure(reasons)
     if reports:
-        return disagreement(ranks, [reports[head[1]].facts if head[1] in reports else None for head in heads], advice)
+        facts = [reports[head[1]].facts if head[1] in reports else None for head in heads]
+        # A fact may be one of some ranks alone.
+        advice = {name: text for report in reports.values() for name, text in report.advice.items()}
+        return disagreement(ranks, facts, advice)
     name, fix = ("checksum", _SAME_CALLS) if checksum is None else (checksum.name, checksum.advice)
     contents = [{"call": call, name: f"contents {head[3] & 0xFFFFFFFF:08x}"} for head in heads]
     return disagreement(ranks, contents, {name: fix})

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import losses
 from ..distributed.gather import all_gather_no_grad, all_gather_with_grad, gather_rows
-from ..losses import (
-    BCEWithLogitsLoss,
-    CrossEntropyLoss,
-    InfoNCELoss,
-    NDCGLoss,
-    PAUCAtBudgetLoss,
-    RecallAtQuantileLoss,
-    RetrievalSmoothAPLoss,
-    SigmoidFocalLoss,
-    SmoothAPLoss,
-    SoftmaxFocalLoss,
-    SupConLoss,
-)
-from ..losses.base import DistributedLoss, HoldsQueue
+from ..losses import DistributedLoss, SmoothAPLoss
+from ..losses.base import HoldsQueue
 from .site import Place, Site
 
 _FEATURES, CLASSES = 5, 3
@@ -111,34 +103,58 @@ def reduce_scatter(site: Site) -> str:
 
 
 Arguments = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+# What a loss may be called with, made from outputs and the class of each row. A loss has the first that it accepts.
+_FORMS: tuple[Arguments, ...] = (
+    lambda scores, targets: (scores, targets),
+    lambda scores, targets: (scores, scores.exp()),
+    lambda scores, targets: (scores, nn.functional.one_hot(targets, CLASSES).to(scores.dtype)),
+    lambda scores, targets: (scores[:, 0], targets),
+)
+# Where a loss has these arguments: with few rows the gradient of each is large enough to be compared.
+_SETTINGS = {"num_classes": CLASSES, "quantile": 0.3, "symmetric": True}
+
+
+def _kinds() -> dict[str, Callable[..., DistributedLoss]]:
+    """Return the losses of the package over ranks: the public classes of which no other is a subclass."""
+    public = [getattr(losses, name) for name in losses.__all__]
+    found = [kind for kind in public if isinstance(kind, type) and issubclass(kind, DistributedLoss)]
+    return {kind.__name__: kind for kind in found if sum(issubclass(other, kind) for other in found) == 1}
+
+
+KINDS = _kinds()
+
+
+def _settings(kind: Callable[..., DistributedLoss], queue_size: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments for the losses of a class, by what is added to its name; a temperature may be automatic."""
+    parameters = inspect.signature(kind).parameters
+    given = {name: value for name, value in {**_SETTINGS, "queue_size": queue_size}.items() if name in parameters}
+    temperature = parameters.get("temperature")
+    if temperature is None or "None" not in str(temperature.annotation):
+        return {"": given}
+    return {"": {**given, "temperature": 0.5}, **({", automatic": given} if temperature.default is None else {})}
+
+
+@functools.cache
+def _form_of(kind: Callable[..., DistributedLoss]) -> Arguments:
+    """Return what the losses of a class are called with."""
+    generator = torch.Generator().manual_seed(0)
+    for form in _FORMS:
+        loss = kind(**_settings(kind, 0)[""], gather_distributed=False)
+        try:
+            loss(*form(torch.randn(8, CLASSES, generator=generator), torch.arange(8) % CLASSES))
+        except (TypeError, ValueError):
+            continue
+        return form
+    raise TypeError(f"{kind}: no check knows what it is called with")
 
 
 def make_losses(device: torch.device, queue_size: int = QUEUE) -> dict[str, tuple[DistributedLoss, Arguments]]:
     """Return each loss, and its arguments from outputs and targets; with a fixed or an automatic temperature."""
-
-    forms: dict[str, Arguments] = {
-        "same": lambda scores, targets: (scores, targets),
-        "one hot": lambda scores, targets: (scores, nn.functional.one_hot(targets, CLASSES).to(scores.dtype)),
-        "one column": lambda scores, targets: (scores[:, 0], targets),
-        "pairs": lambda scores, targets: (scores, scores.exp()),
+    return {
+        name + suffix: (kind(**given).to(device), _form_of(kind))
+        for name, kind in KINDS.items()
+        for suffix, given in _settings(kind, queue_size).items()
     }
-    losses: dict[str, tuple[DistributedLoss, str]] = {
-        "SmoothAPLoss": (SmoothAPLoss(CLASSES, queue_size=queue_size, temperature=0.5), "same"),
-        "RecallAtQuantileLoss": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size, temperature=0.5), "same"),
-        "SmoothAPLoss, automatic": (SmoothAPLoss(CLASSES, queue_size=queue_size), "same"),
-        "RecallAtQuantileLoss, automatic": (RecallAtQuantileLoss(CLASSES, 0.3, queue_size=queue_size), "same"),
-        "PAUCAtBudgetLoss": (PAUCAtBudgetLoss(CLASSES, queue_size=queue_size), "same"),
-        "RetrievalSmoothAPLoss": (RetrievalSmoothAPLoss(temperature=0.5), "same"),
-        "InfoNCELoss": (InfoNCELoss(symmetric=True, queue_size=queue_size), "pairs"),
-        "SupConLoss": (SupConLoss(queue_size=queue_size), "same"),
-        "NDCGLoss": (NDCGLoss(temperature=0.5), "one column"),
-        "NDCGLoss, automatic": (NDCGLoss(), "one column"),
-        "SoftmaxFocalLoss": (SoftmaxFocalLoss(), "same"),
-        "SigmoidFocalLoss": (SigmoidFocalLoss(), "one hot"),
-        "CrossEntropyLoss": (CrossEntropyLoss(), "same"),
-        "BCEWithLogitsLoss": (BCEWithLogitsLoss(), "one hot"),
-    }
-    return {name: (loss.to(device), forms[form]) for name, (loss, form) in losses.items()}
 
 
 LOSSES = tuple(make_losses(torch.device("cpu")))

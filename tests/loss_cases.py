@@ -1,162 +1,626 @@
-"""The losses, the inputs and the settings that the tests of the losses run over; each is named once, here."""
+"""The registry of the losses: a row for each, from which the tests of all folders read.
+
+A new loss is a new row. What a test needs and a loss does not have, such as a queue, weights or a pure function, is
+read from its signatures. Where a test cannot hold for a loss, ``left_out`` of its row says why in a sentence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
+import pytest
 import reference
 import torch
 from reference import Rows
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullrank import losses
 
 IGNORED = -100
-
-# Names of fullrank.losses.__all__ that are no loss of rows or elements, and losses with a file of tests of their own.
-NOT_LOSSES = {"DistributedLoss", "FocalLoss", "RankingLoss", "PerClass", "Pool", "sigmoid_sums"}
-NOT_LOSSES |= {"LossWithClasses", "LossWithClassesAndStats", "LossWithStats", "CombinedLoss", "LossWarmupWrapper"}
-NOT_LOSSES |= {"BCEWithLogitsLoss", "CrossEntropyLoss", "InfoNCELoss", "NDCGLoss", "SupConLoss", "causal_lm_loss"}
-NOT_LOSSES |= {"RetrievalSmoothAPLoss", "retrieval_smooth_ap"}
+NAN, INF = math.nan, math.inf
+Settings = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class PooledLoss:
-    """A loss whose value depends on the ranks of all rows.
+class Kind(NamedTuple):
+    """What a loss is called with.
 
-    Only differences of scores count, in units of a temperature; the loss is in [0, 1], and needs positives.
-    ``settings``: the arguments worth a run of their own.
+    ``make`` returns its arguments for rows (N, C), the class of each row and the query of each row. ``columns``: the
+    least C in which the tests of all losses run. ``ignores``: the class of a row may be ``IGNORED``. ``is_binary``: of
+    several columns the first is used, with class 1 against the others.
     """
 
-    module: type[losses.RankingLoss]
-    functional: Callable[..., Any]
-    reference: Callable[..., reference.Result]
-    settings: Mapping[str, Mapping[str, Any]]
-    default: Mapping[str, Any]
-    needs_negatives: bool = True
-    module_only: frozenset[str] = frozenset()
+    make: Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
+    columns: int = 1
+    ignores: bool = True
+    is_binary: bool = False
 
 
-@dataclass(frozen=True)
-class FocalCase:
-    """A loss that is a sum over elements divided by a count."""
-
-    module: type[torch.nn.Module]
-    functional: Callable[..., Tensor]
-    reference: Callable[..., Tensor]
-    settings: Mapping[str, Mapping[str, Any]]
-    inputs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+def as_elements(x: Tensor, targets: Tensor) -> Tensor:
+    """Return the class of each row as 0 and 1 in the shape of ``x``; of one column, class 1 against the others."""
+    classes = torch.arange(x.shape[1], device=x.device) if x.shape[1] > 1 else torch.ones(1, device=x.device)
+    return (targets[:, None] == classes).to(x.dtype)
 
 
-def focal_binary(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets in {0, 1} with some soft ones, and weights, all (5, 3, 2)."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(5, 3, 2, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 2, (5, 3, 2), generator=generator).double()
-    targets[0, 0] = torch.tensor([0.3, 0.9])
-    return logits, targets, torch.rand(5, 3, 2, generator=generator, dtype=torch.float64)
+KINDS = {
+    "scores": Kind(lambda x, t, q: {"logits": x, "targets": t}),
+    "queries": Kind(lambda x, t, q: {"logits": x[:, :1], "targets": t.clamp_max(1), "indexes": q}, is_binary=True),
+    "grades": Kind(lambda x, t, q: {"logits": x[:, :1], "relevance": t, "indexes": q}),
+    "classes": Kind(lambda x, t, q: {"inputs": x, "targets": t}, columns=3),
+    "elements": Kind(lambda x, t, q: {"inputs": x, "targets": as_elements(x, t)}, ignores=False),
+    "embeddings": Kind(lambda x, t, q: {"embeddings": x, "labels": t}, columns=8),
+    "pairs": Kind(lambda x, t, q: {"queries": x, "keys": x.roll(1, 1)}, columns=8, ignores=False),
+    "tokens": Kind(lambda x, t, q: {"logits": x[None], "labels": t[None]}, columns=3),
+}
 
 
-def focal_classes(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (6, 4, 2), targets and weights (6, 2), with background and ignored elements."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(6, 4, 2, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 4, (6, 2), generator=generator)
-    targets[1, 0], targets[2, 1], targets[4, 0] = IGNORED, IGNORED, 0
-    return logits, targets, torch.rand(6, 2, generator=generator, dtype=torch.float64)
+class Argument(NamedTuple):
+    """An argument of a loss.
+
+    ``other``: a value other than the usual one, in which the processes may not differ, unless ``apart`` says why they
+    may. ``bad``: values that raise ValueError. ``wrong``: values that raise TypeError.
+    """
+
+    other: Any = None
+    bad: Sequence[Any] = ()
+    wrong: Sequence[Any] = ()
+    apart: str = ""
 
 
-POOLED: dict[str, PooledLoss] = {
-    "smooth_ap": PooledLoss(
+# What several losses have. A row describes the arguments of its own, and what it refuses besides.
+SHARED = {
+    "num_classes": Argument(3, [0, -1], [2.0, True]),
+    "queue_size": Argument(7, [-1], [1.5]),
+    "num_features": Argument(apart="It says which state can be loaded."),
+    "temperature": Argument(0.7, [0.0, -0.1, NAN, INF], ["0.1"]),
+    "reduction": Argument("sum", ["average", None]),
+    "ignore_index": Argument(-1, [], [1.0, None]),
+    "update_queue_in_eval": Argument(apart="Its effect is compared: DRIFTS of test_drift.py has it."),
+    "max_pool_size": Argument(9, [0], [2.5]),
+    "queue_keep": Argument("negatives", ["positives"]),
+    "queue_in_eval": Argument(True),
+    "multi_hot": Argument(True),
+    "normalize": Argument(False),
+    "gather_distributed": Argument(None, [], ["yes", 1], apart="A process that does not gather does not call."),
+    "group": Argument(None, [], ["world"], apart="A process that names another group cannot be asked."),
+    "gradient_reduction": Argument("sum", ["max", 0]),
+    "validate_args": Argument(apart="Whichever process checks, all raise."),
+    "name": Argument("other", [], [1]),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Loss:
+    """A row of the registry.
+
+    Args:
+        name: of the row, and in the names of the tests.
+        kind: what the loss is called with, a key of ``KINDS``.
+        module: its class; None if it is a function alone.
+        function: its pure function, if it has one.
+        reference: its slow definition, from tests/reference.py.
+        forms: settings for which it has code of its own, by name. Tests run over them, or over the first of them.
+        settings: more settings in which it is compared with the reference.
+        controls: changes of the first form that change the value of the reference.
+        own: the arguments of its own, and what it refuses of the shared ones.
+        together: the argument that a message names, values that do not go together, and a part of the message.
+        parts: returns the losses that it is made of, from the options of their constructors.
+        needs: the rows without which a class is not valid.
+        of_order: only differences of scores count, in units of a temperature, and the loss is in [0, 1].
+        columns: the least number of columns, where it is not that of the kind.
+        left_out: why a family of tests cannot hold for it, by the name of the family in ``FAMILIES``, or for one of its
+            forms, by that and the name of the form.
+    """
+
+    name: str
+    kind: str
+    module: type[nn.Module] | None = None
+    function: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    forms: Mapping[str, Settings] = field(default_factory=lambda: {"": {}})
+    settings: Mapping[str, Settings] = field(default_factory=dict)
+    controls: Sequence[Settings] = ()
+    own: Mapping[str, Argument] = field(default_factory=dict)
+    together: Sequence[tuple[str, Settings, str]] = ()
+    parts: Callable[..., Settings] | None = None
+    needs: frozenset[str] = frozenset({"positives", "negatives"})
+    of_order: bool = False
+    columns: int | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """The names of the arguments of the constructor."""
+        return frozenset(() if self.module is None else inspect.signature(self.module).parameters)
+
+    @cached_property
+    def of_function(self) -> frozenset[str]:
+        """The names of the arguments of the pure function."""
+        return frozenset(() if self.function is None else inspect.signature(self.function).parameters)
+
+    def takes(self, name: str) -> bool:
+        """Return whether a call takes an argument; what is made of parts passes it on."""
+        names = inspect.signature(self.function if self.module is None else self.module.forward).parameters
+        return name in names or "kwargs" in names
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it ranks a pool of rows, one class against the rest."""
+        return self.kind == "scores" and self.parts is None
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether its usual temperature follows from the scores."""
+        return (
+            "temperature" in self.arguments and inspect.signature(self.module).parameters["temperature"].default is None
+        )
+
+    def argument(self, name: str) -> Argument:
+        """Return the entry of an argument: what is said of it here, and of all losses that have it."""
+        own, shared = self.own.get(name, Argument()), SHARED.get(name, Argument())
+        other = shared.other if own.other is None else own.other
+        return Argument(other, [*shared.bad, *own.bad], [*shared.wrong, *own.wrong], own.apart or shared.apart)
+
+    @property
+    def first(self) -> Form:
+        """The first form."""
+        return Form(self, next(iter(self.forms.values())))
+
+    def form_with(self, argument: str) -> Form:
+        """Return the first form that sets an argument, or the first of all."""
+        return next((Form(self, settings) for settings in self.forms.values() if argument in settings), self.first)
+
+    @property
+    def compared(self) -> dict[str, Form]:
+        """All settings in which it is compared with the reference, by name."""
+        return {name: Form(self, settings) for name, settings in {**self.forms, **self.settings}.items()}
+
+
+class Form(NamedTuple):
+    """A loss with settings for which it has code of its own."""
+
+    loss: Loss
+    settings: Settings
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the one that is used where one is enough."""
+        return self.settings is self.loss.first.settings
+
+    def given(self, **options: Any) -> dict[str, Any]:
+        """Return the arguments of the constructor: the settings, the parts, and the options that the loss takes."""
+        if KINDS[self.loss.kind].is_binary:
+            options = {**options, "num_classes": 1}
+        parts = {} if self.loss.parts is None else self.loss.parts(**options)
+        return {**self.settings, **parts, **{k: v for k, v in options.items() if k in self.loss.arguments}}
+
+    def make(self, **options: Any) -> Any:
+        """Return a module; one with a schedule is in step 1 of it."""
+        assert self.loss.module is not None
+        module = self.loss.module(**self.given(**options))
+        if hasattr(module, "on_train_batch_start"):
+            module.on_train_batch_start(1)
+        return module
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the pure function takes the settings."""
+        return self.loss.function is not None and self.loss.of_function >= self.settings.keys()
+
+    def call(self, as_module: bool = False, **options: Any) -> Callable[..., Tensor]:
+        """Return the pure function; without one, or on request, a function that makes a new module in each call."""
+        if as_module or not self.is_function:
+            return lambda *rows, **given: self.make(**options)(*rows, **given)
+        assert self.loss.function is not None
+        taken = {name: value for name, value in options.items() if name in self.loss.of_function}
+        return partial(self.loss.function, **{**self.settings, **taken})
+
+    @property
+    def columns(self) -> int:
+        """The least number of columns."""
+        return self.loss.columns or KINDS[self.loss.kind].columns
+
+    def arguments(self, x: Tensor, targets: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the arguments of a call for rows (N, C), the class of each, and its query, which is one of four."""
+        given = torch.arange(len(x), device=x.device) % 4 if queries is None else queries
+        return KINDS[self.loss.kind].make(x, targets, given)
+
+    def value(self, x: Tensor, targets: Tensor, queries: Tensor | None = None, **options: Any) -> Tensor:
+        """Return the loss of rows (N, C) as a number; ``options`` are those of the constructor or the function."""
+        found = self.call(num_classes=x.shape[1], **options)(**self.arguments(x, targets, queries))
+        return found.nan_to_num().square().sum() if found.ndim else found
+
+
+def of_elements(options: Settings) -> dict[str, Any]:
+    """Return the options that every loss over processes takes."""
+    return {name: options[name] for name in ("group", "gather_distributed", "gradient_reduction") if name in options}
+
+
+def combined(wrap: Callable[[Any], nn.Module] = lambda loss: loss, **options: Any) -> Settings:
+    """Return the losses of a weighted sum; ``wrap`` is put around that over a pool."""
+    ap = wrap(LOSSES["smooth_ap"].first.make(**{"num_classes": 3, **options}))
+    return {"losses": {"ap": ap, "ce": losses.CrossEntropyLoss(label_smoothing=0.1, **of_elements(options))}}
+
+
+def warm_up(wrap: Callable[[Any], nn.Module] = lambda loss: loss, **options: Any) -> Settings:
+    """Return the losses of a warm-up; ``wrap`` is put around that over a pool."""
+    ap = wrap(LOSSES["smooth_ap"].first.make(**{"num_classes": 3, **options}))
+    return {"warmup_loss": losses.SoftmaxFocalLoss(**of_elements(options)), "main_loss": ap}
+
+
+AP = losses.SmoothAPLoss(3)
+WEIGHT = torch.tensor([0.2, 1.0, 3.0])
+SHARE = Argument(0.3, [-0.1, 1.1, NAN], ["0.1"])  # a number in [0, 1]
+WIDTH = Argument(None, [0.0, -1.0, NAN, INF], ["0.1"])
+COUNT = Argument(None, [-1], [1.5, True])
+RULE = Argument("lower", ["cubic"])
+TRAPEZOID, DRO = {"surrogate": "trapezoid"}, {"surrogate": "dro"}
+BAND, LINEAR = {"alpha": 0.1, "beta": 0.7}, {"quantile_interpolation": "linear"}
+ITS_OWN_BACKWARD = "Its backward communicates, which no transform of torch.func can."
+READS_VALUES = "It reads values, of which the meta device has none."
+KEEPS_STATE = "A graph holds no state, so the module runs eagerly."
+OF_PARTS = "Each of its parts rounds the gradient of its own."
+BY_VALUES = "The number of operators depends on values, so it runs eagerly."
+
+ROWS = (
+    Loss(
+        "smooth_ap",
+        "scores",
         losses.SmoothAPLoss,
         losses.smooth_ap,
         reference.smooth_ap,
-        settings={"narrow": {"temperature": 0.05}, "wide": {"temperature": 1.0}, "automatic": {}},
-        default={"temperature": 0.3},
+        forms={"": {"temperature": 0.3}, "automatic": {}},
+        settings={"narrow": {"temperature": 0.05}, "wide": {"temperature": 1.0}},
+        controls=[{"temperature": 0.31}],
+        of_order=True,
     ),
-    "recall_at_quantile": PooledLoss(
+    Loss(
+        "recall",
+        "scores",
         losses.RecallAtQuantileLoss,
         losses.recall_at_quantile,
         reference.recall_at_quantile,
+        forms={
+            "": {"quantile": 0.3, "temperature": 0.3},
+            "linear": {"quantile": 0.13, "temperature": 0.3, **LINEAR},
+            "automatic": {"quantile": 0.3},
+        },
         settings={
             rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
-            for rule, q in [("linear", 0.13), ("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.45)]
-        }
-        | {"automatic": {"quantile": 0.3}},
-        default={"quantile": 0.3, "temperature": 0.3},
-        needs_negatives=False,
+            for rule, q in (("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.45))
+        },
+        controls=[{"quantile": 0.34}, {"quantile": 0.2}],
+        own={
+            "quantile": Argument(0.4, [0.0, 1.0, -0.1, 1.5, NAN], ["0.1"]),
+            "quantile_interpolation": RULE,
+            "threshold_gradient": Argument(False),
+        },
+        needs=frozenset({"positives"}),
+        of_order=True,
     ),
-    "pauc_at_budget": PooledLoss(
+    Loss(
+        "pauc",
+        "scores",
         losses.PAUCAtBudgetLoss,
         losses.pauc_at_budget,
         reference.pauc_at_budget,
+        forms={
+            "pairwise": {"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3},
+            "trapezoid": {**BAND, **TRAPEZOID, "n_knots": 5, "temperature": 0.3, "threshold_gradient": True},
+            "dro": {"beta": 0.2},
+            "dro_tilted": {"dro_lambda": 0.3, "tau_scale": "iqr", **DRO},
+            "dro_band": {"dro_lambda": 4.0, "tau_scale": "band", "beta": 0.7, **DRO},
+        },
         settings={
             "defaults": {},
-            "trapezoid": {"beta": 0.3, "surrogate": "trapezoid"},
-            "knots": {"alpha": 0.1, "beta": 0.7, "surrogate": "trapezoid", "n_knots": 5, "temperature": 0.3},
-            "band": {
-                "alpha": 0.05,
-                "beta": 0.8,
-                "surrogate": "trapezoid",
-                "tau_scale": "band",
-                "quantile_interpolation": "linear",
-            },
-            "population": {"beta": 0.6, "surrogate": "trapezoid", "budget_basis": "population", "n_knots": 3},
-            "pairwise": {"beta": 0.5, "surrogate": "pairwise"},
+            "trapezoid_half": {"beta": 0.3, **TRAPEZOID},
+            "band": {"alpha": 0.05, "beta": 0.8, "tau_scale": "band", **LINEAR, **TRAPEZOID},
+            "population": {"beta": 0.6, "budget_basis": "population", "n_knots": 3, **TRAPEZOID},
             "pairwise_band": {"alpha": 0.1, "beta": 0.9, "surrogate": "pairwise", "tau_scale": "band"},
             "pairwise_population": {"beta": 0.8, "surrogate": "pairwise", "budget_basis": "population"},
-            "live": {"beta": 0.5, "surrogate": "trapezoid", "pos_numerator": "live"},
+            "live": {"beta": 0.5, "pos_numerator": "live", **TRAPEZOID},
             "live_pairwise": {"beta": 0.5, "pos_numerator": "live", "surrogate": "pairwise"},
             "dro_half": {"beta": 0.5},
             "dro_iqr": {"dro_lambda": 1.0, "tau_scale": "iqr"},
             "dro_population": {"beta": 0.2, "tau_scale": "iqr", "budget_basis": "population"},
-            "dro_pairs": {"surrogate": "dro", "dro_lambda": 0.3, "beta": 0.4},
-            "dro_pairs_band": {"surrogate": "dro", "dro_lambda": 0.3, "beta": 0.4, "tau_scale": "band"},
-            "live_dro": {"surrogate": "dro", "dro_lambda": 2.5, "pos_numerator": "live"},
+            "dro_pairs": {"dro_lambda": 0.3, "beta": 0.4, **DRO},
+            "live_dro": {"dro_lambda": 2.5, "pos_numerator": "live", **DRO},
             "live_dro_iqr": {"dro_lambda": 2.5, "pos_numerator": "live", "tau_scale": "iqr"},
         },
-        default={"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3},
-        module_only=frozenset({"pos_numerator"}),
+        controls=[
+            {"alpha": 0.1},
+            {"beta": 0.6},
+            TRAPEZOID,
+            {"tau_scale": "band"},
+            {"pos_numerator": "live"},
+            {"budget_basis": "population"},
+            {"quantile_interpolation": "lower"},
+        ],
+        own={
+            "alpha": Argument(0.05, [-0.1, 0.7, NAN], ["0"]),
+            "beta": Argument(0.6, [0.0, 1.1, -0.5, NAN], [None]),
+            "surrogate": Argument("trapezoid", ["hinge"]),
+            "n_knots": Argument(4, [1, 2.5]),
+            "tau_scale": Argument("band", ["std"]),
+            "pos_numerator": Argument("live", ["queue"]),
+            "budget_basis": Argument("population", ["tpr"]),
+            "quantile_interpolation": RULE,
+            "dro_lambda": Argument(0.5, [0.0], ["1"]),
+            "threshold_gradient": Argument(False),
+            "temperature": Argument(wrong=[None]),  # there is no automatic one
+        },
+        together=[
+            ("alpha, beta", {"alpha": 0.3, "beta": 0.3}, ""),
+            ("alpha", {"alpha": 0.1, "temperature": 0.1, **DRO}, r"0\.1.*For a band use surrogate='pairwise'"),
+            ("temperature", {"temperature": 0.3, **DRO}, "0.3.*'pairwise' and 'trapezoid'"),
+            ("n_knots", {"n_knots": 3, "temperature": 0.1, **DRO}, "3.*'trapezoid'"),
+            ("n_knots", {"n_knots": 3}, "3.*'trapezoid'"),
+            ("threshold_gradient", {"threshold_gradient": False}, "False.*'trapezoid'"),
+            ("dro_lambda", {"dro_lambda": 1.0, **TRAPEZOID}, "1.0.*'dro'"),
+        ],
+        of_order=True,
     ),
-}
-
-# Forms of the pooled losses with code of their own: the loss and its settings. Properties run over them.
-VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "smooth_ap": ("smooth_ap", {"temperature": 0.3}),
-    "smooth_ap_automatic": ("smooth_ap", {}),
-    "recall": ("recall_at_quantile", {"quantile": 0.3, "temperature": 0.3}),
-    "recall_linear": ("recall_at_quantile", {"quantile": 0.3, "temperature": 0.3, "quantile_interpolation": "linear"}),
-    "pauc_trapezoid": ("pauc_at_budget", {"beta": 0.5, "surrogate": "trapezoid", "temperature": 0.3}),
-    "pauc_pairwise": ("pauc_at_budget", {"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3}),
-    "pauc_dro": ("pauc_at_budget", {"beta": 0.2}),
-    "pauc_dro_tilted": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 0.3, "tau_scale": "iqr"}),
-    "pauc_dro_band": ("pauc_at_budget", {"surrogate": "dro", "dro_lambda": 4.0, "tau_scale": "band", "beta": 0.7}),
-}
-
-FOCAL: dict[str, FocalCase] = {
-    "sigmoid_focal": FocalCase(
-        losses.SigmoidFocalLoss,
-        losses.sigmoid_focal,
-        reference.sigmoid_focal,
-        settings={"defaults": {}, "cross_entropy": {"alpha": -1, "gamma": 0}, "root": {"gamma": 0.5, "alpha": 0.9}},
-        inputs=focal_binary,
+    Loss(
+        "queries",
+        "queries",
+        losses.SmoothAPLoss,
+        losses.smooth_ap,
+        forms={"": {"temperature": 0.3}},
+        left_out={
+            "reference": "That of queries is compared in tests/losses/test_retrieval.py.",
+            "graph": BY_VALUES,
+            "meta": READS_VALUES,
+        },
     ),
-    "softmax_focal": FocalCase(
+    Loss(
+        "retrieval",
+        "embeddings",
+        losses.RetrievalSmoothAPLoss,
+        losses.retrieval_smooth_ap,
+        forms={
+            "": {"temperature": 0.1},
+            "automatic": {"temperature": None},
+            "none": {"temperature": 0.1, "reduction": "none"},
+        },
+        left_out={
+            "reference": "That of queries is compared in tests/losses/test_retrieval.py, with a queue.",
+            "graph": BY_VALUES,
+        },
+    ),
+    Loss(
+        "ndcg",
+        "grades",
+        losses.NDCGLoss,
+        forms={"": {"temperature": 0.5}, "automatic": {}},
+        own={"gain": Argument("exponential", ["square"]), "top": Argument(3, [0], [1.5])},
+        left_out={
+            "reference": "It is compared in tests/losses/test_ndcg.py, query by query.",
+            "graph": BY_VALUES,
+            "meta": READS_VALUES,
+            "transforms": "It reads values, which torch refuses under vmap in words of its own.",
+        },
+    ),
+    Loss(
+        "info_nce",
+        "pairs",
+        losses.InfoNCELoss,
+        forms={
+            "": {"temperature": 0.2},
+            "symmetric": {"temperature": 0.2, "symmetric": True, "learn_temperature": True},
+        },
+        own={
+            "symmetric": Argument(False, [], ["yes"]),
+            "learn_temperature": Argument(False, [], [1]),
+            "max_logit_scale": Argument(50.0, [0.0, NAN], ["100"]),
+        },
+        left_out={
+            "reference": "It is compared in tests/losses/test_contrast.py, with a queue and a learned scale.",
+            "graph": BY_VALUES,
+            "func": ITS_OWN_BACKWARD,
+            "meta symmetric": READS_VALUES,
+        },
+    ),
+    Loss(
+        "sup_con",
+        "embeddings",
+        losses.SupConLoss,
+        forms={"": {"temperature": 0.2}},
+        left_out={
+            "reference": "It is compared in tests/losses/test_contrast.py, with a queue.",
+            "graph": BY_VALUES,
+            "func": ITS_OWN_BACKWARD,
+            "meta": READS_VALUES,
+        },
+    ),
+    Loss(
+        "softmax_focal",
+        "classes",
         losses.SoftmaxFocalLoss,
         losses.softmax_focal,
         reference.softmax_focal,
+        forms={
+            "": {},
+            "weights": {"alpha": WEIGHT.tolist(), "gamma": 1.5, "reduction": "mean_weighted"},
+            "foreground": {"reduction": "mean_positive"},
+        },
         settings={
-            "defaults": {},
             "cross_entropy": {"gamma": 0.0},
-            "weights": {"alpha": [0.1, 2.0, 0.0, 0.7], "gamma": 1.5},
+            "no_weight": {"alpha": [2.0, 0.0, 0.7]},
             "smoothing": {"label_smoothing": 0.2},
             "background": {"background_class": 2},
         },
-        inputs=focal_classes,
+        own={
+            "alpha": Argument([1.0, 2.0, 1.0], [[1.0, -1.0, 1.0], [1.0, NAN, 1.0]], [0.25, "balanced"]),
+            "gamma": Argument(1.0, [-1.0, NAN], ["2"]),
+            "label_smoothing": SHARE,
+            "background_class": Argument(1, [], [0.5]),
+        },
+        together=[("inputs", {"inputs": torch.zeros(4), "targets": torch.zeros(4).long()}, "")],
     ),
+    Loss(
+        "sigmoid_focal",
+        "elements",
+        losses.SigmoidFocalLoss,
+        losses.sigmoid_focal,
+        reference.sigmoid_focal,
+        forms={"": {}, "weights": {"reduction": "mean_weighted"}},
+        settings={"cross_entropy": {"alpha": -1, "gamma": 0}, "root": {"gamma": 0.5, "alpha": 0.9}},
+        own={
+            "alpha": Argument(0.5, [-0.5, 1.5, NAN], ["0.5"]),
+            "gamma": Argument(1.0, [-1.0, NAN], ["2"]),
+            "reduction": Argument(bad=["mean_positive"]),
+        },
+    ),
+    Loss(
+        "cross_entropy",
+        "classes",
+        losses.CrossEntropyLoss,
+        forms={"": {}, "weights": {"weight": WEIGHT, "label_smoothing": 0.1}},
+        own={
+            "weight": Argument(
+                torch.tensor([1.0, 2.0, 3.0]),
+                [-WEIGHT, WEIGHT * NAN, WEIGHT * INF, WEIGHT[:, None], WEIGHT[0]],
+                [[1.0, 1.0, 1.0], 0.5],
+            ),
+            "label_smoothing": SHARE,
+            "reduction": Argument(bad=["mean_weighted"]),
+        },
+        left_out={"reference": "That of torch is compared in tests/losses/test_cross_entropy.py."},
+    ),
+    Loss(
+        "binary_cross_entropy",
+        "elements",
+        losses.BCEWithLogitsLoss,
+        forms={"": {}, "weights": {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)}},
+        own={
+            "weight": Argument(torch.tensor(0.8), [-WEIGHT, WEIGHT * NAN, WEIGHT * INF], [[1.0, 1.0, 1.0], 0.5]),
+            "pos_weight": Argument(torch.tensor(2.0), [torch.tensor(-1.0)], [19.0]),
+            "reduction": Argument(bad=["mean_weighted"]),
+        },
+        left_out={
+            "reference": "That of torch is compared in tests/losses/test_cross_entropy.py.",
+            "func": "Under torch.func the formula of torch rounds in other places.",
+        },
+    ),
+    Loss(
+        "causal_lm",
+        "tokens",
+        function=losses.causal_lm_loss,
+        forms={"": {"shift": False}},
+        own={
+            "reduction": Argument(bad=["none"]),
+            "num_items": Argument(bad=[-1, NAN, INF, torch.ones(2)], wrong=["3", True]),
+        },
+        together=[
+            ("num_items_in_batch", {"num_items": 1, "num_items_in_batch": 1}, "both"),
+            ("document_ids", {"document_ids": torch.zeros(1, 8).long()}, "Labels that were shifted before"),
+            ("logits", {"logits": torch.zeros(4), "labels": torch.tensor(0)}, ""),
+        ],
+        left_out={"reference": "It is compared in tests/losses/test_causal_lm.py, token by token."},
+    ),
+    Loss(
+        "combined",
+        "scores",
+        losses.CombinedLoss,
+        forms={"": {"weights": {"ap": 0.5, "ce": 2.0}}},
+        own={
+            "losses": Argument(
+                None, [{}, {"a.p": AP}, {"keys": AP}, {1: AP}], [None, [AP], {"ap": losses.SmoothAPLoss}]
+            ),
+            "weights": Argument(
+                None,
+                [{"ap": 1.0}, {"ap": -1.0, "ce": 1.0}, {"ap": NAN, "ce": 1.0}],
+                [[1.0, 1.0], {"ap": "1", "ce": 1.0}],
+            ),
+        },
+        parts=combined,
+        columns=3,
+        left_out={
+            "reference": "It is compared with the sum of its parts in tests/losses/test_combined.py.",
+            "graph": KEEPS_STATE,
+            "half": OF_PARTS,
+        },
+    ),
+    Loss(
+        "warm_up",
+        "scores",
+        losses.LossWarmupWrapper,
+        forms={"": {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}},
+        own={
+            "warmup_loss": Argument(wrong=[losses.SmoothAPLoss, nn.functional.cross_entropy, None]),
+            "main_loss": Argument(wrong=[losses.SmoothAPLoss, nn.functional.cross_entropy, None]),
+            **dict.fromkeys(("warmup_epochs", "blend_epochs", "warmup_steps"), COUNT),
+            **dict.fromkeys(("temp_start", "temp_end"), WIDTH),
+            "temp_decay_steps": Argument(bad=[0], wrong=[1.5]),
+            "final_main_weight": Argument(bad=[0.0, 1.1, -0.5, NAN], wrong=["1"]),
+            "blend_steps": Argument(),
+            "reset_queue_each_epoch": Argument(),
+        },
+        together=[
+            ("warmup_steps", {"warmup_steps": 5, "warmup_epochs": 1}, "5"),
+            ("blend_steps", {"blend_steps": 5}, "5"),
+            ("blend_steps", {"warmup_steps": 1, "blend_steps": -1}, "-1"),
+            ("blend_epochs", {"warmup_steps": 1, "blend_epochs": 1}, "1"),
+            ("temp_end", {"temp_start": 0.1}, "None"),
+            ("temp_start", {"temp_end": 0.1}, "None"),
+            ("warmup_epochs", {}, "main_loss alone"),  # nothing to do
+        ],
+        parts=warm_up,
+        columns=3,
+        left_out={
+            "reference": "Its course is compared in tests/losses/test_warmup.py.",
+            "graph": KEEPS_STATE,
+            "half": OF_PARTS,
+        },
+    ),
+)
+LOSSES: dict[str, Loss] = {row.name: row for row in ROWS}
+POOLED = {name: loss for name, loss in LOSSES.items() if loss.is_pooled}
+SUMMED = {name: loss for name, loss in LOSSES.items() if loss.reference and not loss.is_pooled}
+FORMS: dict[str, Form] = {
+    "_".join(filter(None, (name, form))): Form(loss, settings)
+    for name, loss in LOSSES.items()
+    for form, settings in loss.forms.items()
 }
+OF_POOL = [name for name, form in FORMS.items() if form.loss.is_pooled]
+
+# The tests that a loss may be left out of. Where one is, the test shows that it does not hold.
+FAMILIES = {
+    "reference": "The values are compared with a slow definition.",
+    "graph": "It compiles into one graph.",
+    "func": "Transforms of torch.func give its gradient.",
+    "transforms": "A transform of torch is right, or refused in one sentence.",
+    "half": "Half precision gives what float32 gives, rounded once.",
+    "meta": "Tensors of the meta device have the shapes of others.",
+}
+
+
+@contextmanager
+def holds(family: str, name: str, sentence: str = ".") -> Iterator[None]:
+    """Let the body show what a family of tests claims of a form. Where it is left out the body must fail.
+
+    It is left out by the name of the family, or by that and the name of the form.
+    """
+    assert family in FAMILIES
+    loss = FORMS[name].loss if name in FORMS else None
+    if loss is None or loss.left_out.keys().isdisjoint({family, name.replace(loss.name, family).replace("_", " ", 1)}):
+        yield
+        return
+    with pytest.raises(Exception, match=f"(?s){sentence}|^$"):
+        yield
+
+
+def slowly(names: Iterable[str], mark: Any = pytest.mark.slow) -> list[Any]:
+    """Return forms as cases, of which the first of each loss is in the fast tests."""
+    return [pytest.param(n, marks=[] if FORMS[n].is_first else mark) for n in names]
 
 
 @dataclass(frozen=True)
@@ -193,9 +657,9 @@ class InputCase:
         weight = 2 * torch.rand(count, generator=generator, dtype=torch.float64) if weighted else None
         return Rows(logits, targets, iid, weight)
 
-    def module(self, loss: PooledLoss, queue_size: int = 0, **settings: Any) -> losses.RankingLoss:
-        """Return the module of ``loss`` for these inputs."""
-        return loss.module(self.num_classes, queue_size=queue_size, multi_hot=self.multi_hot, **settings)
+    def module(self, form: Form, **options: Any) -> Any:
+        """Return a module for these inputs."""
+        return form.make(num_classes=self.num_classes, multi_hot=self.multi_hot, **options)
 
 
 INPUTS: dict[str, InputCase] = {
@@ -206,8 +670,21 @@ INPUTS: dict[str, InputCase] = {
     "tied": InputCase(num_classes=2, num_rows=26, grid=0.5),
 }
 
-POOLED_SETTINGS = [(name, setting) for name, loss in POOLED.items() for setting in loss.settings]
-FOCAL_SETTINGS = [(name, setting) for name, loss in FOCAL.items() for setting in loss.settings]
+
+def rows_of_elements(kind: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, targets and weights, of which the second dimension is that of the classes, if there are any.
+
+    Classes are (6, 3, 2) with background and ignored elements; elements are (5, 3, 2) with some soft targets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(6 if kind == "classes" else 5, 3, 2, generator=generator, dtype=torch.float64)
+    if kind == "classes":
+        targets = torch.randint(0, 3, (6, 2), generator=generator)
+        targets[1, 0], targets[2, 1], targets[4, 0] = IGNORED, IGNORED, 0
+    else:
+        targets = torch.randint(0, 2, logits.shape, generator=generator).double()
+        targets[0, 0] = torch.tensor([0.3, 0.9])
+    return logits, targets, torch.rand(targets.shape, generator=generator, dtype=torch.float64)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -242,7 +719,7 @@ def gradient(loss: Tensor, logits: Tensor, seed: int = 0) -> Tensor:
 
 
 def call(loss: Callable[..., Any], rows: Rows, **options: Any) -> Any:
-    """Call a module or a functional form on ``rows``; AP and recall take no iid mask in their functional form."""
+    """Call a module or a functional form on ``rows``; only some functional forms take an iid mask."""
     given = dict(options)
     if rows.iid_mask is not None:
         given["iid_mask"] = rows.iid_mask
@@ -253,24 +730,13 @@ CLASSES = torch.arange(60) % 3
 
 
 def functions() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return every loss as a pure function of scores (60, 3), on any device; no value of a target is looked at."""
+    """Return every loss as a function of scores (60, 3 or more), on any device; no value of a target is looked at."""
 
-    def variant(name: str) -> Callable[[Tensor], Tensor]:
-        loss, settings = VARIANTS[name]
-        return lambda x: POOLED[loss].functional(x, CLASSES.to(x.device), validate_args=False, **settings)
+    def value(form: Form, x: Tensor) -> Tensor:
+        return form.value(x, CLASSES.to(x.device), validate_args=False)
 
-    return {name: variant(name) for name in VARIANTS} | {
-        "sigmoid_sums": lambda x: losses.sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], 0.5).square().mean(),
-        "retrieval": lambda x: losses.retrieval_smooth_ap(x, CLASSES.to(x.device)),
-        "retrieval_none": lambda x: (
-            losses.retrieval_smooth_ap(x, CLASSES.to(x.device), reduction="none").nan_to_num().square().sum()
-        ),
-        "softmax_focal": lambda x: losses.softmax_focal(x, CLASSES.to(x.device), validate_args=False),
-        "sigmoid_focal": lambda x: losses.sigmoid_focal(
-            x, torch.nn.functional.one_hot(CLASSES).to(x.device), validate_args=False
-        ),
-        "causal_lm": lambda x: losses.causal_lm_loss(x[None], CLASSES.to(x.device)[None], validate_args=False),
-    }
+    sums = {"sigmoid_sums": lambda x: losses.sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], 0.5).square().mean()}
+    return {name: partial(value, form) for name, form in FORMS.items()} | sums
 
 
 FUNCTIONS = functions()

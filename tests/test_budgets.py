@@ -107,7 +107,7 @@ def test_more_rows_launch_no_more() -> None:
 
 
 OF_CLASSES: dict[str, Callable[[int], nn.Module]] = {
-    **{name: lambda c, one=one: one.module(c, queue_size=30, **one.default) for name, one in POOLED.items()},
+    **{name: lambda c, form=loss.first: form.make(num_classes=c, queue_size=30) for name, loss in POOLED.items()},
     "focal with a list of weights": lambda c: SoftmaxFocalLoss([1.0] * c),
     "focal with a tensor of weights": lambda c: SoftmaxFocalLoss(torch.ones(c)),
 }

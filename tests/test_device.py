@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import loss_cases as cases
 import pytest
 import torch
 from device import DEVICE, count, deterministic, no_float64, no_waits
-from loss_cases import INPUTS, POOLED
+from loss_cases import INPUTS, LOSSES, Form, normal
 from scripts import run_script
 from subjects import error
 from torch import nn
@@ -20,7 +22,7 @@ import fullrank
 from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.node_tables import beyond_reach
-from fullrank.losses import LossWarmupWrapper, SigmoidFocalLoss, SmoothAPLoss, smooth_ap
+from fullrank.losses import SigmoidFocalLoss, SmoothAPLoss, smooth_ap
 from fullrank.losses.rows import _has_float64
 
 ROWS = torch.arange(6.0)
@@ -50,18 +52,50 @@ def test_it_is_as_strict_as_a_device() -> None:
 # The losses
 
 
-def losses() -> dict[str, tuple[nn.Module, str]]:
-    """Return a module of each kind by name, and the name of its inputs."""
-    made = {
-        f"{name} of {inputs}": (INPUTS[inputs].module(loss, queue_size=30, **loss.default), inputs)
-        for name, loss in POOLED.items()
-        for inputs in ("binary", "multi_hot")
-    }
-    kept = {"queue_keep": "negatives", "max_pool_size": 20}
-    made["a drawn pool"] = SmoothAPLoss(3, queue_size=30, **kept), "classes"
-    blend = {"warmup_steps": 1, "blend_steps": 1, "temp_start": 1.0, "temp_end": 0.1, "temp_decay_steps": 2}
-    made["warm-up"] = LossWarmupWrapper(SigmoidFocalLoss(), SmoothAPLoss(1, queue_size=30), **blend), "binary"
-    return made
+class Subject(NamedTuple):
+    """A loss, and its arguments in a step; the first requires a gradient."""
+
+    make: Callable[[], nn.Module]
+    arguments: Callable[[int, torch.dtype], dict[str, torch.Tensor]]
+
+
+def pool_of(inputs: str, step: int, dtype: torch.dtype, num_rows: int | None = None) -> dict[str, torch.Tensor]:
+    """Return rows of a pool, in the second step with weights, in the third with a mask too."""
+    rows = INPUTS[inputs].rows(step, num_rows=num_rows, weighted=step > 0, masked=step == 2)
+    given = rows._replace(logits=rows.logits.to(dtype))._asdict()
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+def rows_of(form: Form, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return rows of another loss, from the second step on with weights where it takes them."""
+    weighted = step > 0 and form.loss.takes("sample_weight")
+    rows, targets = normal(24, form.columns, seed=step).to(dtype), torch.arange(24) * 7 % max(2, form.columns)
+    given = form.arguments(rows, targets)
+    return given | ({"sample_weight": normal(24, seed=9).abs()} if weighted else {})
+
+
+def subjects() -> dict[str, Subject]:
+    """Return a module of each loss by name."""
+    kept = {"queue_size": 30, "queue_keep": "negatives", "max_pool_size": 20}
+    drawn = partial(INPUTS["classes"].module, LOSSES["smooth_ap"].first, **kept)
+    found = {"a drawn pool": Subject(drawn, partial(pool_of, "classes"))}
+    for name, loss in LOSSES.items():
+        for inputs in ("binary", "multi_hot") if loss.is_pooled else ():
+            make = partial(INPUTS[inputs].module, loss.first, queue_size=30)
+            found[f"{name} of {inputs}"] = Subject(make, partial(pool_of, inputs))
+        if loss.module is not None and not loss.is_pooled:
+            found[name] = Subject(partial(loss.first.make, queue_size=30), partial(rows_of, loss.first))
+    return found
+
+
+SUBJECTS = subjects()
+
+
+def put(given: dict[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Return arguments on a device, the first as a leaf that requires a gradient."""
+    moved = {name: tensor.detach().to(device) for name, tensor in given.items()}
+    next(iter(moved.values())).requires_grad_()
+    return moved
 
 
 @pytest.fixture
@@ -88,26 +122,21 @@ def limits(request: pytest.FixtureRequest) -> dict[torch.dtype, float]:
     "dtype",
     [pytest.param(torch.float32, id="float32", marks=pytest.mark.slow), pytest.param(torch.float64, id="float64")],
 )
-@pytest.mark.parametrize("name", losses())
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_steps_of_a_loss_equal_those_of_the_cpu(
     name: str, dtype: torch.dtype, limits: dict[torch.dtype, float]
 ) -> None:
     results = []
     for device in ("cpu", DEVICE):
-        loss, inputs = losses()[name]
-        loss, found = loss.to(device), []
+        loss, found = SUBJECTS[name].make().to(device), []
         for step in range(3):
-            rows = INPUTS[inputs].rows(step, weighted=step > 0, masked=step == 2 and name != "warm-up")
-            rows = rows._replace(logits=rows.logits.to(dtype))
-            rows = cases.leaf(type(rows)(*(None if tensor is None else tensor.to(device) for tensor in rows)))
-            if name == "warm-up":
+            if hasattr(loss, "on_train_batch_start"):
                 loss.on_train_batch_start(step)
-                value = loss(rows.logits, (rows.targets == 1).long()[:, None])
-            else:
-                value = cases.call(loss, rows)
+            given = put(SUBJECTS[name].arguments(step, dtype), device)
+            value, first = loss(**given), next(iter(given.values()))
             value.backward()
-            assert rows.logits.grad.device.type == torch.device(device).type
-            found += [value.detach().cpu(), rows.logits.grad.cpu()]
+            assert first.grad.device.type == torch.device(device).type
+            found += [value.detach().cpu(), first.grad.cpu()]
         results.append(found)
     for theirs, ours in zip(*results):
         assert error(ours.double(), theirs.double()) <= limits[dtype]
@@ -200,15 +229,13 @@ def test_focal_needs_no_float64() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smooth_ap of binary", "smooth_ap of multi_hot", "recall_at_quantile of binary"])
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if " of " in name])
 def test_deterministic_algorithms(name: str) -> None:
-    loss, inputs = losses()[name]
-    loss = loss.to(DEVICE)
+    loss = SUBJECTS[name].make().to(DEVICE)
     with deterministic():
         for step in range(3):
-            rows = INPUTS[inputs].rows(step, num_rows=2_000)
-            rows = cases.leaf(type(rows)(*(None if tensor is None else tensor.to(DEVICE) for tensor in rows)))
-            cases.call(loss, rows).backward()
+            given = pool_of(name.partition(" of ")[2], step, torch.float32, num_rows=2_000)
+            loss(**put(given, DEVICE)).backward()
         generator = torch.Generator().manual_seed(0)
         logits, targets = torch.randn(50_000, 1, generator=generator), torch.rand(50_000, generator=generator) < 0.3
         smooth_ap(logits.to(DEVICE).requires_grad_(), targets.to(DEVICE), 1e-3).backward()

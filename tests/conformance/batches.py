@@ -33,7 +33,7 @@ def make_rows(
     *,
     dtype: torch.dtype | str = torch.float64,
     num_classes: int = 1,
-    kind: str = "index",
+    multi_hot: bool = False,
     weighted: bool = False,
 ) -> Rows:
     """Return the same rows in every process.
@@ -41,23 +41,20 @@ def make_rows(
     Args:
         seed: of all draws.
         count: number of rows.
-        dtype: of features, weights and soft targets; a name or a torch.dtype.
+        dtype: of features and weights; a name or a torch.dtype.
         num_classes: 1 for the targets 0 and 1.
-        kind: of the targets: ``"index"``, every sixth of them ignored; ``"multi_hot"`` (N, C), a tenth of the elements
-            ignored; or ``"float"`` (N, C), 0 and 1.
+        multi_hot: targets (N, C), a tenth of the elements ignored; else class indices, every sixth of them ignored.
         weighted: draw weights.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, NUM_FEATURES, dtype=torch.float64, generator=generator).to(dtype)
-    if kind == "index":
+    if multi_hot:
+        targets = (torch.rand(count, num_classes, generator=generator) < 0.3).long()
+        targets[torch.rand(count, num_classes, generator=generator) < 0.1] = IGNORED
+    else:
         targets = torch.randint(0, max(2, num_classes), (count,), generator=generator)
         targets[::6] = IGNORED
-    else:
-        targets = (torch.rand(count, num_classes, generator=generator) < 0.3).to(dtype)
-        if kind == "multi_hot":
-            targets = targets.long()
-            targets[torch.rand(count, num_classes, generator=generator) < 0.1] = IGNORED
     weight = torch.rand(count, dtype=torch.float64, generator=generator).to(dtype) if weighted else None
     return Rows(features, targets, weight)
 

@@ -1,12 +1,11 @@
 """Every communicating call, with everything that one rank can do wrong in it.
 
-``CALLS`` is the registry: a loss or a gather, its arguments, how they can be spoiled (``bad``: wrong by themselves),
-and how they can differ from those of the other ranks (``differ``: right by themselves).
+``CALLS`` has a loss of the registry in one of its forms, or a gather: its arguments, how they can be spoiled (``bad``:
+wrong by themselves), and how they can differ from those of the other ranks (``differ``: right by themselves).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +13,11 @@ from typing import Any, NamedTuple
 import gradient_cases
 import torch
 from faults import Arguments, Fault
-from gradient_cases import Case
+from loss_cases import FORMS, Form
 from torch import Tensor
 
 import fullrank
+from fullrank.large import ShardedLoss
 
 CLASSES = 3
 
@@ -32,42 +32,14 @@ class Call(NamedTuple):
     bad: Mapping[str, Fault]
     differ: Mapping[str, Fault]
     objective: Callable[[Any], Tensor] = lambda result: result
+    keeps_rows: bool = False  # of this step for the next
+    form: Form | None = None  # of a loss
 
 
 def _rows(generator: torch.Generator, rank: int) -> Arguments:
     count = 7 + rank
     logits = torch.randn(count, CLASSES, dtype=torch.float64, generator=generator, requires_grad=True)
     return {"logits": logits, "targets": torch.randint(0, CLASSES, (count,), generator=generator)}
-
-
-def _queries(generator: torch.Generator, rank: int) -> Arguments:
-    rows = _rows(generator, rank)
-    count = len(rows["targets"])
-    indexes = torch.randint(0, 3, (count,), generator=generator)
-    logits = rows["logits"].detach()[:, :1].requires_grad_()
-    return {"logits": logits, "targets": rows["targets"] % 2, "indexes": indexes}
-
-
-def _named(*names: str) -> Callable[[torch.Generator, int], Arguments]:
-    """Return ``_rows`` under other names."""
-    return lambda generator, rank: dict(zip(names, _rows(generator, rank).values()))
-
-
-_embeddings, _class_inputs = _named("embeddings", "labels"), _named("inputs", "targets")
-
-
-def _grades(generator: torch.Generator, rank: int) -> Arguments:
-    rows = _queries(generator, rank)
-    return {"logits": rows["logits"], "relevance": rows["targets"], "indexes": rows["indexes"]}
-
-
-def _pairs(generator: torch.Generator, rank: int) -> Arguments:
-    return {"queries": _rows(generator, rank)["logits"], "keys": _rows(generator, rank)["logits"]}
-
-
-def _binary_inputs(generator: torch.Generator, rank: int) -> Arguments:
-    rows = _rows(generator, rank)
-    return {"inputs": rows["logits"], "targets": (rows["logits"].detach() > 0.4).double()}
 
 
 def _wrong(name: str, change: Callable[[Tensor], Any], error: str, text: str) -> Fault:
@@ -245,29 +217,6 @@ def _slopes(rows: Tensor) -> Tensor:
     return (rows * torch.arange(1, len(rows) + 1)[:, None]).sum()
 
 
-def _pooled(name: str, head: str, **options: Any) -> Call:
-    case = Case(name, num_classes=CLASSES, **options)
-    return Call((head,), head, lambda: gradient_cases.make_loss(case, local=False), _rows, _BAD_ROWS, _DIFFERENT_ROWS)
-
-
-def _sharded(name: str, head: str, form: str = "") -> Call:
-    """Return a loss over a sharded pool; with ``form`` one that is never gathered."""
-    call = _pooled(name, head, sharded=True, temperature=2.0)  # so that few rows have few bins
-
-    def make() -> Any:
-        sharded = call.make()
-        forward = sharded.forward
-
-        def take_form(*args: Any, **kwargs: Any) -> Any:
-            with gradient_cases.forced(form):
-                return forward(*args, **kwargs)
-
-        sharded.forward = take_form
-        return sharded
-
-    return call._replace(heads=("ShardedLoss", head), public="ShardedLoss", make=make)
-
-
 class _OfOneDimension(fullrank.SoftmaxFocalLoss):
     """A warm-up loss that refuses targets which the main loss takes."""
 
@@ -301,30 +250,61 @@ _BAD_FOR_WARMUP = {
 _FOCAL, _MAIN = "SoftmaxFocalLoss", "SmoothAPLoss"
 
 
-def _combined() -> fullrank.CombinedLoss:
-    ap = fullrank.SmoothAPLoss(CLASSES, queue_size=64, temperature=0.2)
-    return fullrank.CombinedLoss({"ap": ap, "ce": fullrank.CrossEntropyLoss()}, {"ap": 0.5, "ce": 1.0})
-
-
 def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Fault]) -> Call:
-    return Call(heads, "LossWarmupWrapper", lambda: _warmup(step), _rows, bad, _GRADIENT_OF_BOTH)
+    make, keeps_rows = partial(_warmup, step), step > 0
+    return Call(heads, "LossWarmupWrapper", make, _rows, bad, _GRADIENT_OF_BOTH, keeps_rows=keeps_rows)
 
 
 _GRADIENT_OF_BOTH = {"gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE)}
 
 
-def _call(
-    public: str,
+def _loss(form: Form) -> Call:
+    """Return the call of a loss; of another form than the first the queue keeps negatives alone."""
+    assert form.loss.module is not None
+    head, keep = form.loss.module.__name__, "all" if form.is_first else "negatives"
+
+    def arguments(generator: torch.Generator, rank: int) -> Arguments:
+        rows = _rows(generator, rank)
+        return form.arguments(rows["logits"], rows["targets"], torch.randint(0, 3, (7 + rank,), generator=generator))
+
+    keeps_rows = form.loss.is_pooled or form.loss.name == "combined"
+    make = partial(form.make, num_classes=CLASSES, queue_size=64 if keeps_rows else 0, queue_keep=keep)
+    own = (form.loss.name if form.is_first else "", form.loss.kind)
+    heads, faults = _HEADS.get(form.loss.name, (head,)), next(_FAULTS[name] for name in own if name in _FAULTS)
+    return Call(heads, head, make, arguments, *faults, keeps_rows=keeps_rows, form=form)
+
+
+def _sharded(name: str, way: str = "") -> Call:
+    """Return a loss over a sharded pool; with a ``way`` to compute it one that is never gathered."""
+    call = CALLS[name]
+
+    def make() -> Any:
+        temperature = {"temperature": 2.0} if name == "smooth_ap" else {}  # so that few rows have few bins
+        sharded = ShardedLoss(FORMS[name].make(num_classes=CLASSES, **temperature))
+        forward = sharded.forward
+
+        def take_way(*args: Any, **kwargs: Any) -> Any:
+            with gradient_cases.forced(way):
+                return forward(*args, **kwargs)
+
+        sharded.forward = take_way
+        return sharded
+
+    return call._replace(
+        heads=("ShardedLoss", *call.heads), public="ShardedLoss", make=make, keeps_rows=False, form=None
+    )
+
+
+def _gather(
+    name: str,
     arguments: Callable[[torch.Generator, int], Arguments],
     bad: Mapping[str, Fault],
     differ: Mapping[str, Fault],
     objective: Callable[[Any], Tensor] = lambda result: result,
     **options: Any,
 ) -> Call:
-    """Return the call of a loss that is made with ``options``, or of a function that takes them."""
-    target = getattr(fullrank, public)
-    make = partial(target, **options) if inspect.isclass(target) else lambda: partial(target, **options)
-    return Call((public,), public, make, arguments, bad, differ, objective)
+    """Return the call of a function that takes ``options``."""
+    return Call((name,), name, lambda: partial(getattr(fullrank, name), **options), arguments, bad, differ, objective)
 
 
 def _gather_rows(first: Tensor, second: Tensor, **options: Any) -> Any:
@@ -364,50 +344,46 @@ _DIFFERENT_FIRST = {
     "presence": _wrong("second", lambda x: None, "ValueError", "None"),
 }
 _CLASSES, _BINARY = _BAD_INPUTS | _CLASS_INPUTS, _BAD_INPUTS | _BINARY_INPUTS
-_WEIGHTS_OF_CLASSES = {"weight": torch.tensor([0.5, 1.0, 2.0]), "label_smoothing": 0.1}
 _BAD_ONE = _bad_tensor("tensor") | _BAD_REDUCTION
+# By the name of a loss, or by what it is called with.
+_FAULTS = {
+    "scores": (_BAD_ROWS, _DIFFERENT_ROWS),
+    "queries": (_BAD_QUERIES, _DIFFERENT_QUERIES),
+    "grades": (_BAD_GRADES, _DIFFERENT_GRADES),
+    "embeddings": (_BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
+    "pairs": (_BAD_PAIRS, _DIFFERENT_PAIRS),
+    "classes": (_CLASSES, _DIFFERENT_ELEMENTS),
+    "elements": (_BINARY, _DIFFERENT_ELEMENTS),
+    "softmax_focal": (_CLASSES, _DIFFERENT_CLASSES),
+    "combined": (_BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
+}
+_HEADS = {"combined": ("CrossEntropyLoss", _MAIN)}
 
-CALLS = {
-    "smooth_ap": _pooled("smooth_ap", "SmoothAPLoss"),
-    "recall": _pooled("recall", "RecallAtQuantileLoss"),
-    "pauc_trapezoid": _pooled("pauc_trapezoid", "PAUCAtBudgetLoss"),
-    "pauc_pairwise": _pooled("pauc_pairwise", "PAUCAtBudgetLoss", queue_keep="negatives"),
-    "pauc_dro": _pooled("pauc_dro", "PAUCAtBudgetLoss"),
-    "smooth_ap_sharded": _sharded("smooth_ap", "SmoothAPLoss"),
-    "smooth_ap_by_moments": _sharded("smooth_ap", "SmoothAPLoss", "moments"),
-    "smooth_ap_by_positives": _sharded("smooth_ap", "SmoothAPLoss", "positives"),
-    "recall_by_sums": _sharded("recall", "RecallAtQuantileLoss", "sums"),
-    "pauc_trapezoid_by_sums": _sharded("pauc_trapezoid", "PAUCAtBudgetLoss", "sums"),
-    "queries": _call(_MAIN, _queries, _BAD_QUERIES, _DIFFERENT_QUERIES, queue_size=64, temperature=0.2),
-    "retrieval": _call("RetrievalSmoothAPLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
-    "ndcg": _call("NDCGLoss", _grades, _BAD_GRADES, _DIFFERENT_GRADES),
-    "info_nce": _call("InfoNCELoss", _pairs, _BAD_PAIRS, _DIFFERENT_PAIRS, learn_temperature=True),
-    "clip": _call("InfoNCELoss", _pairs, _BAD_PAIRS, _DIFFERENT_PAIRS, symmetric=True),
-    "sup_con": _call("SupConLoss", _embeddings, _BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
-    "softmax_focal": _call("SoftmaxFocalLoss", _class_inputs, _CLASSES, _DIFFERENT_CLASSES),
-    "sigmoid_focal": _call("SigmoidFocalLoss", _binary_inputs, _BINARY, _DIFFERENT_ELEMENTS),
-    "cross_entropy": _call("CrossEntropyLoss", _class_inputs, _CLASSES, _DIFFERENT_ELEMENTS, **_WEIGHTS_OF_CLASSES),
-    "binary_cross_entropy": _call(
-        "BCEWithLogitsLoss", _binary_inputs, _BINARY, _DIFFERENT_ELEMENTS, pos_weight=torch.tensor(3.0)
-    ),
-    "combined": Call(("CrossEntropyLoss", _MAIN), "CombinedLoss", _combined, _rows, _BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
+_NAMES = [name for name, form in FORMS.items() if form.loss.module and form.settings.get("reduction") != "none"]
+CALLS = {name: _loss(FORMS[name]) for name in _NAMES if name != "warm_up"}
+CALLS |= {
+    "smooth_ap_sharded": _sharded("smooth_ap"),
+    "smooth_ap_by_moments": _sharded("smooth_ap", "moments"),
+    "smooth_ap_by_positives": _sharded("smooth_ap", "positives"),
+    "recall_by_sums": _sharded("recall", "sums"),
+    "pauc_trapezoid_by_sums": _sharded("pauc_trapezoid", "sums"),
     "wrapper_in_warmup": _wrapper(0, (_FOCAL,), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
     "wrapper_in_blend": _wrapper(1, (_FOCAL, _MAIN), _BAD_FOR_BOTH | _BAD_FOR_WARMUP),
     "wrapper_after_it": _wrapper(2, (_MAIN,), _BAD_FOR_BOTH),
-    "all_gather_with_grad": _call("all_gather_with_grad", _one, _BAD_ONE | _BACKWARD, _OTHER_BACKWARD, _slopes),
-    "all_gather_with_grad_reduce_scatter": _call(
+    "all_gather_with_grad": _gather("all_gather_with_grad", _one, _BAD_ONE | _BACKWARD, _OTHER_BACKWARD, _slopes),
+    "all_gather_with_grad_reduce_scatter": _gather(
         *("all_gather_with_grad", _one, _BAD_ONE),
         _different_tensor("tensor") | _OTHER_REDUCTION | _OTHER_GRADIENT,
         _slopes,
         backward="reduce_scatter",
     ),
-    "all_gather_no_grad": _call(
+    "all_gather_no_grad": _gather(
         "all_gather_no_grad", _one, _bad_tensor("tensor"), _different_tensor("tensor"), _slopes
     ),
-    "gather_rows": _call(
+    "gather_rows": _gather(
         "gather_rows", _pair, _BAD_SECOND, _DIFFERENT_FIRST, lambda gathered: _slopes(gathered[0])
     )._replace(make=lambda: _gather_rows),
-    "global_mean": _call("global_mean", _fraction, _BAD_FRACTION, _DIFFERENT_FRACTION),
+    "global_mean": _gather("global_mean", _fraction, _BAD_FRACTION, _DIFFERENT_FRACTION),
 }
 BAD = [(name, kind) for name, call in CALLS.items() for kind in call.bad]
 DIFFERENT = [(name, kind) for name, call in CALLS.items() for kind in call.differ]

@@ -6,7 +6,7 @@ pool under a wrapper, and in one process on the whole batch. It returns the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
+from loss_cases import FORMS
 from on_ranks import same
 from subjects import Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
@@ -24,36 +25,29 @@ from fullrank.large import ShardedLoss, smooth_ap, thresholds
 from fullrank.losses.embeddings import retrieval
 
 NUM_STEPS = 4
-COMBINED = ("smooth_ap", "cross_entropy")
-CONTRASTIVE = ("info_nce", "info_nce_one_way", "sup_con")
-RETRIEVAL = ("retrieval", "retrieval_split")  # the queries of all on each process, or of each its own
-ELEMENTS = ("sigmoid_focal", "binary_cross_entropy")  # of which each has a target
 SHARDED = ("smooth_ap", "recall", "pauc_trapezoid")  # whose pool may be sharded
 
 
 class Case(NamedTuple):
     """One configuration of the promise."""
 
-    loss: str
+    loss: str  # a key of FORMS
     dtype: str = "float64"
     weighted: bool = False
-    num_classes: int = 1
+    num_classes: int = 1  # of the losses over a pool
     queue_size: int = 64
     multi_hot: bool = False
-    queue_keep: str = "all"
-    max_pool_size: int | None = None
     wrapper: str = "ddp"
     loss_inside: bool = False  # the loss is part of the wrapped module
     gradient_reduction: str | int = "mean"
-    reduction: str = "mean"
-    temperature: float | None = 0.2  # of the losses that have an automatic one, and of the contrastive ones
-    threshold_gradient: bool = True  # of recall and partial AUC
+    options: Mapping[str, Any] = {}  # other arguments of the constructor than those of the form
+    masked: bool = False
+    one_query: bool = False  # where there may be several
+    by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
     sharded: bool = False  # without a queue
     form: str = ""  # of a sharded pool: how it is computed, where its cost would decide
     layout: str = "uneven"  # of the rows over the ranks
-    masked: bool = False
-    options: tuple[tuple[str, Any], ...] = ()  # more arguments of a loss over a pool
-    by_bins: bool = False  # sums over pairs, where one process adds up pair by pair
+    is_split: bool = False  # each process has queries of its own, however few there are
     sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
     tied: bool = False  # many rows are alike
     seed: int = 100  # of the rows
@@ -61,54 +55,18 @@ class Case(NamedTuple):
 
 def make_loss(case: Case, local: bool, group: object = None) -> nn.Module:
     """Return the loss of ``case``; ``local`` keeps it to this process."""
-    if case.sharded and case.loss in SHARDED:
-        loss = make_loss(case._replace(sharded=False, queue_size=0), local, group)
-        return loss if local else ShardedLoss(loss)
-    options: dict[str, Any] = {"group": group, "gradient_reduction": case.gradient_reduction}
+    form = FORMS[case.loss]
+    options: dict[str, Any] = {"group": group, "gradient_reduction": case.gradient_reduction, **case.options}
     options |= {"gather_distributed": False} if local else {}
-    name, of_elements = case.loss, {"reduction": case.reduction, **options}
-    if name == "sigmoid_focal":
-        return fullrank.SigmoidFocalLoss(**of_elements)
-    if name == "softmax_focal":
-        return fullrank.SoftmaxFocalLoss([0.2, 1.0, 3.0] if "weighted" in case.reduction else None, **of_elements)
-    if name == "binary_cross_entropy":
-        factors = {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)} if case.weighted else {}
-        return fullrank.BCEWithLogitsLoss(**factors, **of_elements)
-    if name == "cross_entropy":
-        weight = torch.tensor([0.2, 1.0, 3.0]) if case.weighted else None
-        return fullrank.CrossEntropyLoss(weight, label_smoothing=0.1, **of_elements)
-    if name == "ndcg":
-        return fullrank.NDCGLoss(case.temperature, **of_elements)
-    if name == "sup_con":
-        return fullrank.SupConLoss(case.temperature, queue_size=case.queue_size, **options)
-    if name in CONTRASTIVE:
-        clip = {"symmetric": name == "info_nce", "learn_temperature": name == "info_nce", **options}
-        loss = Pairs(fullrank.InfoNCELoss(case.temperature, queue_size=case.queue_size, **clip))
-        return loss.to(getattr(torch, case.dtype))
-    if name in RETRIEVAL:
-        return fullrank.RetrievalSmoothAPLoss(case.temperature, queue_size=case.queue_size, **of_elements)
-    if name == "combined":
-        parts = {name: make_loss(case._replace(loss=name, num_classes=3), local, group) for name in COMBINED}
-        return fullrank.CombinedLoss(parts, {"smooth_ap": 0.5, "cross_entropy": 2.0})
-    if name == "warm_up":
-        warmup, main = fullrank.SoftmaxFocalLoss(**of_elements), case._replace(loss="smooth_ap", num_classes=3)
-        schedule = {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}
-        return fullrank.LossWarmupWrapper(warmup, make_loss(main, local, group), **schedule)
-    same = ("queue_size", "max_pool_size", "reduction", "queue_keep", "multi_hot")
-    pooled = options | {name: getattr(case, name) for name in same} | dict(case.options)
-    if name in ("smooth_ap", "queries"):
-        return fullrank.SmoothAPLoss(case.num_classes, temperature=case.temperature, **pooled)
-    surrogate = name.removeprefix("pauc_")
-    if surrogate.startswith("dro"):  # "dro", "dro0.3" with a lambda, "dro0.3_iqr" with a scale too
-        tilt, _, scale = surrogate.removeprefix("dro").partition("_")
-        pooled |= {"dro_lambda": float(tilt) if tilt else None, "tau_scale": scale or None}
-        return fullrank.PAUCAtBudgetLoss(case.num_classes, beta=0.1, surrogate="dro", **pooled)
-    if surrogate != "pairwise":
-        pooled["threshold_gradient"] = case.threshold_gradient
-    if name == "recall":
-        return fullrank.RecallAtQuantileLoss(case.num_classes, quantile=0.2, temperature=case.temperature, **pooled)
-    budgets = {"alpha": 0.05, "beta": 0.5, "n_knots": 3 if surrogate == "trapezoid" else 2, "temperature": 0.3}
-    return fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate=surrogate, **budgets | pooled)
+    options |= {"num_classes": num_outputs(case), "multi_hot": case.multi_hot}
+    options["queue_size"] = 0 if case.sharded else case.queue_size
+    if case.sharded and not local:
+        options["wrap"] = ShardedLoss
+    assert form.loss.module is not None
+    loss = form.loss.module(**form.given(**options))
+    if "wrap" in options and form.loss.parts is None:
+        loss = ShardedLoss(loss)
+    return loss.to(getattr(torch, case.dtype))
 
 
 def forced(form: str) -> Any:
@@ -120,21 +78,24 @@ def forced(form: str) -> Any:
     return mock.patch.dict(smooth_ap.COSTS, costs | {"gather": costs["gather"] ** 2})
 
 
-class Pairs(nn.Module):
-    """A loss of queries and keys, which are the halves of the columns of a model's output."""
+class OfRows(nn.Module):
+    """A loss that is called with outputs (N, C) and the targets of rows, whatever its arguments are."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, case: Case, loss: nn.Module) -> None:
         super().__init__()
-        self.loss = loss
+        self.form, self.loss = FORMS[case.loss], loss
 
-    def forward(self, rows: Tensor, targets: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-        return self.loss(*rows.chunk(2, dim=1))
+    def forward(self, rows: Tensor, targets: Tensor, queries: Tensor | None = None, **given: Any) -> Tensor:
+        arguments = self.form.arguments(rows, targets, queries)
+        if "indexes" in arguments and queries is None:
+            del arguments["indexes"]
+        return self.loss(**arguments, **given)
 
 
 def make_step(case: Case, step: int) -> Rows:
     """Return the batch of all ranks; the same in every process, some rows ignored."""
-    kind = "float" if case.loss in ELEMENTS else "multi_hot" if case.multi_hot else "index"
-    options: dict[str, Any] = {"num_classes": num_outputs(case), "kind": kind, "weighted": case.weighted}
+    num_classes = 5 if FORMS[case.loss].loss.kind == "grades" else num_outputs(case)
+    options: dict[str, Any] = {"num_classes": num_classes, "multi_hot": case.multi_hot, "weighted": case.weighted}
     rows = make_rows(case.seed + step, 37 + 3 * step, dtype=case.dtype, **options)
     if case.tied:
         rows.features[:] = (rows.features > 0) * torch.tensor([2.0, 1, 0, 0, 0, 0, 0])
@@ -143,9 +104,8 @@ def make_step(case: Case, step: int) -> Rows:
 
 def num_outputs(case: Case) -> int:
     """Return the number of logits per row."""
-    if case.loss in (*CONTRASTIVE, *RETRIEVAL):
-        return 8
-    return 3 if case.loss in ("softmax_focal", "cross_entropy", "combined", "warm_up") else case.num_classes
+    form = FORMS[case.loss]
+    return case.num_classes if form.loss.is_pooled else form.columns
 
 
 class Trace(NamedTuple):
@@ -162,7 +122,7 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
     what the next step's gradient is judged by.
     """
     local = world_size == 1
-    loss = make_loss(case, local)
+    loss = OfRows(case, make_loss(case, local))
     model = Model(case.dtype, num_outputs(case), loss=loss if case.loss_inside else None)
     wrapped = model if local else wrap(model, case.wrapper)
     outside = [] if case.loss_inside else [*loss.parameters()]  # a learned temperature
@@ -177,20 +137,20 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
         if not local:
             step = part_of(step, split(len(step.features), world_size, index, case.layout), rank)
         optimizer.zero_grad()
-        if case.loss == "warm_up":
-            loss.on_train_batch_start(index)
+        if hasattr(loss.loss, "on_train_batch_start"):
+            loss.loss.on_train_batch_start(index)
         options = {} if step.weight is None else {"sample_weight": step.weight}
         if case.masked:
             options["iid_mask"] = step.features[:, 0] < 0.8
-        if case.loss == "queries":
-            options["indexes"] = (2 * step.features[:, 0]).round().long()
+        if not case.one_query:
+            options["queries"] = (2 * step.features[:, 0]).round().long()
         if case.sync and not local:
             value = back_propagate_window(case, wrapped, loss, step, rank + index)
         elif case.loss_inside:
             value = wrapped(step.features, step.targets, **options)
         else:
             value = loss(wrapped(step.features), step.targets, **options)
-        if case.reduction == "none":
+        if value.ndim:  # the loss of each class or query
             value = (value.nan_to_num() * torch.linspace(0.5, 2, len(value), dtype=value.dtype)).sum()
         if value.requires_grad:  # a window has been back-propagated
             value.backward()
@@ -213,7 +173,6 @@ def joined_loss(loss: nn.Module) -> Callable[[Tensor, list[Rows]], Tensor]:
 
 def back_propagate_window(case: Case, model: nn.Module, loss: nn.Module, own: Rows, seed: int) -> Tensor:
     """Back-propagate the rows in micro-batches, of which ranks have other numbers where only the last communicates."""
-
     batches = cut(own, seed % 3 + 1 if case.wrapper in ("plain", "ddp") and case.sync == "last" else 3, seed)
     options: dict[str, Any] = {
         "forward": lambda batch: model(batch.features),
@@ -235,9 +194,10 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """
     whole = train(case, rank, 1)
     costs = TABLE["cpu"]._replace(pair=1e9) if case.by_bins else TABLE["cpu"]
-    fewest = 0 if case.loss == "retrieval_split" else retrieval.FEWEST_SPLIT
+    fewest = 0 if case.is_split else retrieval.FEWEST_SPLIT
+    follows = case.dtype == "float32" or case.options.get("reduction") == "sum"
     with forced(case.form), mock.patch.dict(TABLE, cpu=costs), mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
-        spread = train(case, rank, world_size, whole if case.dtype == "float32" or case.reduction == "sum" else None)
+        spread = train(case, rank, world_size, whole if follows else None)
     same([float(found[0]) for found in spread.gradients])
     pairs = list(zip(spread.gradients, whole.gradients))
     value = max(float(abs(a[0] - b[0]) / max(abs(b[0]), 1e-3)) for a, b in pairs)

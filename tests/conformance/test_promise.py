@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import part_of, split
-from gradient_cases import RETRIEVAL, SHARDED, Case
+from gradient_cases import SHARDED, Case
+from loss_cases import FORMS, OF_POOL, slowly
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor
@@ -21,11 +22,7 @@ import fullrank
 from fullrank.distributed.exchange import Exchange
 from fullrank.large import smooth_ap
 
-POOLED = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
-UNWEIGHTED = ["info_nce", "sup_con", "ndcg", "retrieval"]
-LOSSES = [*POOLED, "softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "combined", "queries"]
-LOSSES += ["warm_up"]
-LOSSES += UNWEIGHTED
+MODULES = [name for name, form in FORMS.items() if form.loss.module is not None]
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
 
@@ -38,57 +35,56 @@ def assert_exact(pool: WorkerPool, *cases: Case) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slowly(MODULES))
 def test_gradient_equals_one_process(pool: WorkerPool, loss: str, weighted: bool, dtype: str) -> None:
     """Uneven and empty shards, ignored rows, queue filling over four optimizer steps."""
-    if weighted and loss in UNWEIGHTED:
+    if weighted and not FORMS[loss].loss.takes("sample_weight"):
         pytest.skip("takes no weights")
     assert_exact(pool, Case(loss, dtype=dtype, weighted=weighted))
+
+
+# What every loss over a pool can do: the first form of each in all ways, and each other form in one of them.
+WAYS: list[dict[str, Any]] = [
+    {"num_classes": 3, "multi_hot": True, "weighted": True},
+    {"num_classes": 4},
+    {"queue_size": 0, "dtype": "float32"},
+    {"num_classes": 2, "weighted": True, "by_bins": True},
+    {"num_classes": 3, "options": {"queue_keep": "negatives"}},
+    {"queue_size": 20},  # smaller than a batch
+    {"num_classes": 3, "options": {"reduction": "sum"}},
+    {"num_classes": 3, "options": {"reduction": "none"}, "masked": True},
+]
+FIRST = [name for name in OF_POOL if FORMS[name].is_first]
+IN_WAYS = [Case(name, **way) for name in FIRST for way in WAYS]
+IN_WAYS += [
+    Case(name, **way)
+    for index, name in enumerate(name for name in OF_POOL if name not in FIRST)
+    for way in (WAYS[index % len(WAYS)], WAYS[(index + 1) % len(WAYS)])
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        Case("smooth_ap", num_classes=4),
-        Case("recall", num_classes=4, weighted=True),
-        Case("pauc_pairwise", num_classes=3),
-        Case("smooth_ap", num_classes=3, multi_hot=True, weighted=True),
-        Case("recall", num_classes=3, multi_hot=True),
-        Case("pauc_pairwise", num_classes=3, multi_hot=True, weighted=True),
-        Case("smooth_ap", num_classes=2, by_bins=True),
-        Case("pauc_pairwise", by_bins=True, weighted=True),
-        Case("pauc_dro", num_classes=3, multi_hot=True, weighted=True),
-        Case("pauc_dro0.3", num_classes=3),
-        Case("pauc_dro_iqr", num_classes=3, weighted=True),
-        Case("pauc_dro0.3_band", num_classes=3),
-        Case("pauc_dro", queue_size=0, dtype="float32"),
-        Case("pauc_trapezoid", num_classes=3, multi_hot=True),
-        Case("smooth_ap", queue_keep="negatives"),
-        Case("recall", num_classes=3, queue_keep="negatives"),
-        Case("smooth_ap", queue_size=20),  # smaller than a batch
-        Case("smooth_ap", queue_size=0),
-        Case("recall", num_classes=2, threshold_gradient=False),
-        Case("pauc_trapezoid", num_classes=2, threshold_gradient=False),
-        Case("pauc_trapezoid", queue_size=0, dtype="float32"),
-        Case("softmax_focal", reduction="mean_positive"),
-        Case("softmax_focal", reduction="sum", weighted=True),
-        Case("softmax_focal", reduction="mean_weighted"),
-        Case("softmax_focal", reduction="mean_weighted", weighted=True),
-        Case("sigmoid_focal", reduction="mean_weighted"),
-        Case("sigmoid_focal", reduction="mean_weighted", weighted=True),
-        Case("cross_entropy", reduction="sum", weighted=True),
-        Case("binary_cross_entropy", reduction="sum"),
-        Case("smooth_ap", num_classes=3, reduction="sum"),
-        *(Case(loss, temperature=0.07, dtype=dtype) for loss in ("info_nce", "sup_con") for dtype in LIMITS),
-        Case("smooth_ap", temperature=None, num_classes=3),
-        Case("recall", temperature=None),
-        *(Case("queries", reduction=way, weighted=way != "sum") for way in ("mean", "sum", "none")),
-        *(Case(loss, reduction=way) for loss in RETRIEVAL for way in ("mean", "sum", "none")),
-        *(Case(loss, dtype="float32") for loss in ("queries", *RETRIEVAL)),
-        Case("info_nce_one_way", queue_size=0),
-        Case("info_nce_one_way", queue_size=50),
-        Case("sup_con", queue_size=0),
+        *IN_WAYS,
+        *(Case(loss, num_classes=2, options={"threshold_gradient": False}) for loss in ("recall", "pauc_trapezoid")),
+        *(Case(loss, weighted=True, options={"reduction": "sum"}) for loss in ("softmax_focal", "cross_entropy")),
+        Case("binary_cross_entropy", options={"reduction": "sum"}),
+        *(
+            Case(loss, dtype, options={"temperature": 0.07})
+            for loss in ("info_nce_symmetric", "sup_con")
+            for dtype in LIMITS
+        ),
+        *(Case("queries", weighted=way != "sum", options={"reduction": way}) for way in ("mean", "sum", "none")),
+        *(
+            Case("retrieval", is_split=is_split, options={"reduction": way})
+            for is_split in (False, True)
+            for way in ("mean", "sum", "none")
+        ),
+        Case("retrieval", "float32", is_split=True),
+        Case("ndcg", one_query=True),
+        *(Case(loss, queue_size=size) for loss in ("info_nce", "sup_con") for size in (0, 50)),
     ],
     ids=str,
 )
@@ -97,7 +93,7 @@ def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case)
 
 
 @pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=[] if loss in FEW else [pytest.mark.slow]) for loss in LOSSES]
+    "loss", [pytest.param(loss, marks=[] if loss in FEW else [pytest.mark.slow]) for loss in MODULES]
 )
 def test_loss_inside_the_wrapped_module(pool_of_two: WorkerPool, loss: str) -> None:
     for dtype in LIMITS:
@@ -108,10 +104,10 @@ def test_loss_inside_the_wrapped_module(pool_of_two: WorkerPool, loss: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*drawn down")
-@pytest.mark.parametrize("loss", POOLED)
+@pytest.mark.parametrize("loss", slowly(OF_POOL))
 def test_drawn_pool_is_the_same_on_every_rank(pool: WorkerPool, loss: str) -> None:
     """The draw is seeded by its number, so a spread batch draws the rows that one process would."""
-    assert_exact(pool, Case(loss, num_classes=3, max_pool_size=40))
+    assert_exact(pool, Case(loss, num_classes=3, options={"max_pool_size": 40}))
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -160,7 +156,7 @@ def test_parameter_after_the_gather(rank: int, way: str, dtype: str) -> None:
 # Inside of the others a loss shows what it shows inside of FSDP2, of which they are forms.
 OTHERS: list[Any] = [
     pytest.param(
-        *(world_size, wrapper, inside, LOSSES),
+        *(world_size, wrapper, inside, MODULES),
         marks=pytest.mark.slow if (wrapper, inside) == ("fsdp2", True) else pytest.mark.full,
     )
     for world_size, wrapper in ((2, "fsdp2"), (2, "replicate"), (2, "summed"), (4, "hsdp"))
@@ -182,7 +178,7 @@ def windows(wrapper: str, sync: str = "last", dtype: str = "float64", losses: An
     """Return the pooled losses over windows of ``pooled_backward``, every other one with weights."""
     common = {"dtype": dtype, "wrapper": wrapper, "sync": sync}
     common["gradient_reduction"] = "sum" if wrapper in ("plain", "summed") else "mean"
-    cases = [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(POOLED)][losses]
+    cases = [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(OF_POOL)][losses]
     return [*cases, Case("smooth_ap", sharded=True, form="moments", **common)]
 
 
@@ -214,24 +210,25 @@ ROWS_OF: dict[str, dict[str, Any]] = {
     "weighted": {"weighted": True, "layout": "last"},
     "masked": {"masked": True, "layout": "last at first"},
     "classes": {"num_classes": 4},
-    "elements": {"num_classes": 3, "weighted": True, "reduction": "none"},
+    "elements": {"num_classes": 3, "weighted": True, "options": {"reduction": "none"}},
     "multi_hot": {"num_classes": 3, "multi_hot": True, "weighted": True},
-    "sum": {"num_classes": 2, "multi_hot": True, "layout": "last", "reduction": "sum"},
-    "automatic": {"temperature": None, "num_classes": 2},
+    "sum": {"num_classes": 2, "multi_hot": True, "layout": "last", "options": {"reduction": "sum"}},
+    "automatic": {"num_classes": 2, "options": {"temperature": None}},
 }
 IN_FLOAT32 = ("plain", "multi_hot", "automatic")
-LINEAR, DETACHED = {"options": (("quantile_interpolation", "linear"),)}, {"threshold_gradient": False}
+LINEAR, DETACHED = {"options": {"quantile_interpolation": "linear"}}, {"options": {"threshold_gradient": False}}
 AT_THRESHOLDS: list[dict[str, Any]] = [LINEAR, {**LINEAR, "num_classes": 2}, DETACHED]
 BANDS: list[dict[str, Any]] = [
-    {"options": (("budget_basis", "population"), ("n_knots", 4)), "num_classes": 3, "masked": True},
-    {"options": (("pos_numerator", "live"), ("tau_scale", "band")), "weighted": True},
+    {"options": {"budget_basis": "population", "n_knots": 4}, "num_classes": 3, "masked": True},
+    {"options": {"pos_numerator": "live", "tau_scale": "band"}, "weighted": True},
 ]
 
 
 def sharded(loss: str, form: str) -> list[Case]:
     """Return every kind of rows in float64, and a few in float32."""
-    cases = [Case(loss, sharded=True, form=form, **kind) for kind in ROWS_OF.values()]
-    cases += [Case(loss, "float32", sharded=True, form=form, **ROWS_OF[kind]) for kind in IN_FLOAT32]
+    ways = {way: rows for way, rows in ROWS_OF.items() if way != "automatic" or FORMS[loss].loss.is_automatic}
+    cases = [Case(loss, sharded=True, form=form, **rows) for rows in ways.values()]
+    cases += [Case(loss, "float32", sharded=True, form=form, **ways[way]) for way in IN_FLOAT32 if way in ways]
     kinds = [*(AT_THRESHOLDS if form == "sums" else []), *(BANDS if loss == "pauc_trapezoid" else [])]
     return cases + [Case(loss, sharded=True, form=form, **kind) for kind in kinds]
 
@@ -270,9 +267,11 @@ def random_case(seed: int) -> Case:
         weighted=draw.random() < 0.5,
         masked=draw.random() < 0.3,
         multi_hot=draw.random() < 0.3,
-        # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
-        temperature=draw.choice([0.3, 2.0, None]),
-        reduction=draw.choice(["mean", "sum", "none"]),
+        options={
+            # At smaller ones a gradient may be so small that float32 rounds it by more, in one process too.
+            "temperature": draw.choice([0.3, 2.0, None if FORMS[loss].loss.is_automatic else 0.3]),
+            "reduction": draw.choice(["mean", "sum", "none"]),
+        },
     )
 
 
@@ -326,7 +325,7 @@ def test_rank_zero_may_validate_alone(rank: int, wrapped: bool) -> None:
             loss.train().gather_distributed = None
 
 
-@pytest.mark.parametrize("loss", ["smooth_ap", "softmax_focal", "info_nce_one_way", "sup_con"])
+@pytest.mark.parametrize("loss", ["smooth_ap", "softmax_focal", "info_nce", "sup_con"])
 def test_control_wrong_gradient_reduction_is_off(loss: str) -> None:
     """Under DDP, which averages, the scale of a SUM gives 1 / W of the gradient."""
     for of_gradient, value in get_pool(2)(gradient_cases.worst_error, 2, Case(loss, gradient_reduction="sum")):

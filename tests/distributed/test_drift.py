@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,15 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradient_cases import Case
+from loss_cases import FORMS, LOSSES, OF_POOL, normal
 from on_ranks import common_error, on_ranks
 from torch import Tensor, nn
 from workers import error_of
 
 import fullrank
 from fullrank.kernels import native
-from fullrank.losses.pooled.base import RankingLoss
-
-POOLED = ("smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro")
+from fullrank.losses import RankingLoss
 
 
 class Drift(NamedTuple):
@@ -78,54 +76,6 @@ DRIFTS = {
     "max_pool_size": _on_one(_set(max_pool_size=5), "max_pool_size=5"),
 }
 
-# Constructor arguments: another value on one rank. Those left out, with the reason.
-NOT_COMPARED = {
-    "group": "a rank that names another group cannot be asked",
-    "gather_distributed": "a rank that does not gather does not call",
-    "validate_args": "whichever rank checks, all ranks raise",
-    "update_queue_in_eval": "compared by its effect: DRIFTS has it",
-    "temperature": "a state: DRIFTS has it",
-}
-OTHER_VALUES: dict[str, Any] = {
-    "num_classes": 3,
-    "queue_size": 7,
-    "reduction": "sum",
-    "ignore_index": -1,
-    "max_pool_size": 9,
-    "gradient_reduction": "sum",
-    "queue_keep": "negatives",
-    "queue_in_eval": True,
-    "multi_hot": True,
-    "quantile": 0.4,
-    "quantile_interpolation": "linear",
-    "alpha": 0.1,
-    "beta": 0.6,
-    "surrogate": "pairwise",
-    "n_knots": 4,
-    "tau_scale": "band",
-    "pos_numerator": "live",
-    "budget_basis": "population",
-    "dro_lambda": 0.5,
-    "threshold_gradient": False,
-    "gamma": 1.0,
-    "label_smoothing": 0.1,
-    "background_class": 1,
-    "name": "other",
-    "weight": torch.tensor([1.0, 2.0]),
-    "pos_weight": torch.tensor(2.0),
-}
-# What OTHER_VALUES has is no value for this loss, or is its default.
-OWN_VALUES: dict[tuple[str, str], Any] = {("SoftmaxFocalLoss", "alpha"): [1.0, 2.0]}
-CONSTRUCTED = (
-    fullrank.SmoothAPLoss,
-    fullrank.RecallAtQuantileLoss,
-    fullrank.PAUCAtBudgetLoss,
-    fullrank.SigmoidFocalLoss,
-    fullrank.SoftmaxFocalLoss,
-    fullrank.CrossEntropyLoss,
-    fullrank.BCEWithLogitsLoss,
-)
-
 
 def _take_step(loss: nn.Module, rank: int, index: int) -> float:
     generator = torch.Generator().manual_seed(10 * index + rank)
@@ -144,12 +94,13 @@ def assert_named(call: Callable[[], Any], odd_rank: int, *texts: str) -> None:
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
-# One loss with every drift; the others take turns.
+# One loss with every drift; the other forms take turns.
 DRIFTING: list[Any] = [("smooth_ap", kind) for kind in DRIFTS]
 DRIFTING += [
     pytest.param(name, kind, marks=pytest.mark.slow)
     for turn, kind in enumerate(DRIFTS)
-    for name in POOLED[1 + turn % 2 :: 2]
+    for name in OF_POOL[1:][turn % 4 :: 4]
+    if kind in FORMS[name].loss.arguments or kind != "temperature"
 ]
 
 
@@ -162,7 +113,7 @@ def test_drift_of_one_rank_is_named_in_the_next_step(rank: int, name: str, kind:
     apart.
     """
     for odd_rank in range(dist.get_world_size()):
-        case = Case(name, num_classes=2, max_pool_size=30)
+        case = Case(name, num_classes=2, options={"max_pool_size": 30})
         loss, repaired = (gradient_cases.make_loss(case, local=False) for _ in range(2))
         _take_step(loss, rank, 0)
         first = copy.deepcopy(loss.state_dict())
@@ -175,35 +126,26 @@ def test_drift_of_one_rank_is_named_in_the_next_step(rank: int, name: str, kind:
 
 
 ARGUMENTS = [
-    (kind.__name__, argument)
-    for kind in CONSTRUCTED
-    for argument in inspect.signature(kind).parameters
-    if argument not in NOT_COMPARED
+    (loss.name, argument)
+    for loss in LOSSES.values()
+    for argument in sorted(loss.arguments)
+    if loss.kind != "queries" and loss.parts is None and not loss.argument(argument).apart
 ]
 
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 @on_ranks(2)
 def test_another_argument_on_one_rank_is_named(rank: int, name: str, argument: str) -> None:
-    kind = getattr(fullrank, name)
+    form = LOSSES[name].form_with(argument)
     for odd_rank in range(2):
-        arguments: dict[str, Any] = {"num_classes": 2} if issubclass(kind, RankingLoss) else {}
-        if argument in ("weight", "pos_weight"):
-            arguments[argument] = torch.ones_like(OTHER_VALUES[argument])
-        if name == "PAUCAtBudgetLoss":
-            arguments |= {"beta": 0.5, "surrogate": "dro" if argument == "dro_lambda" else "trapezoid"}
+        arguments = form.given(num_classes=2)
         if rank == odd_rank:
-            arguments[argument] = OWN_VALUES.get((name, argument), OTHER_VALUES[argument])
-        logits = torch.zeros(4, arguments.get("num_classes", 2))
-        targets = torch.tensor([0, 1, 0, 1])
-        if name in ("SigmoidFocalLoss", "BCEWithLogitsLoss") or arguments.get("multi_hot"):
+            arguments[argument] = form.loss.argument(argument).other
+        rows, targets = normal(4, arguments.get("num_classes", form.columns)), torch.tensor([0, 1, 0, 1])
+        if arguments.get("multi_hot"):
             targets = torch.nn.functional.one_hot(targets, 2)
-        assert_named(partial(kind(**arguments), logits, targets), odd_rank, argument)
-
-
-def test_every_constructor_argument_is_compared_or_excused() -> None:
-    arguments = {argument for kind in CONSTRUCTED for argument in inspect.signature(kind).parameters}
-    assert arguments == set(OTHER_VALUES) | set(NOT_COMPARED)
+        call = partial(form.loss.module(**arguments), **form.arguments(rows, targets))
+        assert_named(call, odd_rank, argument)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import os
 import signal
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fault_calls import BAD, CALLS, DIFFERENT, Call
 from faults import Arguments, Fault
+from loss_cases import LOSSES
 from on_ranks import common_error, on_ranks, same
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -27,7 +27,6 @@ from workers import class_of, process_context
 
 import fullrank
 from fullrank.distributed import exchange
-from fullrank.losses.base import DistributedLoss
 
 
 @functools.cache
@@ -97,9 +96,7 @@ def take_step(call: Call, subject: Any, rank: int, index: int) -> list[bytes]:
 
 def _state(subject: Any) -> list[bytes]:
     """Return the bits of everything in the state of a module."""
-    if not isinstance(subject, torch.nn.Module):
-        return []
-    leaves = tree_leaves(subject.state_dict())
+    leaves = tree_leaves(subject.state_dict()) if isinstance(subject, torch.nn.Module) else []
     return [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves]
 
 
@@ -239,6 +236,11 @@ def validates_alone(rank: int) -> None:
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
 
 
+def is_first(call: Call) -> bool:
+    """Return whether a call is no further form of a loss."""
+    return call.form is None or call.form.is_first
+
+
 ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
 
 
@@ -246,12 +248,14 @@ def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
     """Return world size, odd ranks and case: the cases on two ranks, and those of a few calls on three.
 
     The odd rank is each of them for a few calls, and changes from one kind to the next for the others. The forms of a
-    sharded pool have one check before them, so only one of them has every kind.
+    loss have one check before them, so that of the first alone every kind is tested.
     """
     kinds = Counter(name for name, _ in cases)
-    forms = [case for case in cases if "_by_" in case[0] and case[0] not in ON_EACH_RANK and kinds[case[0]] > 5]
+    firsts = {name for name, call in CALLS.items() if name in ON_EACH_RANK or (is_first(call) and "_by_" not in name)}
+    other_forms = [case for case in cases if case[0] not in firsts and kinds[case[0]] > 5]
+    left_out = {case for index, case in enumerate(other_forms) if index % 3}
     found = []
-    for index, (name, kind) in enumerate(case for case in cases if case not in forms[1::2]):
+    for index, (name, kind) in enumerate(case for case in cases if case not in left_out):
         is_each = name in ON_EACH_RANK
         odd_ranks = (0, 1) if is_each or kinds[name] < 3 else (index % 2,)
         marks = [] if is_each and "_by_" not in name else [pytest.mark.slow]
@@ -275,7 +279,7 @@ def test_input_that_differs_on_one_rank_raises_on_all(
     spoil(rank, name, CALLS[name].differ[kind], odd_ranks, "{call}: expected the same on every rank, got ")
 
 
-@pytest.mark.parametrize("name", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "wrapper_in_blend"])
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.keeps_rows])
 @on_ranks(2)
 def test_control_a_step_that_did_happen_shows_in_the_next(rank: int, name: str) -> None:
     assert _after(CALLS[name], rank, 1) != _after(CALLS[name], rank, None)
@@ -286,13 +290,9 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
     public = {name: getattr(fullrank, name) for name in fullrank.__all__}
     modules = {"fullrank.distributed.gather", "fullrank.distributed.global_mean"}
     gathers = {name for name, value in public.items() if getattr(value, "__module__", "") in modules}
-    losses = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, DistributedLoss)}
     assert {"gather_rows", "global_mean"} <= gathers
-    assert gathers | losses | {"LossWarmupWrapper", "CombinedLoss", "ShardedLoss"} == names
-
-
-WITHOUT_QUEUE = {"wrapper_in_warmup", "queries", "ndcg"}
-WITHOUT_QUEUE |= {name for name, call in CALLS.items() if call.public == "ShardedLoss"}
+    losses = {loss.module.__name__ for loss in LOSSES.values() if loss.module is not None}
+    assert names == gathers | losses | {"ShardedLoss"}
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_value_that_is_not_finite_on_one_rank(rank: int, odd_ranks: tuple[int,
             assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1]
         else:
             assert bits == after_no_step(name, rank, dist.get_world_size())
-        if has_logits and name not in WITHOUT_QUEUE:
+        if has_logits and call.keeps_rows:
             assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1]
         assert math.isnan(same(objective)) or not math.isnan(value)
 
@@ -323,11 +323,14 @@ def test_a_value_that_is_not_finite_on_one_rank(rank: int, odd_ranks: tuple[int,
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
 SHORT_S = 2  # where the timeout itself is what ends the others
 
-OF_ELEMENTS = ("softmax_focal", "sigmoid_focal", "cross_entropy", "binary_cross_entropy", "global_mean")
-# Each call, and its collectives in the forward.
-FORWARD = [(name, 1) for name in CALLS if "_by_" not in name]  # the forms of a sharded pool have one header
-FORWARD += [(name, 2) for name in CALLS if name not in OF_ELEMENTS]
-FORWARD.remove(("wrapper_in_warmup", 2))
+# Each call, and its collectives in the forward: what is a sum over elements travels with the header.
+SUMS = [name for name, call in CALLS.items() if call.form and call.form.loss.kind in ("classes", "elements")]
+FORWARD = [(name, 1) for name, call in CALLS.items() if is_first(call) and "_by_" not in name]
+FORWARD += [
+    (name, 2)
+    for name, call in CALLS.items()
+    if is_first(call) and name not in (*SUMS, "global_mean", "wrapper_in_warmup")
+]
 FORWARD += [("smooth_ap_by_moments", 3), ("smooth_ap_by_positives", 5), ("recall_by_sums", 7)]
 # What is reduced in a collective after the header; elsewhere rows are gathered.
 REDUCED = {("smooth_ap_by_moments", 2): "ranges", ("smooth_ap_by_positives", 2): "ranges"}

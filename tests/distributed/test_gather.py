@@ -17,6 +17,7 @@ import torch.distributed as dist
 from batches import part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
+from loss_cases import FORMS, SUMMED, slowly
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import NUM_FEATURES, Model, error, gradient
@@ -112,18 +113,18 @@ def test_reduce_scatter_adds_half_precision_in_float32(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "softmax_focal", "sigmoid_focal"]
+    "name", slowly(name for name, form in FORMS.items() if form.loss.is_pooled or form.loss in SUMMED.values())
 )
 @on_ranks(2)
 def test_collectives_of_the_losses(rank: int, name: str) -> None:
     """Forward and backward, with all optional arguments; from the second call on one; a group of one has none."""
     lone, both = [dist.new_group([r]) for r in range(2)][rank], dist.new_group()
-    for group, expected in ((both, 1 if "focal" in name else 2), (both, 1), (lone, 0)):
+    for group, expected in ((both, 2 if FORMS[name].loss.is_pooled else 1), (both, 1), (lone, 0)):
         case = Case(name, weighted=True)
         loss, step = gradient_cases.make_loss(case, local=False, group=group), gradient_cases.make_step(case, 0)
         logits = torch.randn(step.features.shape[0], gradient_cases.num_outputs(case), requires_grad=True)
         with CollectiveCounter() as forward:
-            value = loss(logits, step.targets, sample_weight=step.weight)
+            value = gradient_cases.OfRows(case, loss)(logits, step.targets, sample_weight=step.weight)
         with CollectiveCounter() as backward:
             value.backward()
         assert (forward.total, backward.total) == (expected, 0)

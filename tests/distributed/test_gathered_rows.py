@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loss_cases import FORMS
 from on_ranks import on_ranks
 from subjects import error
 from torch import Tensor
@@ -115,20 +116,16 @@ def test_gathered_targets_are_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_every_loss_that_would_be_wrong_refuses_them(rank: int) -> None:
-    (_, x, _), y = gather(rank), fullrank.all_gather_no_grad(own_rows(rank)[1])
-    pairs, warmup = torch.cat([x, -x], dim=1), fullrank.SoftmaxFocalLoss()
-    calls: dict[str, Callable[[], Any]] = {
-        "recall": lambda: fullrank.RecallAtQuantileLoss(1, quantile=0.3, temperature=0.3)(x, y),
-        "pauc": lambda: fullrank.PAUCAtBudgetLoss(1, beta=0.5)(x, y),
-        "retrieval": lambda: fullrank.RetrievalSmoothAPLoss()(pairs, y),
-        "focal sum": lambda: fullrank.SoftmaxFocalLoss(reduction="sum")(pairs, y),
-        "binary sum": lambda: fullrank.SigmoidFocalLoss(reduction="sum")(x, y[:, None].double()),
-        "warm-up": lambda: fullrank.LossWarmupWrapper(warmup, fullrank.SmoothAPLoss(2), warmup_steps=0)(pairs, y),
-    }
-    for name, call in calls.items():
-        kind, text = error_of(call)
-        assert kind == "ValueError", (name, kind, text)
-        assert "rows that were gathered already" in text, (name, text)
+    """A mean over elements is right: each row counts once for every rank, above and below."""
+    x, y = own_rows(rank)
+    y = fullrank.all_gather_no_grad(y)
+    for name, form in FORMS.items():
+        rows = fullrank.all_gather_with_grad(x.expand(-1, form.columns))
+        options = {"reduction": "sum"} if form.loss.kind in ("classes", "elements") else {}
+        if form.loss.module is not None:
+            kind, text = error_of(partial(form.make(**options), **form.arguments(rows, y)))
+            assert kind == "ValueError", (name, kind, text)
+            assert "rows that were gathered already" in text, (name, text)
 
 
 @on_ranks()

@@ -17,9 +17,9 @@ from workers import error_of
 
 from fullrank.distributed import header
 
-# A call of every kind.
-NAMES = ["gather_rows", "all_gather_with_grad_reduce_scatter", "global_mean", "smooth_ap", "smooth_ap_sharded"]
-NAMES += ["sigmoid_focal", "retrieval", "sup_con", "info_nce"]
+# A gather of every kind, and the first loss of every kind.
+NAMES = ["gather_rows", "all_gather_with_grad_reduce_scatter", "global_mean"]
+NAMES += {call.form.loss.kind: name for name, call in reversed(CALLS.items()) if call.form}.values()
 
 
 def dual(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from loss_cases import FUNCTIONS, normal
+from loss_cases import FUNCTIONS, OF_POOL, normal
 from torch import Tensor
 from torch._subclasses.fake_utils import CrossRefFakeMode
 
@@ -14,7 +14,13 @@ pytestmark = pytest.mark.slow
 
 REFUSED = "a ranking loss: expected a first derivative, got a second one"
 BOTH = ["smooth_ap", "sigmoid_sums"]  # the kernels are registered alike: the others run in `make full`
-OTHERS = ["recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
+OTHERS = [name for name in OF_POOL if name not in BOTH]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """The functions share their code, of which the compiler keeps a few graphs alone."""
+    torch._dynamo.reset()
 
 
 def scores() -> Tensor:

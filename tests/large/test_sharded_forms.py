@@ -42,13 +42,13 @@ AP = Case("smooth_ap", sharded=True, form="moments")
 RECALL, PAUC = (AP._replace(loss=loss, form="sums") for loss in ("recall", "pauc_trapezoid"))
 COLLECTIVES = {
     "header, moments": (AP, 2),
-    "header, sample, moments": (AP._replace(temperature=None), 3),
+    "header, sample, moments": (AP._replace(loss="smooth_ap_automatic"), 3),
     "header, ranges, moments": (AP._replace(num_classes=3), 3),
     "header, positives, sums, gradients": (AP._replace(form="positives"), 4),
     "header, and that of the wrapped loss with its rows": (AP._replace(form="gather"), 2),
     "header, three digits, sums": (RECALL._replace(dtype="float32"), 5),
     "header, six digits, sums": (RECALL, 8),
-    "header, sample, six digits, sums": (RECALL._replace(temperature=None), 9),
+    "header, sample, six digits, sums": (RECALL._replace(loss="recall_automatic"), 9),
     "header, three digits, sums of classes": (PAUC._replace(dtype="float32", num_classes=3), 5),
 }
 
@@ -151,9 +151,9 @@ def test_any_scores(rank: int, form: str, name: str, sets: list[str]) -> None:
 def test_nan_is_where_a_gathered_pool_has_it(rank: int, case: Case) -> None:
     """Infinite scores at a threshold, where differences are NaN, or a NaN; with and without its gradient."""
     for kind, carried in itertools.product(("inf", "nan", "finite"), (True, False)):
-        own, case = own_rows(rank, case, 40), case._replace(threshold_gradient=carried)
+        own, case = own_rows(rank, case, 40), case._replace(options={"threshold_gradient": carried})
         if kind == "inf":
-            own.features[::3] = torch.inf  # and so a threshold
+            own.features[:: 2 if case.loss == "recall" else 3] = torch.inf  # and so a threshold
         elif kind == "nan" and rank == 1:
             own.features[-2] = torch.nan  # a row that counts
         gathered = loss_and_gradient(make_loss(case._replace(sharded=False, queue_size=0), local=False), own)
@@ -201,7 +201,7 @@ def test_rows_without_a_valid_class(rank: int, form: str) -> None:
     world_size = torch.distributed.get_world_size()
     for count, num_classes, target, is_infinite in DEGENERATE.values():
         for base in (RECALL, PAUC, PAUC._replace(options=POPULATION)) if form == "sums" else (AP,):
-            case = base._replace(num_classes=num_classes, reduction="none")
+            case = base._replace(num_classes=num_classes, options={**base.options, "reduction": "none"})
             losses = [make_loss(case, local) for local in (True, False)]
             for index in range(2):
                 logits = torch.randn(count, num_classes, generator=torch.Generator().manual_seed(index)).double()

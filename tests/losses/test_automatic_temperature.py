@@ -6,32 +6,33 @@ import copy
 import io
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import reference
 import torch
-from loss_cases import draw, step
+from loss_cases import FORMS, NAN, draw, step
 from on_ranks import on_ranks
 from reference import Rows
 from torch import Tensor
 from workers import error_of
 
-from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, RetrievalSmoothAPLoss, SmoothAPLoss
+from fullrank import PAUCAtBudgetLoss, RetrievalSmoothAPLoss, SmoothAPLoss
 from fullrank.kernels import spread as spreads
 from fullrank.kernels.spread import evenly_spaced, spread_of, standardized
-from fullrank.losses import recall_at_quantile, retrieval_smooth_ap, smooth_ap
+from fullrank.losses import retrieval_smooth_ap, smooth_ap
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "smooth_ap": smooth_ap,
-    "recall": lambda logits, targets, **options: recall_at_quantile(logits, targets, 0.1, **options),
+AUTOMATIC = {
+    name: form
+    for name, form in FORMS.items()
+    if form.settings.get("temperature", NAN) is None or (form.loss.is_automatic and "temperature" not in form.settings)
 }
-MODULES: dict[str, Callable[..., Any]] = {
-    "smooth_ap": SmoothAPLoss,
-    "recall": lambda classes, **options: RecallAtQuantileLoss(classes, 0.1, **options),
-}
-MULTIPLES = {"smooth_ap": 0.1, "recall": 0.3}
-over_functions = pytest.mark.parametrize("name", FUNCTIONS)
+OVER_POOLS = [name for name, form in AUTOMATIC.items() if form.loss.is_pooled]
+over_pools = pytest.mark.parametrize("name", OVER_POOLS)
+
+
+def multiple(name: str) -> float:
+    """Return the temperature for scores of spread 1."""
+    return FORMS[name].loss.module.spread_multiple
 
 
 def expected_spread(columns: Tensor) -> float:
@@ -82,15 +83,15 @@ def test_the_size_of_the_sample(classes: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("classes", [1, 3])
-@over_functions
+@over_pools
 def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
     logits, targets = draw(80, classes)
-    tau = MULTIPLES[name] * spread_of(logits.t(), None)
-    for ours, number in zip(step(FUNCTIONS[name], logits, targets), step(numbered(name, tau), logits, targets)):
+    tau = multiple(name) * spread_of(logits.t(), None)
+    for ours, number in zip(step(FORMS[name].call(), logits, targets), step(numbered(name, tau), logits, targets)):
         assert torch.equal(ours, number)
     control = step(numbered(name, 1.01 * tau), logits, targets)
-    assert not torch.equal(control[0], step(FUNCTIONS[name], logits, targets)[0])
-    loss = MODULES[name](classes)
+    assert not torch.equal(control[0], step(FORMS[name].call(), logits, targets)[0])
+    loss = FORMS[name].make(num_classes=classes)
     assert (loss.temperature, loss.current_temperature) == (None, None)
     loss(logits, targets)
     assert loss.current_temperature == tau
@@ -103,7 +104,7 @@ def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
 
 def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
     """Return the function at a temperature that is a number."""
-    return lambda logits, targets: FUNCTIONS[name](logits, targets, temperature=temperature)
+    return lambda logits, targets: FORMS[name].call()(logits, targets, temperature=temperature)
 
 
 def test_queries_share_the_spread_of_all_rows() -> None:
@@ -122,12 +123,12 @@ def test_queries_share_the_spread_of_all_rows() -> None:
 
 @pytest.mark.parametrize("count", [50, 6000])
 @pytest.mark.parametrize("classes", [1, 3])
-@over_functions
+@over_pools
 def test_shift_and_scale_change_nothing(name: str, classes: int, count: int) -> None:
     logits, targets = draw(count, classes)
-    value, gradient = step(FUNCTIONS[name], logits, targets)
+    value, gradient = step(FORMS[name].call(), logits, targets)
     for factor, shift in ((1000.0, 0.0), (1e-3, 0.0), (2.0**60, 0.0), (1.0, 16.0), (1.0, -7.0)):
-        moved, slope = step(FUNCTIONS[name], logits * factor + shift, targets)
+        moved, slope = step(FORMS[name].call(), logits * factor + shift, targets)
         # Rounding of the shifted scores: 16 units at 2.2e-16 in temperatures of 0.1.
         torch.testing.assert_close(moved, value, rtol=1e-12, atol=0)
         torch.testing.assert_close(slope * factor, gradient, rtol=1e-10, atol=1e-12 * gradient.abs().max().item())
@@ -218,12 +219,12 @@ def test_a_pool_of_moderate_size_is_used_whole_if_its_sample_has_no_spread() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@over_functions
+@over_pools
 def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.dtype) -> None:
     """A step on degenerate scores, with a queue, then clean steps, which have a usual loss and gradient."""
     targets = (torch.arange(N) % 8 == 0).long()
     for kind in [kind for kind in DEGENERATE if kind not in ("all nan", "all -inf", "infinities")]:
-        loss, given = MODULES[name](1, queue_size=200), DEGENERATE[kind][0].to(dtype)[:, None]
+        loss, given = FORMS[name].make(queue_size=200), DEGENERATE[kind][0].to(dtype)[:, None]
         value, gradient = step(loss, given, targets)
         if given.isfinite().all():
             assert value.isfinite()
@@ -234,14 +235,14 @@ def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.
             assert 0 < value < 1
             assert gradient.isfinite().all()
         assert gradient.abs().sum() > 0
-        usual = 2 * MULTIPLES[name]  # after a clean step the queue holds clean rows alone
+        usual = 2 * multiple(name)  # after a clean step the queue holds clean rows alone
         assert usual / 4 < loss.current_temperature < usual
 
 
 def test_constant_scores_have_a_gradient() -> None:
     """A network whose last layer starts at zero can learn."""
-    for function in FUNCTIONS.values():
-        assert step(function, torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1][::4].max() < 0
+    for name in OVER_POOLS:
+        assert step(FORMS[name].call(), torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1][::4].max() < 0
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -250,9 +251,10 @@ def test_constant_scores_have_a_gradient() -> None:
 @on_ranks(2)
 def test_ranks_compare_the_setting(rank: int) -> None:
     """The losses are automatic on rank 0 alone."""
-    value = None if rank == 0 else 0.05
-    for loss in [*(make(1, temperature=value) for make in MODULES.values()), RetrievalSmoothAPLoss(value)]:
-        kind, text = error_of(lambda loss=loss: loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1])))
+    for form in AUTOMATIC.values():
+        loss = form.make(temperature=None if rank == 0 else 0.05)
+        given = form.arguments(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+        kind, text = error_of(lambda loss=loss, given=given: loss(**given))
         assert kind == "RuntimeError"
         assert "temperature: None on rank 0, 0.05 on rank 1" in text
         assert "a number or None" in text
@@ -261,13 +263,13 @@ def test_ranks_compare_the_setting(rank: int) -> None:
 # --- state and current_temperature -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [*MODULES.values(), lambda _, temperature: RetrievalSmoothAPLoss(temperature)])
-def test_state_holds_the_setting(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_state_holds_the_setting(name: str) -> None:
     for saved, other in ((None, 0.3), (0.3, None)):
         buffer = io.BytesIO()
-        torch.save(make(1, temperature=saved).state_dict(), buffer)
+        torch.save(FORMS[name].make(temperature=saved).state_dict(), buffer)
         buffer.seek(0)
-        loaded = make(1, temperature=other)
+        loaded = FORMS[name].make(temperature=other)
         loaded.load_state_dict(torch.load(buffer, weights_only=True))
         assert loaded.temperature == saved
 

@@ -5,159 +5,153 @@ Each starts the compiler, so a loss is compiled once, with as many of its option
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from loss_cases import FORMS, IGNORED, KINDS, Form, normal, slowly
+from torch import Tensor
 
 from fullrank import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
 
 CALLS = ((40, 0.5), (40, 0.25), (55, 0.1))  # rows, temperature: first one of them changes, then both
+Given = dict[str, Tensor]
 
 
-def weights(targets: Tensor) -> dict[str, Tensor]:
-    """Return weights that differ from row to row."""
-    return {"sample_weight": 0.5 + targets.abs().double()}
+def rows(count: int, form: Form, *, floats: bool = False, weighted: bool = False) -> Given:
+    """Return the arguments of a call, the first with a gradient, and on request what is optional."""
+    x, targets = normal(count, 3, seed=count).requires_grad_(), torch.arange(count) % 3
+    if KINDS[form.loss.kind].ignores and form.loss.kind not in ("tokens", "classes"):
+        targets = targets.masked_fill(torch.arange(count) % 9 == 4, IGNORED)
+    given = form.arguments(
+        x, targets.double()[:, None] if floats and form.loss.kind in ("scores", "classes") else targets
+    )
+    if weighted and "sample_weight" in form.loss.of_function:
+        given["sample_weight"] = 0.5 + targets.abs().double()
+    if weighted and "iid_mask" in form.loss.of_function:
+        given["iid_mask"] = targets != 1
+    return given
 
 
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "smooth_ap": lambda x, t, tau: losses.smooth_ap(x, t, tau, **weights(t)),
-    "smooth_ap of (N,) and floats": lambda x, t, tau: losses.smooth_ap(x[:, 0], (t == 0).double()[:, None], tau),
-    "smooth_ap automatic": lambda x, t, tau: losses.smooth_ap(x, t),
-    "recall": lambda x, t, tau: losses.recall_at_quantile(x, t, 0.2, tau, **weights(t)),
-    "pauc": lambda x, t, tau: losses.pauc_at_budget(
-        x, t, beta=0.3, surrogate="trapezoid", n_knots=3, temperature=tau, quantile_interpolation="linear", **weights(t)
-    ),
-    "pauc pairwise": lambda x, t, tau: losses.pauc_at_budget(
-        x, t, beta=0.3, temperature=tau, surrogate="pairwise", iid_mask=t != 1
-    ),
-    "pauc dro": lambda x, t, tau: losses.pauc_at_budget(x, t, dro_lambda=tau, iid_mask=t != 1, **weights(t)),
-    "sigmoid_sums": lambda x, t, tau: losses.sigmoid_sums(x[:, 0], x[:, 1], x[:, 1:], tau).square().mean(),
-    "sigmoid_focal": lambda x, t, tau: losses.sigmoid_focal(x[:, :1], t == 0, gamma=tau, **weights(t)),
-    "softmax_focal": lambda x, t, tau: losses.softmax_focal(
-        x, t.double()[:, None], alpha=[0.5, 1.0, 2.0], gamma=tau, label_smoothing=0.1, **weights(t)
-    ),
-    "causal_lm": lambda x, t, tau: losses.causal_lm_loss(x[None], t[None], num_items=100 * tau),
-}
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "SmoothAPLoss": lambda: losses.SmoothAPLoss(3),
-    "RecallAtQuantileLoss": lambda: losses.RecallAtQuantileLoss(3, 0.2),
-    "PAUCAtBudgetLoss": lambda: losses.PAUCAtBudgetLoss(3, beta=0.3),
-    "SmoothAPLoss, queue": lambda: losses.SmoothAPLoss(3, queue_size=64),
-    "SmoothAPLoss, draws": lambda: losses.SmoothAPLoss(3, max_pool_size=64),
-    "RetrievalSmoothAPLoss": lambda: losses.RetrievalSmoothAPLoss(),
-    "LossWarmupWrapper": lambda: losses.LossWarmupWrapper(
-        losses.SoftmaxFocalLoss(), losses.SmoothAPLoss(3), warmup_epochs=1
-    ),
-    "SoftmaxFocalLoss": lambda: losses.SoftmaxFocalLoss(),
-    "SigmoidFocalLoss": lambda: losses.SigmoidFocalLoss(),
-    "CrossEntropyLoss": lambda: losses.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), label_smoothing=0.1),
-    "BCEWithLogitsLoss": lambda: losses.BCEWithLogitsLoss(torch.tensor([0.5, 1.0, 2.0]), torch.tensor(2.0)),
-}
-# The modules that a graph cannot hold whole: they keep a state, or the number of operators depends on values.
-BROKEN = ("SmoothAPLoss, queue", "SmoothAPLoss, draws", "RetrievalSmoothAPLoss", "LossWarmupWrapper")
+def varied(form: Form) -> Callable[..., Tensor]:
+    """Return the loss as a function of a call and of a number that it has: the temperature, or the first of its own."""
+    call: Any = form.call(num_classes=3)
+    numbers = [name for name, value in form.settings.items() if isinstance(value, float)]
+    if form.is_function and not numbers:
+        parameters = inspect.signature(form.loss.function).parameters
+        numbers = [name for name, parameter in parameters.items() if isinstance(parameter.default, float)]
+    name = "temperature" if "temperature" in numbers else next(iter(numbers), None)
 
-# Each loss is compiled once in `make test`, two of them in test_forward_and_backward_are_traced; `make full` has all.
-ONCE = {"pauc dro", "sigmoid_focal", "softmax_focal", "causal_lm", "SmoothAPLoss, queue"}
-ONCE |= {"RetrievalSmoothAPLoss", "CrossEntropyLoss", "BCEWithLogitsLoss", "retrieval_smooth_ap", "indexes"}
+    def function(given: Given, number: float) -> Tensor:
+        value = call(**given, **({} if name is None else {name: number}))
+        return value.nan_to_num().square().sum() if value.ndim else value
+
+    return function
 
 
-def each(names: Iterable[str]) -> list[Any]:
-    """Return the names as cases."""
-    return [pytest.param(name, marks=[] if name in ONCE else [pytest.mark.full]) for name in names]
-
-
-def rows(count: int, name: str = "") -> tuple[Tensor, Tensor]:
-    """Return logits (count, 3) that require a gradient, and class indices or the targets of a focal loss."""
-    numbers = torch.Generator().manual_seed(count)
-    targets = torch.arange(count) % 3
-    if name in ("SigmoidFocalLoss", "BCEWithLogitsLoss"):
-        targets = nn.functional.one_hot(targets, 3).double()
-    elif "focal" not in name.lower() and "causal" not in name:
-        targets = targets.masked_fill(torch.arange(count) % 9 == 4, -100)
-    return torch.randn(count, 3, generator=numbers).double().requires_grad_(), targets
-
-
-def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *given: Any) -> None:
+def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], given: Given, *options: Any) -> None:
     """The values and the gradients of the first argument are equal."""
     outcomes = []
     for function in (compiled, plain):
-        value = function(*given)
-        outcomes.append((value.detach(), torch.autograd.grad(value, given[0])[0]))
+        value = function(given, *options)
+        outcomes.append((value.detach(), torch.autograd.grad(value, next(iter(given.values())))[0]))
     torch.testing.assert_close(*outcomes, rtol=1e-12, atol=1e-14)
 
 
+FUNCTIONS = [name for name, form in FORMS.items() if form.is_function and "graph" not in form.loss.left_out]
+FUNCTIONS.remove("pauc_dro")  # other kernels than the first form has: in `make test` too
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", each(FUNCTIONS))
+@pytest.mark.parametrize("name", ["pauc_dro", *slowly(FUNCTIONS, pytest.mark.full)])
 def test_functions_over_temperatures_and_row_counts(name: str, backend: str) -> None:
     """aot_eager traces what every backend is given, forward and backward, and takes three times as long."""
     torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=backend)
-    for count, temperature in CALLS[:: 2 if backend == "eager" else 1]:
-        assert_same(compiled, FUNCTIONS[name], *rows(count, name), temperature)
+    plain, form = varied(FORMS[name]), FORMS[name]
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    for count, number in CALLS[:: 2 if backend == "eager" else 1]:
+        assert_same(compiled, plain, rows(count, form, floats=True, weighted=True), number)
 
 
-@pytest.mark.parametrize("name", ["smooth_ap", "recall"])
+@pytest.mark.parametrize("name", ["smooth_ap", "recall", "sigmoid_sums", "one column"])
 def test_forward_and_backward_are_traced(name: str) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
-    assert_same(compiled, FUNCTIONS[name], *rows(40), 0.5)
+    given = rows(40, FORMS["smooth_ap"])
+    plain = varied(FORMS[name if name in FORMS else "smooth_ap"])
+    if name == "sigmoid_sums":
+        plain = lambda g, tau: losses.sigmoid_sums(g["logits"][:, 0], g["logits"][:, 1], g["logits"], tau).sum()  # noqa: E731
+    if name == "one column":
+        plain = lambda g, tau: losses.smooth_ap(g["logits"][:, 0], (g["targets"] == 0).double()[:, None], tau)  # noqa: E731
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    assert_same(compiled, plain, given, 0.5)
 
 
 @pytest.mark.full
 def test_inductor_compiles_smooth_ap() -> None:
     torch._dynamo.reset()
+    plain = varied(FORMS["smooth_ap"])
     try:
-        assert_same(torch.compile(FUNCTIONS["smooth_ap"], fullgraph=True), FUNCTIONS["smooth_ap"], *rows(24), 0.3)
+        assert_same(torch.compile(plain, fullgraph=True), plain, rows(24, FORMS["smooth_ap"]), 0.3)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         pytest.skip(f"inductor cannot build here: {error}")
 
 
-@pytest.mark.parametrize("name", each(MODULES))
+# Forms, and the options with which a graph cannot hold the module whole, because it keeps a state.
+MODULES: dict[str, tuple[Form, dict[str, Any]]] = {
+    name: (form, {}) for name, form in FORMS.items() if form.loss.module is not None and form.is_first
+}
+MODULES["queue"] = FORMS["smooth_ap"], {"queue_size": 64}
+MODULES["draws"] = FORMS["smooth_ap"], {"max_pool_size": 64}
+BROKEN = [name for name, (form, options) in MODULES.items() if options or "graph" in form.loss.left_out]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_modules_within_a_compiled_step(name: str) -> None:
     """With a queue that fills, temperatures that cool and batches of other sizes."""
     torch._dynamo.reset()
-    plain, loss = MODULES[name](), MODULES[name]()
-    compiled = torch.compile(
-        lambda x, t: loss(x * 2, t) + x.square().mean(), backend="eager", fullgraph=name not in BROKEN
-    )
+    form, options = MODULES[name]
+    plain, loss = (form.make(num_classes=3, **options) for _ in range(2))
+
+    def step(module: Any, given: Given) -> Tensor:
+        first, *others = given.items()
+        return module(**{first[0]: first[1] * 2, **dict(others)}) + first[1].square().mean()
+
+    compiled = torch.compile(lambda given: step(loss, given), backend="eager", fullgraph=name not in BROKEN)
     for count, temperature in CALLS:
-        if hasattr(loss, "temperature"):
+        if "temperature" in form.loss.arguments:
             loss.temperature = plain.temperature = temperature
-        assert_same(compiled, lambda x, t: plain(x * 2, t) + x.square().mean(), *rows(count, name))
+        assert_same(compiled, lambda given: step(plain, given), rows(count, form))
 
 
-OUTSIDE: dict[str, Callable[..., Tensor]] = {
-    "retrieval_smooth_ap": lambda x, t: losses.retrieval_smooth_ap(x, t),
-    "indexes": lambda x, t: losses.smooth_ap(x[:, :1], t == 0, indexes=t),
-}
-
-
-@pytest.mark.parametrize("name", each([*BROKEN, *OUTSIDE]))
+@pytest.mark.parametrize("name", BROKEN)
 def test_fullgraph_of_what_runs_eagerly_says_so(name: str) -> None:
     torch._dynamo.reset()
-    function = MODULES[name]() if name in MODULES else OUTSIDE[name]
+    form, options = MODULES[name]
+    loss = form.make(num_classes=3, **options) if name != "queries" else form.call()  # a pool alone is in a graph
     with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
-        torch.compile(function, backend="eager", fullgraph=True)(*rows(12))
+        torch.compile(loss, backend="eager", fullgraph=True)(**rows(12, form))
+    if not options and form.is_function:
+        with pytest.raises(RuntimeError, match=r"so it runs eagerly\. Compile without fullgraph=True"):
+            torch.compile(form.call(), backend="eager", fullgraph=True)(**rows(12, form))
 
 
-@pytest.mark.parametrize("name", ["SmoothAPLoss", "SoftmaxFocalLoss"])
+@pytest.mark.parametrize("name", ["smooth_ap", "softmax_focal"])
 def test_compiled_before_the_process_group_exists(name: str) -> None:
     """What was compiled without a process group must not be used with one: it does not communicate."""
     torch._dynamo.reset()
-    compiled = torch.compile(MODULES[name](), backend="eager")
-    compiled(*rows(12))
+    compiled, given = torch.compile(FORMS[name].make(num_classes=3), backend="eager"), rows(12, FORMS[name])
+    compiled(**given)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled(*rows(12))  # the control: nothing has changed, so nothing is compiled again
+        compiled(**given)  # the control: nothing has changed, so nothing is compiled again
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             with pytest.raises(torch._dynamo.exc.RecompileError, match="WORLD"):
-                compiled(*rows(12))
+                compiled(**given)
         finally:
             dist.destroy_process_group()
 

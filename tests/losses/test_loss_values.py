@@ -4,7 +4,7 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
-from loss_cases import FOCAL, FOCAL_SETTINGS, INPUTS, POOLED, POOLED_SETTINGS
+from loss_cases import INPUTS, POOLED, SUMMED
 from reference import Rows
 from torch.testing import assert_close
 
@@ -13,6 +13,10 @@ from fullrank.kernels.costs import TABLE
 # Both sides are float64 and add at most some hundred terms of order one in another order: a few ulp of 2e-16 each,
 # divided by temperatures of 0.05 and shares of some positives in the gradient.
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def _settings(table):
+    return [(name, setting) for name, loss in table.items() for setting in loss.compared]
 
 
 def _compare(result, expected, logits, expected_logits):
@@ -35,10 +39,10 @@ def _in_turn(*values):
     In the fast tests the first setting has two inputs, and each other one of them in turn. Of the three inputs that are
     left out there, each other setting has one in turn in `make test`, and all in `make full`.
     """
-    firsts = dict(reversed(POOLED_SETTINGS))
+    firsts = dict(reversed(_settings(POOLED)))
     fast = ["binary", "multi_hot"]
     found = []
-    for index, (name, setting) in enumerate(POOLED_SETTINGS):
+    for index, (name, setting) in enumerate(_settings(POOLED)):
         is_first = setting == firsts[name]
         for number, inputs in enumerate(INPUTS):
             turn = values if is_first else [values[(index + number) % len(values)]]
@@ -53,9 +57,10 @@ def _in_turn(*values):
 @pytest.mark.parametrize(("name", "setting", "inputs", "keep"), _in_turn("all", "negatives"))
 def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
     loss, case = POOLED[name], INPUTS[inputs]
-    settings = loss.settings[setting] | _options(keep)
+    form = loss.compared[setting]
+    settings = {**form.settings, **_options(keep)}
     capacity = case.num_rows + case.num_rows // 2  # the third step overwrites rows of the first
-    module, past = case.module(loss, queue_size=capacity, **settings), None
+    module, past = case.module(form, queue_size=capacity, **_options(keep)), None
     for step in range(3):
         rows = cases.leaf(case.rows(step, weighted=step > 0, masked=step != 1))
         twin = cases.leaf(rows)
@@ -70,31 +75,14 @@ def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
 @pytest.mark.parametrize(("name", "setting", "inputs", "reduction"), _in_turn("mean", "sum", "none"))
 def test_functional(name, setting, inputs, reduction, device):
     loss, case = POOLED[name], INPUTS[inputs]
-    settings = {key: value for key, value in loss.settings[setting].items() if key not in loss.module_only}
-    masked = name == "pauc_at_budget"  # the only functional form with an iid mask
-    twin = cases.leaf(case.rows(10, weighted=True, masked=masked))
+    settings = {key: value for key, value in loss.compared[setting].settings.items() if key in loss.of_function}
+    twin = cases.leaf(case.rows(10, weighted=True, masked="iid_mask" in loss.of_function))
     rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in twin)))
     expected = loss.reference(twin, reduction=reduction, **settings)
-    result = cases.call(loss.functional, rows, reduction=reduction, multi_hot=case.multi_hot, **settings)
+    result = cases.call(loss.function, rows, reduction=reduction, multi_hot=case.multi_hot, **settings)
     assert_close(result.cpu(), expected.loss, equal_nan=True, **EXACT)
     ours, theirs = cases.gradient(result, rows.logits).cpu(), cases.gradient(expected.loss, twin.logits)
     assert_close(ours, theirs, **EXACT)
-
-
-# What the definitions would be with one change of their arguments or of their rows.
-CONTROLS = {
-    "smooth_ap": [{"temperature": 0.31}],
-    "recall_at_quantile": [{"quantile": 0.34}, {"quantile": 0.2}],
-    "pauc_at_budget": [
-        {"alpha": 0.0},
-        {"beta": 0.6},
-        {"surrogate": "trapezoid"},
-        {"tau_scale": "band"},
-        {"pos_numerator": "live"},
-        {"budget_basis": "population"},
-        {"quantile_interpolation": "lower"},
-    ],
-}
 
 
 @pytest.mark.parametrize("name", POOLED)
@@ -102,13 +90,13 @@ def test_controls_of_the_definitions(name):
     """Another argument, ignored rows as positives, no mask and no queue give other values."""
     loss, case = POOLED[name], INPUTS["binary"]
     rows, past = case.rows(0), case.rows(1)
-    rows = rows._replace(iid_mask=torch.arange(case.num_rows) % 2 == 0 if name == "pauc_at_budget" else None)
-    settings = loss.default | ({"alpha": 0.1} if name == "pauc_at_budget" else {})
-    module = case.module(loss, queue_size=100, **settings)
+    rows = rows._replace(iid_mask=torch.arange(case.num_rows) % 2 == 0 if "iid_mask" in loss.of_function else None)
+    settings = loss.first.settings
+    module = case.module(loss.first, queue_size=100)
     module.queue.enqueue(past.logits, past.targets)
     ours, past = cases.call(module, rows).item(), reference.enqueue(None, past, 100)
     assert_close(ours, loss.reference(rows, past, **settings).loss.item(), **EXACT)
-    wrong = [loss.reference(rows, past, **(settings | change)) for change in CONTROLS[name]]
+    wrong = [loss.reference(rows, past, **{**settings, **change}) for change in loss.controls]
     wrong += [
         loss.reference(rows, **settings),
         loss.reference(rows._replace(targets=rows.targets.abs().clamp_max(1)), past, **settings),
@@ -119,13 +107,13 @@ def test_controls_of_the_definitions(name):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", [name for name, loss in POOLED.items() if "positives" in loss.needs])
 def test_a_class_without_positives_is_left_out(name, reduction):
     loss, case = POOLED[name], INPUTS["classes"]
     rows = cases.leaf(case.rows(3))
     rows = rows._replace(targets=rows.targets.masked_fill(rows.targets == 1, 0))
-    expected = loss.reference(rows, reduction=reduction, **loss.default)
-    result = cases.call(case.module(loss, reduction=reduction, **loss.default), rows, return_per_class=True)
+    expected = loss.reference(rows, reduction=reduction, **loss.first.settings)
+    result = cases.call(case.module(loss.first, reduction=reduction), rows, return_per_class=True)
     assert result.valid.tolist() == [True, False, True]
     assert result.per_class.isnan().tolist() == [False, True, False]
     _compare(result, expected, rows.logits, rows.logits)
@@ -133,25 +121,24 @@ def test_a_class_without_positives_is_left_out(name, reduction):
         assert abs(result.loss.item() - result.per_class.nansum().item() / 3) > 1e-3
 
 
-@pytest.mark.parametrize(("name", "setting"), FOCAL_SETTINGS)
+@pytest.mark.parametrize(("name", "setting"), _settings(SUMMED))
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_focal(name, setting, weighted, device):
-    loss = FOCAL[name]
-    settings = loss.settings[setting]
-    reductions = ["mean", "sum", "none", "mean_weighted"] + ["mean_positive"] * (name == "softmax_focal")
-    for seed, reduction in enumerate(reductions):
-        logits, targets, weight = loss.inputs(seed)
+def test_sums_over_elements(name, setting, weighted, device):
+    loss = SUMMED[name]
+    refused = loss.own["reduction"].bad if "reduction" in loss.own else ()
+    for seed, reduction in enumerate(("mean", "sum", "none", "mean_weighted", "mean_positive")):
+        if reduction in refused:
+            continue
+        settings = {**loss.compared[setting].settings, "reduction": reduction}
+        logits, targets, weight = cases.rows_of_elements(loss.kind, seed)
         twin, logits = logits.requires_grad_(), logits.detach().to(device).requires_grad_()
-        expected = loss.reference(
-            twin, targets, reduction=reduction, sample_weight=weight if weighted else None, **settings
-        )
+        expected = loss.reference(twin, targets, sample_weight=weight if weighted else None, **settings)
         given = {"sample_weight": weight.to(device) if weighted else None}
-        module = loss.module(reduction=reduction, **settings)
-        for form in (module, lambda *a, r=reduction, **k: loss.functional(*a, reduction=r, **settings, **k)):
-            result = form(logits, targets.to(device), **given)
+        form = cases.Form(loss, settings)
+        for ours in (form.make(), form.call()):
+            result = ours(logits, targets.to(device), **given)
             assert_close(result.cpu(), expected, **EXACT)
-            ours = cases.gradient(result, logits).cpu()
-            assert_close(ours, cases.gradient(expected, twin), **EXACT)
+            assert_close(cases.gradient(result, logits).cpu(), cases.gradient(expected, twin), **EXACT)
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3)], ids=["rows", "column", "full"])
@@ -165,12 +152,12 @@ def test_sigmoid_focal_weights_broadcast_over_trailing_dimensions(shape):
     assert_close(cases.losses.sigmoid_focal(logits, targets, sample_weight=weight), expected, **EXACT)
 
 
-@pytest.mark.parametrize("setting", POOLED["pauc_at_budget"].settings)
+@pytest.mark.parametrize("setting", POOLED["pauc"].compared)
 @pytest.mark.parametrize("inputs", ["classes", "multi_hot"])
 def test_pauc_diagnostics(inputs, setting):
-    loss, case = POOLED["pauc_at_budget"], INPUTS[inputs]
-    settings = loss.settings[setting]
-    module, past = case.module(loss, queue_size=30, **settings), None
+    loss, case = POOLED["pauc"], INPUTS[inputs]
+    form = loss.compared[setting]
+    module, past = case.module(form, queue_size=30), None
     for step in range(2):
         rows = case.rows(step, weighted=True, masked=True)
         if step == 1:  # no live positive of class 1: valid only with queued ones in the numerator
@@ -178,7 +165,7 @@ def test_pauc_diagnostics(inputs, setting):
             positive = targets[:, 1] == 1 if case.multi_hot else targets == 1
             (targets[:, 1] if case.multi_hot else targets)[positive] = 0
             rows = rows._replace(targets=targets)
-        expected = loss.reference(rows, past, **settings)
+        expected = loss.reference(rows, past, **form.settings)
         result = cases.call(module, rows, return_per_class=True, return_diagnostics=True)
         assert_close(result.per_class, expected.per_class, equal_nan=True, **EXACT)
         assert set(result.stats) == set(expected.stats)

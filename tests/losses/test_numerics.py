@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from loss_cases import POOLED, VARIANTS, normal
+from loss_cases import FORMS, normal
 from subjects import error
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, SigmoidFocalLoss
 from fullrank.kernels import sigmoid_sums as sums
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import pauc_at_budget, sigmoid_focal, softmax_focal
+from fullrank.losses import pauc_at_budget, sigmoid_focal
 from fullrank.metrics import RecallAtQuantile
 
 FLOAT32, FLOAT64 = 2e-6, 1e-12  # relative errors of a gradient
@@ -218,15 +217,7 @@ def test_gradients_at_soft_targets(gamma: float) -> None:
 # Weights whose sum float32 cannot hold
 
 HUGE = {torch.float32: 3e38, torch.float64: 3e307}
-WEIGHTED: dict[str, Callable[..., Tensor]] = {
-    name: functools.partial(POOLED[loss].functional, **settings) for name, (loss, settings) in VARIANTS.items()
-}
-for _reduction in ("mean", "mean_weighted"):
-    WEIGHTED[f"sigmoid_focal {_reduction}"] = lambda x, t, r=_reduction, **given: sigmoid_focal(
-        x[:, 0], t == 0, reduction=r, **given
-    )
-for _reduction in ("mean", "mean_positive", "mean_weighted"):
-    WEIGHTED[f"softmax_focal {_reduction}"] = functools.partial(softmax_focal, alpha=[1, 2, 3], reduction=_reduction)
+WEIGHTED = [name for name, form in FORMS.items() if form.loss.takes("sample_weight")]
 
 
 @pytest.mark.parametrize("dtype", HUGE, ids=str)
@@ -237,8 +228,8 @@ def test_weights_whose_sum_overflows(name: str, weight: str | float, dtype: torc
     value = HUGE[dtype] if isinstance(weight, str) else weight
     outcomes = []
     for given in (torch.full((64,), value, dtype=dtype), None):
-        leaf = normal(64, 3).to(dtype).requires_grad_()
-        loss = WEIGHTED[name](leaf, torch.arange(64) % 3, sample_weight=given)
+        leaf, form = normal(64, 3).to(dtype).requires_grad_(), FORMS[name]
+        loss = form.call(num_classes=3)(**form.arguments(leaf, torch.arange(64) % 3), sample_weight=given)
         outcomes.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     assert outcomes[1][0] > 0
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=2e-6, atol=1e-9)

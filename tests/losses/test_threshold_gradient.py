@@ -25,16 +25,16 @@ from fullrank.losses import RankingLoss, recall_at_quantile
 
 TRAPEZOID = {"surrogate": "trapezoid"}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "recall": ("recall_at_quantile", {"quantile": 0.1, "temperature": 0.3}),
-    "recall linear": ("recall_at_quantile", {"quantile": 0.13, "temperature": 0.3, "quantile_interpolation": "linear"}),
-    "pauc": ("pauc_at_budget", {**TRAPEZOID, "beta": 0.3, "temperature": 0.2}),
+    "recall": ("recall", {"quantile": 0.1, "temperature": 0.3}),
+    "recall linear": ("recall", {"quantile": 0.13, "temperature": 0.3, "quantile_interpolation": "linear"}),
+    "pauc": ("pauc", {**TRAPEZOID, "beta": 0.3, "temperature": 0.2}),
     "pauc knots": (
-        "pauc_at_budget",
+        "pauc",
         {**TRAPEZOID, "alpha": 0.1, "beta": 0.6, "n_knots": 4, "quantile_interpolation": "midpoint"},
     ),
-    "pauc live": ("pauc_at_budget", {**TRAPEZOID, "beta": 0.3, "pos_numerator": "live"}),
+    "pauc live": ("pauc", {**TRAPEZOID, "beta": 0.3, "pos_numerator": "live"}),
     "pauc population": (
-        "pauc_at_budget",
+        "pauc",
         {**TRAPEZOID, "beta": 0.4, "budget_basis": "population", "tau_scale": "band"},
     ),
 }

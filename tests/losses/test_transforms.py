@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from unittest import mock
 
-import gradient_cases
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from gradient_cases import Case
-from loss_cases import CLASSES, FUNCTIONS, normal
+from loss_cases import CLASSES, FORMS, FUNCTIONS, OF_POOL, holds, normal
 from on_ranks import on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from workers import error_of
 
 from fullrank import losses
 
@@ -24,36 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*torch.jit.script"),
 ]
 
-# Those that torch differentiates itself; the others have kernels with a first derivative in reverse mode alone.
-SUMMED = ["sigmoid_focal", "softmax_focal", "causal_lm"]
-OTHERS = ["pauc_dro", "pauc_dro_tilted", "pauc_dro_band"]
-WITH_KERNELS = [name for name in FUNCTIONS if name not in (*SUMMED, *OTHERS)]
-OFF = {"validate_args": False}
-BINARY = (CLASSES == 0).long()
-MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "SmoothAPLoss": (lambda: losses.SmoothAPLoss(1, temperature=0.5, **OFF), BINARY),
-    "SmoothAPLoss, automatic": (lambda: losses.SmoothAPLoss(1, **OFF), BINARY),
-    "RecallAtQuantileLoss": (lambda: losses.RecallAtQuantileLoss(1, 0.3, **OFF), BINARY),
-    "PAUCAtBudgetLoss": (lambda: losses.PAUCAtBudgetLoss(1, **OFF), BINARY),
-    "trapezoid": (lambda: losses.PAUCAtBudgetLoss(1, beta=0.4, surrogate="trapezoid", temperature=0.5, **OFF), BINARY),
-    "max_pool_size": (
-        lambda: losses.PAUCAtBudgetLoss(3, beta=0.4, surrogate="pairwise", max_pool_size=30, **OFF),
-        CLASSES,
-    ),
-    "RetrievalSmoothAPLoss": (lambda: losses.RetrievalSmoothAPLoss(0.1), CLASSES),
-    "SigmoidFocalLoss": (lambda: losses.SigmoidFocalLoss(**OFF), BINARY[:, None]),
-    "SoftmaxFocalLoss": (lambda: losses.SoftmaxFocalLoss(**OFF), CLASSES),
-    "LossWarmupWrapper": (
-        lambda: losses.LossWarmupWrapper(
-            losses.SoftmaxFocalLoss(**OFF), losses.SmoothAPLoss(3, **OFF), warmup_epochs=1
-        ),
-        CLASSES,
-    ),
-}
 over_functions = pytest.mark.parametrize("name", FUNCTIONS)
-over_kernels = pytest.mark.parametrize("name", WITH_KERNELS)
-over_summed = pytest.mark.parametrize("name", SUMMED)
-over_modules = pytest.mark.parametrize("name", MODULES)
+NO_TRANSFORM = r"expected backward\(\) or torch\.autograd\.grad, got a transform"
 
 
 def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -62,9 +34,9 @@ def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.autograd.grad(function(leaf), leaf)[0]
 
 
-@over_functions
-def test_func_grad_gives_the_plain_gradient(name: str) -> None:
-    function, x = FUNCTIONS[name], normal(60, 3)
+def check_gradient(function: Callable[[Tensor], Tensor]) -> None:
+    """Assert that torch.func gives the value and the gradient of autograd, bit for bit."""
+    x = normal(60, 3)
     gradient, value = torch.func.grad_and_value(function)(x)
     assert torch.equal(value, function(x))
     assert torch.equal(gradient, gradient_of(function, x))
@@ -72,68 +44,107 @@ def test_func_grad_gives_the_plain_gradient(name: str) -> None:
     assert torch.equal(pull(torch.ones_like(value))[0], gradient)
 
 
-@over_modules
-def test_func_grad_and_meta_tensors_through_a_module(name: str) -> None:
-    make, targets = MODULES[name]
-    x = normal(60, 1 if targets is BINARY or targets.ndim == 2 else 3)
-    expected = gradient_of(lambda x: make()(x, targets), x)
-    assert torch.equal(torch.func.grad(lambda x: make()(x, targets))(x), expected)
-    loss, leaf = make(), x.float().to("meta").requires_grad_()
-    with FlopCounterMode(display=False):
-        for _ in range(2):  # no row has entered a queue
-            value = loss(leaf, targets.to("meta"))
-        value.backward()
-    assert value.is_meta
-    assert value.shape == ()
-    assert leaf.grad is not None
-    assert leaf.grad.shape == leaf.shape
-    assert getattr(loss, "current_temperature", None) == getattr(loss, "temperature", None)
-
-
-@over_functions
-def test_meta_tensors_have_shapes(name: str) -> None:
+def check_meta(function: Callable[[Tensor], Tensor]) -> None:
+    """Assert that value and gradient have the shapes that they have elsewhere."""
     leaf = normal(60, 3).float().to("meta").requires_grad_()
     with FlopCounterMode(display=False):
-        value = FUNCTIONS[name](leaf)
+        for _ in range(2):
+            value = function(leaf)
         value.backward()  # type: ignore[no-untyped-call]
     assert (value.is_meta, value.shape, value.dtype) == (True, (), torch.float32)
     assert leaf.grad is not None
     assert (leaf.grad.is_meta, leaf.grad.shape) == (True, leaf.shape)
 
 
-@over_kernels
-def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
-    """Second derivatives, forward mode and vmap."""
-    function, x = FUNCTIONS[name], normal(60, 3)
-    with pytest.raises(RuntimeError, match="expected a first derivative, got a second one"):
-        torch.func.grad(lambda x: torch.func.grad(function)(x).square().sum())(x)
-    forward = "expected reverse-mode differentiation, got forward mode"
-    with pytest.raises(RuntimeError, match=forward):
-        torch.func.jvp(function, (x,), (torch.ones_like(x),))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=forward):
-        function(forward_ad.make_dual(x, torch.ones_like(x)))
-    for transformed in (torch.vmap(function), torch.vmap(torch.func.grad(function))):
-        with pytest.raises(RuntimeError, match=r"expected plain tensors, got a batch of torch\.vmap"):
-            transformed(torch.stack([x] * 3))
+def module_of(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the module of a loss that is a pure function too, as a function of scores."""
+    return lambda x: FORMS[name].value(x, CLASSES.to(x.device), as_module=True, validate_args=False)
 
 
-@pytest.mark.parametrize("loss", [losses.SupConLoss(), losses.InfoNCELoss()])
-def test_the_contrastive_losses_refuse_transforms_in_one_process_too(loss: nn.Module) -> None:
-    x, other = normal(8, 4), CLASSES[:8] if isinstance(loss, losses.SupConLoss) else normal(8, 4) + 1
-    with pytest.raises(RuntimeError, match=r"expected backward\(\) or torch\.autograd\.grad, got a transform"):
-        torch.func.grad(lambda x: loss(x, other))(x)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="got a transform"):
-        loss(forward_ad.make_dual(x, torch.ones_like(x)), other)
+MODULES = [name for name, form in FORMS.items() if form.is_first and form.is_function and form.loss.module]
+over_both = pytest.mark.parametrize(
+    ("name", "function"),
+    [*FUNCTIONS.items(), *(pytest.param(name, module_of(name), id=f"{name} module") for name in MODULES)],
+)
 
 
-@over_summed
-def test_forward_mode_and_vmap_of_the_summed_losses(name: str) -> None:
-    function, x = FUNCTIONS[name], normal(60, 3)
+@over_both
+def test_func_grad_gives_the_plain_gradient(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    with holds("func", name, rf"{NO_TRANSFORM}|^assert"):
+        check_gradient(function)
+
+
+@over_both
+def test_meta_tensors_have_shapes(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    with holds("meta", name, "expected a tensor with values"):
+        check_meta(function)
+
+
+@pytest.mark.parametrize("name", OF_POOL)
+def test_a_queue_and_a_drawn_pool_of_meta_tensors(name: str) -> None:
+    """No row enters the queue, and no temperature is found."""
+    loss = FORMS[name].make(num_classes=3, queue_size=8, max_pool_size=30, validate_args=False)
+    check_meta(lambda x: loss(x, CLASSES.to("meta")))
+    assert len(loss.queue) == 0
+    assert loss.current_temperature == getattr(loss, "temperature", None)
+
+
+def second_derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the squared gradient, and the same by differences."""
+    slope, gradient = (lambda x: torch.func.grad(function)(x).square().sum()), gradient_of(function, x)
+    ends = [gradient_of(function, x + sign * 1e-4 * gradient) for sign in (1, -1)]
+    return torch.func.grad(slope)(x), (ends[0] - ends[1]) / 1e-4
+
+
+def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slope along a tangent, and the same from the gradient."""
     tangent = torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
-    _, slope = torch.func.jvp(function, (x,), (tangent,))
-    torch.testing.assert_close(slope, (gradient_of(function, x) * tangent).sum(), rtol=1e-12, atol=1e-14)
+    return torch.func.jvp(function, (x,), (tangent,))[1], (gradient_of(function, x) * tangent).sum()
+
+
+def dual_tensors(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same by hand."""
+    with forward_ad.dual_level():
+        slope = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+    assert slope is not None
+    return slope, (gradient_of(function, x) * x).sum()
+
+
+def vmap(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of a batch, and those of each."""
     batch = torch.stack([x, x * 2])
-    torch.testing.assert_close(torch.vmap(function)(batch), torch.stack([function(one) for one in batch]))
+    return torch.vmap(function)(batch), torch.stack([function(one) for one in batch])
+
+
+def vmap_of_gradients(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a batch, and those of each."""
+    batch = torch.stack([x, x * 2])
+    return torch.vmap(torch.func.grad(function))(batch), torch.stack([gradient_of(function, one) for one in batch])
+
+
+FORWARD, BATCH = "expected reverse-mode differentiation, got forward mode", "expected plain tensors, got a batch of "
+TRANSFORMS = {
+    second_derivative: "expected a first derivative, got a second one",
+    **dict.fromkeys((forward_mode, dual_tensors), FORWARD),
+    **dict.fromkeys((vmap, vmap_of_gradients), BATCH),
+}
+
+
+@over_functions
+def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
+    """What it does not refuse is right; torch can do everything with the losses that it differentiates itself."""
+    outcomes = []
+    with holds("transforms", name):
+        for transform, sentence in TRANSFORMS.items():
+            found: list[Tensor] = []
+            kind, text = error_of(lambda t=transform, found=found: found.extend(t(FUNCTIONS[name], normal(60, 3))))
+            assert kind == "none" or re.search(f"{sentence}|{NO_TRANSFORM}", text), text
+            if kind == "none":
+                rtol, atol = (1e-5, 1e-9) if transform is second_derivative else (1e-12, 1e-14)
+                torch.testing.assert_close(*found, rtol=rtol, atol=atol)
+            outcomes.append(kind)
+        if name in FORMS and FORMS[name].loss.kind in ("classes", "elements", "tokens"):
+            assert {*outcomes} == {"none"}
 
 
 def test_queries_of_unknown_number_are_refused() -> None:
@@ -144,36 +155,36 @@ def test_queries_of_unknown_number_are_refused() -> None:
 
 # Autocast: what a loss sums over a pool, half precision cannot hold
 
-AUTOCAST = ["smooth_ap", "recall", "pauc_trapezoid", "pauc_pairwise", "pauc_dro"]
-AUTOCAST += ["softmax_focal", "sigmoid_focal", "queries", "retrieval"]
-OF_PRODUCTS = ["recall", "pauc_trapezoid", "retrieval"]  # losses whose sums are matrix products, which autocast rounds
+MODULES_OF_FORMS = [name for name, form in FORMS.items() if form.loss.module is not None]
+BLIND = ["recall", "pauc_trapezoid", "retrieval"]  # losses whose sums are matrix products, which autocast rounds
 
 
-def pool_of(name: str, rank: int, count: int) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
-    """Return a loss with logits, targets and keywords, on a pool that half precision cannot sum."""
-    generator, case = torch.Generator().manual_seed(rank), Case(name, queue_size=0)
-    loss, columns = gradient_cases.make_loss(case, local=False), gradient_cases.num_outputs(case)
-    logits = torch.randn(count, columns, generator=generator)
-    if name == "retrieval":
-        return loss, logits, torch.randint(0, 40, (count,), generator=generator), {}
-    targets = (torch.rand(count, generator=generator) < 0.1).long()
-    options = {"indexes": torch.randint(0, 9, (count,), generator=generator)} if name == "queries" else {}
-    return loss, logits, targets[:, None] if name == "sigmoid_focal" else targets, options
+def call_of(name: str, rank: int, count: int) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    """Return a module and its arguments, the first with a gradient, on a pool that half precision cannot sum."""
+    generator, form = torch.Generator().manual_seed(rank), FORMS[name]
+    rows = torch.randn(count, form.columns, generator=generator)
+    classes = 40 if form.loss.kind == "embeddings" else max(2, form.columns)
+    targets = torch.randint(0, classes, (count,), generator=generator)
+    if classes == 2:
+        targets = (torch.rand(count, generator=generator) < 0.1).long()
+    arguments = form.arguments(rows, targets, torch.randint(0, 9, (count,), generator=generator))
+    first = next(iter(arguments))
+    return form.make(), {**arguments, first: arguments[first].clone().requires_grad_()}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.full)], ids=["pairs", "bins"])
 @on_ranks(2)
 def test_no_bit_is_changed_by_autocast(rank: int, count: int) -> None:
     """Of losses and gradients; the control are losses that are blind to it."""
-    for name, is_guarded in [*((name, True) for name in AUTOCAST), *((name, False) for name in OF_PRODUCTS)]:
+    for name, is_guarded in [*((name, True) for name in MODULES_OF_FORMS), *((name, False) for name in BLIND)]:
         outcomes = []
         for enabled in (False, True):
-            loss, logits, targets, options = pool_of(name, rank, min(count, 600) if name == "retrieval" else count)
+            loss, arguments = call_of(name, rank, min(count, 600) if "retrieval" in name else count)
             blind = mock.patch.object(torch, "is_autocast_enabled", return_value=False)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), nullcontext() if is_guarded else blind:
-                leaf = logits.requires_grad_()
-                value = loss(leaf, targets, **options)
-                (gradient,) = torch.autograd.grad(value, leaf)
+                value = loss(**arguments)
+                value = value.nan_to_num().sum() if value.ndim else value
+                (gradient,) = torch.autograd.grad(value, next(iter(arguments.values())))
             outcomes.append(torch.cat([value.detach().reshape(1), gradient.flatten() * 100]))
         error = float((outcomes[0] - outcomes[1]).norm() / outcomes[0].norm())
         assert error == 0.0 if is_guarded else error > 2e-5, (name, error)

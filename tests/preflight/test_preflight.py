@@ -13,12 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from loss_cases import LOSSES
 from on_ranks import on_ranks
 from scripts import run_script
 from torch import Tensor
 
 from fullrank import losses
-from fullrank.losses import DistributedLoss, smooth_ap
+from fullrank.losses import smooth_ap
 from fullrank.preflight import checks, command
 from fullrank.preflight.site import Site
 
@@ -148,7 +149,12 @@ def test_a_fault_is_found(rank: int, fault: str) -> None:
     site = Site(rank, dist.get_world_size(), "gloo", torch.device("cpu"), torch.float64, 1e-12)
     name, replacement, check, outcome, text = FAULTS[fault]
     kept = {key: command.CHECKS[key] for key in (check, "gather, no rows")}
-    with mock.patch.object(checks, name, replacement), mock.patch.object(command, "CHECKS", kept):
+    kinds = {name: replacement} if name in checks.KINDS else {}
+    with (
+        mock.patch.object(checks, name, replacement),
+        mock.patch.dict(checks.KINDS, kinds),
+        mock.patch.object(command, "CHECKS", kept),
+    ):
         first, after = command.run_checks(site)
     assert first[:2] == (check, outcome), first
     assert text in first.detail
@@ -157,12 +163,28 @@ def test_a_fault_is_found(rank: int, fault: str) -> None:
 
 def test_every_loss_is_checked() -> None:
     """Each class, and the automatic temperature of those that have it by default."""
-    classes = {name for name in losses.__all__ if isinstance(getattr(losses, name), type)}
-    classes = {name for name in classes if issubclass(getattr(losses, name), DistributedLoss)}
-    bases = {"DistributedLoss", "FocalLoss", "RankingLoss"}
-    assert {name.partition(",")[0] for name in checks.LOSSES} == classes - bases
+    classes = {loss.module.__name__ for loss in LOSSES.values() if "gather_distributed" in loss.arguments}
+    names = {name.partition(",")[0] for name in checks.LOSSES}
+    assert names >= classes - {"LossWarmupWrapper"}  # whose losses are
+    assert names.isdisjoint({"DistributedLoss", "FocalLoss", "RankingLoss"})
     for name, (loss, _) in checks.make_losses(torch.device("cpu")).items():
         assert (getattr(loss, "temperature", 0.0) is None) == name.endswith(", automatic")
+
+
+def test_a_new_loss_is_checked_and_one_that_is_called_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(losses.RankingLoss):
+        pass
+
+    class Odd(losses.DistributedLoss):
+        def forward(self, one: Tensor, two: Tensor, three: Tensor) -> Tensor:
+            return one
+
+    for kind in (Squared, Odd):
+        monkeypatch.setattr(losses, kind.__name__, kind, raising=False)
+    monkeypatch.setattr(losses, "__all__", [*losses.__all__, "Squared", "Odd"])
+    assert {"Squared", "Odd"} <= checks._kinds().keys()
+    with pytest.raises(TypeError, match=r"Odd.*: no check knows what it is called with"):
+        checks._form_of(Odd)
 
 
 def test_a_failure_is_the_exit_status(

@@ -218,15 +218,15 @@ def test_eval_leaves_the_queue_alone() -> None:
 
 @pytest.mark.parametrize("name", POOLED)
 def test_in_eval_mode_validation_rows_are_ranked_among_themselves(name: str) -> None:
-    case = POOLED[name]
+    form = POOLED[name].first
     generator = torch.Generator().manual_seed(0)
     past, live = (
         (torch.randn(40, 1, generator=generator, dtype=torch.float64), (torch.arange(40) % 3 == 0).long())
         for _ in range(2)
     )
-    alone = case.module(1, **case.default)(*live)
+    alone = form.make(num_classes=1)(*live)
     for queue_in_eval in (False, True):
-        loss = case.module(1, queue_size=64, queue_in_eval=queue_in_eval, **case.default)
+        loss = form.make(num_classes=1, queue_size=64, queue_in_eval=queue_in_eval)
         loss(*past)
         twin = copy.deepcopy(loss)
         value = loss.eval()(*live)

@@ -44,8 +44,7 @@ def make_loss(name: str, capacity: int, **settings: Any) -> Any:
     if name == BLENDING:
         main = make_loss("smooth_ap", capacity, **settings)
         return LossWarmupWrapper(BCEWithLogitsLoss(), main, warmup_steps=1, blend_steps=7, temp_start=0.5, temp_end=0.1)
-    loss = loss_cases.POOLED[name]
-    return loss.module(1, **{"queue_size": capacity, "max_pool_size": 50, **loss.default, **settings})
+    return loss_cases.POOLED[name].first.make(**{"queue_size": capacity, "max_pool_size": 50, **settings})
 
 
 def world() -> tuple[int, int]:
@@ -335,15 +334,15 @@ def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]
 @pytest.mark.parametrize(
     ("name", "key", "field", "change"),
     [
-        ("pauc_at_budget", "_extra_state", "temperature", lambda value: 2 * value),
-        ("pauc_at_budget", "_extra_state", "num_draws", lambda value: value - 1),
-        ("pauc_at_budget", "queue._extra_state", "logits", lambda value: -value),
-        ("pauc_at_budget", "queue._extra_state", "targets", lambda value: 1 - value),
-        ("pauc_at_budget", "queue._extra_state", "iid_mask", lambda value: ~value),
-        ("pauc_at_budget", "queue._extra_state", "sample_weight", lambda value: value.flip(0)),
-        ("pauc_at_budget", "queue._extra_state", "pointer", lambda value: (value + 9) % 40),
-        ("pauc_at_budget", "queue._extra_state", "fill", lambda value: value - 5),
-        ("pauc_at_budget", "queue._extra_state", "has_weights", lambda value: not value),
+        ("pauc", "_extra_state", "temperature", lambda value: 2 * value),
+        ("pauc", "_extra_state", "num_draws", lambda value: value - 1),
+        ("pauc", "queue._extra_state", "logits", lambda value: -value),
+        ("pauc", "queue._extra_state", "targets", lambda value: 1 - value),
+        ("pauc", "queue._extra_state", "iid_mask", lambda value: ~value),
+        ("pauc", "queue._extra_state", "sample_weight", lambda value: value.flip(0)),
+        ("pauc", "queue._extra_state", "pointer", lambda value: (value + 9) % 40),
+        ("pauc", "queue._extra_state", "fill", lambda value: value - 5),
+        ("pauc", "queue._extra_state", "has_weights", lambda value: not value),
         (BLENDING, "_extra_state", "switch_step", lambda value: value - 1),
     ],
 )

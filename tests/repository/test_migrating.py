@@ -119,13 +119,14 @@ def test_same_numbers(name: str, options: dict[str, Any], num_classes: int) -> N
         assert not torch.allclose(other[-1], theirs[-1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", loss_cases.FOCAL)
+@pytest.mark.parametrize("name", loss_cases.SUMMED)
 def test_same_focal_losses(name: str) -> None:
-    case = loss_cases.FOCAL[name]
-    inputs, targets, weight = case.inputs()
-    for options, reduction, given in itertools.product(case.settings.values(), ["mean", "sum", "none"], (None, weight)):
+    loss = loss_cases.SUMMED[name]
+    inputs, targets, weight = loss_cases.rows_of_elements(loss.kind)
+    for form, reduction, given in itertools.product(loss.compared.values(), ["mean", "sum", "none"], (None, weight)):
+        options = {**form.settings, "reduction": reduction}
         ours, theirs = (
-            getattr(module, case.module.__name__)(**options, reduction=reduction)(inputs, targets, sample_weight=given)
+            getattr(module, loss.module.__name__)(**options)(inputs, targets, sample_weight=given)
             for module in (fullrank, peer("imbalanced_losses"))
         )
         rounded = isinstance(options.get("alpha"), list)  # theirs are float32
