@@ -27,7 +27,7 @@ from ..distributed.header import Offer, agree_on, failure, public_class, reason_
 from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
-from ..gradients.parameters import Entry, held_gradient
+from ..gradients.parameters import Entry, local_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .accumulate import SUM_UP, check_summed_loss, gathered_loss_message
@@ -163,7 +163,7 @@ class DeferredMean:
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            grads = map(held_gradient, distinct_entries(self._model)) if is_first else ()
+            grads = map(local_gradient, distinct_entries(self._model)) if is_first else ()
             counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
             num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
             facts = {
@@ -251,7 +251,7 @@ class DeferredMean:
             add_(summands, group)
         by_kind: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
         for entry in entries:
-            grad = held_gradient(entry)
+            grad = local_gradient(entry)
             if grad is not None:
                 divisor = 1.0 if entry.name in unmanaged else self._multiplier  # of the wrapper
                 by_kind.setdefault((divisor, grad.device, grad.dtype), []).append(grad)

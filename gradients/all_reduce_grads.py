@@ -23,7 +23,7 @@ from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.torch_private import copy_each_, fsdp_groups, not_compiled
 from ..errors import RankValueError, Words, check_choice, expected
-from .parameters import Entry, check_gradient, check_parameter, held_gradient, is_dtensor, list_entries
+from .parameters import Entry, check_gradient, check_parameter, is_dtensor, list_entries, local_gradient
 
 CALL = "all_reduce_grads_"
 BUCKET_BYTES = 25 * 2**20  # per collective: large enough to use the bandwidth, small compared with all gradients
@@ -73,11 +73,11 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     if resolved is None or resolved.size() == 1:
         list_summands(parameters)
         return
-    count = None  # what the gradients that a module holds now have been divided by, if it is known
+    count = None  # the number that the current gradients of a module have been divided by, if it is known
     for module in parameters.modules() if isinstance(parameters, nn.Module) and _COUNTS else ():
         if module in _COUNTS and count is None:
-            known, noted, grad = _COUNTS[module]
-            count = known if noted.grad is not None and grad() is noted.grad else None
+            noted_count, parameter, grad = _COUNTS[module]
+            count = noted_count if parameter.grad is not None and grad() is parameter.grad else None
     add_(plan_sum(parameters, resolved, count), resolved)
 
 
@@ -92,8 +92,8 @@ def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | No
         unified: the ranks of both, all ranks that share a sequence.
 
     Returns:
-        None for ``"all"``: nothing is left to add, and :func:`all_reduce_grads_` does nothing with it. ``ring`` for
-        ``"ulysses_only"``, ``ulysses`` for ``"ring_only"``, ``unified`` for ``"none"``.
+        None for ``"all"``, with which :func:`all_reduce_grads_` does nothing, because nothing is left to add. ``ring``
+        for ``"ulysses_only"``, ``ulysses`` for ``"ring_only"``, ``unified`` for ``"none"``.
 
     Raises:
         ValueError: for another mode.
@@ -102,20 +102,20 @@ def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | No
         >>> sequence_sync_group("ulysses_only", ring="ring", ulysses="ulysses", unified="unified")
         'ring'
     """
-    left: dict[str, G | None] = {"all": None, "ulysses_only": ring, "ring_only": ulysses, "none": unified}
-    return left[check_choice("mode", mode, tuple(left))]
+    groups: dict[str, G | None] = {"all": None, "ulysses_only": ring, "ring_only": ulysses, "none": unified}
+    return groups[check_choice("mode", mode, tuple(groups))]
 
 
-# The last count of each model, with one of its gradients: another gradient there means that the count is out of date.
+# The last count of each model, with a parameter and its gradient. If the gradient is another one, the count is stale.
 _COUNTS: WeakKeyDictionary[nn.Module, tuple[float, Tensor, TensorWeakRef]] = WeakKeyDictionary()
 
 
 def note_count(model: nn.Module, count: float | None) -> None:
-    """Remember what the gradients of ``model`` have been divided by, for :func:`all_reduce_grads_`; None forgets it."""
-    noted = next((p for p in model.parameters() if p.grad is not None), None)
+    """Note the divisor of the gradients of ``model``, for :func:`all_reduce_grads_`; None removes the note."""
+    parameter = next((p for p in model.parameters() if p.grad is not None), None)
     _COUNTS.pop(model, None)
-    if count is not None and noted is not None and noted.grad is not None:
-        _COUNTS[model] = count, noted, TensorWeakRef(noted.grad)
+    if count is not None and parameter is not None and parameter.grad is not None:
+        _COUNTS[model] = count, parameter, TensorWeakRef(parameter.grad)
 
 
 class Summand(NamedTuple):
@@ -123,19 +123,19 @@ class Summand(NamedTuple):
 
     name: str
     parameter: Tensor
-    held: Tensor | None  # the memory of the gradient on this rank
+    grad: Tensor | None  # the memory of the gradient on this rank
     layout: str  # must be equal on all ranks of the group
 
 
 def distinct_entries(parameters: Any) -> list[Entry]:
     """Return the distinct parameters in their order, or raise TypeError or ValueError.
 
-    While FSDP2 shows whole parameters, as after ``set_reshard_after_backward(False)``, the gradients belong to the
-    sharded parameters that it keeps. For a module these are listed too.
+    A module whose parameters FSDP2 has not resharded, as after ``set_reshard_after_backward(False)``, shows whole
+    parameters, but the gradients belong to the sharded ones. So both are listed.
     """
     if isinstance(parameters, nn.Module):
-        kept = [parameter for group in fsdp_groups(parameters) for parameter in group.parameters()]
-        parameters = [*parameters.named_parameters(), *(("a parameter of FSDP2", parameter) for parameter in kept)]
+        both = [parameter for group in fsdp_groups(parameters) for parameter in group.parameters()]
+        parameters = [*parameters.named_parameters(), *(("a parameter of FSDP2", parameter) for parameter in both)]
     entries = list_entries(parameters)
     for entry in entries:
         check_parameter(entry)
@@ -154,81 +154,81 @@ def list_summands(parameters: Any) -> list[Summand]:
         if grad is not None and grad.layout != torch.strided:
             fix = "Use nn.Embedding(sparse=False), or make the gradient dense with to_dense()."
             raise TypeError(expected(f"gradient of {entry.name}", "a dense tensor", grad, fix))
-        held = held_gradient(entry)
-        laid_out = parameter if grad is None else grad
-        local = _memory(laid_out) if held is None else held
-        dtype = parameter.grad_dtype or parameter.dtype if held is None else held.dtype
+        local_grad = local_gradient(entry)
+        template = parameter if grad is None else grad
+        local = _local_memory(template) if local_grad is None else local_grad
+        dtype = parameter.grad_dtype or parameter.dtype if local_grad is None else local_grad.dtype
         layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}"
-        if is_dtensor(laid_out):  # which part of the whole tensor this rank holds
-            mesh, own = laid_out.device_mesh, laid_out.device_mesh.get_coordinate()
-            places = zip(laid_out.placements, own or (), range(mesh.ndim))
+        if is_dtensor(template):  # which part of the whole tensor this rank holds
+            mesh, coordinate = template.device_mesh, template.device_mesh.get_coordinate()
+            places = zip(template.placements, coordinate or (), range(mesh.ndim))
             shards = [
                 f", {place} {part} of {mesh.size(dim)}" for place, part, dim in places if not place.is_replicate()
             ]
-            layout += ", elsewhere" if own is None else "".join(shards)
+            layout += ", elsewhere" if coordinate is None else "".join(shards)
         layout += "" if parameter.requires_grad else ", frozen"
-        summands.append(Summand(entry.name, parameter, held, layout))
+        summands.append(Summand(entry.name, parameter, local_grad, layout))
     return summands
 
 
-def _memory(tensor: Tensor) -> Tensor:
+def _local_memory(tensor: Tensor) -> Tensor:
     # With gradients disabled, to_local() of a DTensor returns its own memory.
     with torch.no_grad():
         return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -> list[Summand]:
-    """Compare the parameters of the ranks, two or more, and return the summands of gradients that at least one has."""
+    """Compare the parameters of two or more ranks, and return the summands whose gradient at least one rank has."""
 
     def bring() -> Offer[list[Summand]]:
         summands = list_summands(parameters)
-        known = math.nan if count is None else count
-        return Offer(summands, {"number of parameters": len(summands)}, totals=(known,))
+        total = math.nan if count is None else count
+        return Offer(summands, {"number of parameters": len(summands)}, totals=(total,))
 
     agreed = agree_on(CALL, group, bring)
     summands, ranks = agreed.value, group_ranks(group)
-    counts = [(one, rank) for rank, (one, *_) in zip(ranks, agreed.totals) if one == one]  # NaN is unknown
+    counts = [(number, rank) for rank, (number, *_) in zip(ranks, agreed.totals) if not math.isnan(number)]
     if counts and max(counts)[0] - min(counts)[0] > 1e-6 * max(counts)[0]:  # weights may be summed in another order
-        found = Words(", ".join(f"{one:.17g} on rank {rank}" for one, rank in counts))
+        got = Words(", ".join(f"{number:.17g} on rank {rank}" for number, rank in counts))
         fix = (
             "These ranks hold different tokens, so all of them must count: pass a group that contains them to "
             "accumulate(..., group=...) or DeferredMean(model, group)."
         )
-        raise RankValueError(expected("count of terms", "the same on all ranks that are added up", found, fix))
+        raise RankValueError(expected("count of terms", "the same on all ranks that are added up", got, fix))
     if not summands:
         return []
-    hashes = [digest({"layout": one.layout}) for one in summands]
-    bits = numpy.packbits([one.held is not None for one in summands]).tobytes()
+    hashes = [digest({"layout": summand.layout}) for summand in summands]
+    bits = numpy.packbits([summand.grad is not None for summand in summands]).tobytes()
     sent = digest({"layouts": repr(hashes)}).to_bytes(8, "big", signed=True) + bits
-    seen = _gather_words(sent, group, "which gradients there are")  # [W, 8 + parameters / 8]
-    if (seen[:, :8] != seen[0, :8]).any():  # name the first parameter whose layouts differ
-        words = b"".join(one.to_bytes(8, "big", signed=True) for one in hashes)
-        layouts = _gather_words(words, group, "the layouts, which differ,")
+    received = _gather_data(sent, group, "which gradients there are")  # [W, 8 + parameters / 8]
+    if (received[:, :8] != received[0, :8]).any():  # name the first parameter whose layouts differ
+        words = b"".join(layout_hash.to_bytes(8, "big", signed=True) for layout_hash in hashes)
+        layouts = _gather_data(words, group, "the layouts, which differ,")
         first = summands[int((layouts != layouts[0]).any(axis=0).argmax()) // 8]
-        held: list[Any] = [None] * group.size()
-        dist.all_gather_object(held, (first.name, first.layout), group=group)
-        raise disagreement(ranks, [{"call": CALL, held[0][0]: layout} for _, layout in held])
-    is_present = numpy.unpackbits(numpy.bitwise_or.reduce(seen[:, 8:], axis=0), count=len(summands))
+        pairs: list[Any] = [None] * group.size()
+        dist.all_gather_object(pairs, (first.name, first.layout), group=group)
+        raise disagreement(ranks, [{"call": CALL, pairs[0][0]: layout} for _, layout in pairs])
+    is_present = numpy.unpackbits(numpy.bitwise_or.reduce(received[:, 8:], axis=0), count=len(summands))
     return [summand for summand, present in zip(summands, is_present) if present]
 
 
-def _gather_words(data: bytes, group: ProcessGroup, what: str) -> Any:
-    """Return ``data`` of all ranks, which are equally long, as an array (W, bytes)."""
+def _gather_data(data: bytes, group: ProcessGroup, what: str) -> Any:
+    """Return ``data`` of all ranks, equally long on each, as an array (W, bytes)."""
     sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(header_device(group), non_blocking=True)
     return Exchange(CALL, group).each(sent, what).cpu().numpy()
 
 
 @torch.no_grad()
 def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
-    """Add planned summands over the ranks into the memory of the gradients; a parameter without one gets it."""
+    """Add planned summands over the ranks, in the memory of the gradients. A parameter without a gradient gets one."""
     created: dict[int, Tensor] = {}
     tensors: list[Tensor] = []
-    for index, (_, parameter, held, _) in enumerate(summands):
-        if held is None:
+    for index, (_, parameter, local_grad, _) in enumerate(summands):
+        if local_grad is None:
             dtype = parameter.grad_dtype or parameter.dtype
             created[index] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            held = _memory(created[index])
-        tensors.append(held)
+            local_grad = _local_memory(created[index])
+        tensors.append(local_grad)
     for bucket in buckets(tensors):
         first, staged = bucket[0], is_staged(bucket[0], group)
         dtype = torch.promote_types(first.dtype, torch.float32)
@@ -246,9 +246,9 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype and device to be reduced together, in their order. Empty ones are left out.
+    """Yield lists of tensors of one dtype and device, in their order, to be reduced together; without empty tensors.
 
-    The buckets are equal on every rank, because shapes, dtypes and types of device are.
+    Every rank makes the same buckets, because shapes, dtypes and types of device are equal.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}

@@ -1,24 +1,23 @@
 """One gradient norm over every mesh, and clipping by it: measure, reduce, apply.
 
-*Measure* checks the arguments, plans the groups (norm_plan.py) and takes the norms of what this rank holds
-(norm_measure.py): one norm, a column, for all parameters that are sharded over the same groups. *Reduce* joins the
-columns over the groups, one all-gather per group, in the order that all ranks share. *Apply* is torch's own scaling.
-Between the first kernel and the last nothing waits for the device.
+*Measure* checks the arguments, plans the groups (norm_plan.py) and computes the norms of the gradients on this rank
+(norm_measure.py): one norm, called a column, for all parameters that are sharded over the same groups. *Reduce* joins
+the columns over the groups, one all-gather per group, in the same order on all ranks. *Apply* is torch's own scaling.
+The host does not wait for the device between the first kernel and the last.
 
 A rank with a bad argument still takes part in every all-gather, so that no rank hangs, and all ranks raise afterwards.
-Group by group, the columns sharded over that group are joined over its ranks. A column that was joined over all of its
-groups is whole::
+Each group joins the columns that are sharded over it. A column that has been joined over all of its groups is whole::
 
     sent by each rank:  | failed | digest | narrow | not finite | whole | column | column | ...
 
     failed       1 if this rank or any rank reduced so far failed its checks
     digest       hash of the arguments and of the layout of the columns, which must be equal on all ranks
     narrow       1 if this rank or any rank reduced so far returns the norm in float32, else 0
-    not finite   inf or NaN if this rank or any rank reduced so far holds such a gradient, else 0
-    whole        norm of what every rank of the group has whole: the first rank's counts. Of stages, all ranks' count
-    column       norm of this rank's part of what is sharded over this group, and perhaps over later groups
+    not finite   inf or NaN if this rank or any rank reduced so far has such a gradient, else 0
+    whole        norm of the whole columns: equal on all ranks of the group, so the first is used; stages are joined
+    column       norm of this rank's part of the parameters that are sharded over this group, and maybe over later ones
 
-It is a gather and not an all-reduce because powers of norms can be added within the range of float64 only where all
+The norms are gathered and not all-reduced, because a sum of their powers stays within the range of float64 only if all
 norms are known. All ranks then add them in the same order, to the same bits, and NaN survives the maximum.
 """
 
@@ -43,14 +42,14 @@ from ..distributed.torch_private import count_unreduced, holds_unreduced, multip
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
-from .parameters import Plain, counted_gradient, held_gradient, is_elsewhere, list_entries, read_once, read_plain
+from .parameters import Plain, counted_gradient, is_elsewhere, list_entries, local_gradient, read_once, read_plain
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]
 
-_HEAD = 5  # words in front of the columns
-_LEAST = 16  # words: ranks that disagree on the number of columns must still send the same size
-_MOST_NAMES = 10  # of parameters, in one message
+_HEAD_WORDS = 5  # in front of the columns
+_BLOCK_WORDS = 16  # sent in multiples of it, because ranks with other numbers of columns must send the same size
+_MAX_NAMES = 10  # of parameters, in one message
 
 
 @not_compiled
@@ -69,9 +68,9 @@ def total_grad_norm(
 
     .. math:: \|g\|_p = \Bigl(\sum_\theta \sum_{i \in \theta} |g_i|^p\Bigr)^{1/p}
 
-    over the parameters :math:`\theta` and their distinct elements i: shards are added, copies count once. Mesh
-    dimension by mesh dimension, Replicate is a copy, a Partial gradient is reduced first, and every other placement is
-    sharded. A plain tensor is whole, unless ``shard_groups`` names groups for it. A parameter listed twice counts once.
+    over the parameters :math:`\theta` and their distinct elements i: shards are added, copies count once. In each mesh
+    dimension, Replicate means copies, Partial gradients are reduced first, and every other placement means shards. A
+    plain tensor is whole, unless ``shard_groups`` names groups for it. A parameter listed twice counts once.
 
     Args:
         parameters: a Module, a tensor, or an iterable of parameters or of ``(name, parameter)`` pairs, in the same
@@ -85,24 +84,24 @@ def total_grad_norm(
     Returns:
         A plain scalar on the device of the gradients, the same number on all ranks that the groups connect. Its dtype
         is float64 if one of this rank's parameters is float64, else float32, also for half precision. If any rank
-        returns float32, all ranks return the number rounded to float32.
+        returns float32, the number is rounded to float32 on all ranks.
 
     Raises:
         TypeError: for an item that is not a parameter; for a gradient that is a DTensor although its parameter is not.
         ValueError: for a ``norm_type`` not > 0; gradients on different devices; a group without this rank; groups that
             overlap; arguments that differ between ranks.
-        RuntimeError: with ``error_if_nonfinite``; names the parameters and the ranks that hold them.
+        RuntimeError: with ``error_if_nonfinite``, when the norm is inf or NaN; names the parameters and their ranks.
 
     Degenerate:
         No gradient at all gives 0, and the same collectives. Empty shards add 0. NaN anywhere gives NaN.
     Numerics:
-        The norm is right whenever the result dtype can hold it, for any p; half precision is summed in float32. The
-        relative error in float64 is at most 1e-14.
+        No power overflows or underflows, for any p, if the result dtype can hold the norm. Half precision is summed in
+        float32. The relative error in float64 is at most 1e-14.
     Distributed:
-        One all-gather of 128 bytes per distinct process group. A gradient that is not placed as its parameter needs
-        further collectives to redistribute it. If the norms travel over the CPU, or with ``error_if_nonfinite``, an
-        error of one rank is raised on all. Otherwise the other ranks get NaN, because reading the flag would wait for
-        the device.
+        One all-gather of 128 bytes per distinct process group. A gradient that is not placed as its parameter is
+        redistributed by further collectives. If the norms travel over the CPU, or with ``error_if_nonfinite``, an error
+        of one rank is raised on all. Otherwise the other ranks get NaN, because reading the flag would wait for the
+        device.
 
     Example:
         >>> import torch
@@ -129,8 +128,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     r"""Scale all gradients by one factor, so that the norm of the whole gradient is at most ``max_norm``.
 
-    Equal to ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` in one process that holds everything, whose
-    arguments it takes. With :math:`\|g\|_p` as in :func:`total_grad_norm`, on every rank
+    Equal to ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` in one process that holds everything, with the
+    same arguments. With :math:`\|g\|_p` as in :func:`total_grad_norm`, on every rank
 
     .. math:: g \leftarrow g \cdot \min\Bigl(1, \frac{\text{max\_norm}}{\|g\|_p + 10^{-6}}\Bigr)
 
@@ -141,7 +140,7 @@ def clip_grad_norm_(
         parameters: see :func:`total_grad_norm`.
         max_norm: the largest norm, >= 0. With None or inf the gradients are only measured.
         norm_type: p > 0, or inf.
-        error_if_nonfinite: raise on every rank, before any gradient is touched, when the norm is inf or NaN.
+        error_if_nonfinite: raise on every rank, before any gradient changes, when the norm is inf or NaN.
         foreach: multiply all gradients in few kernels (True) or one by one (False); None decides by their types.
         shard_groups: see :func:`total_grad_norm`.
         across: see :func:`total_grad_norm`.
@@ -171,15 +170,15 @@ def clip_grad_norm_(
     """
     call = "clip_grad_norm_"
     measured = _measure(call, parameters, norm_type, max_norm, error_if_nonfinite, shard_groups, across)
-    reduced, largest = _reduce(measured), measured.options.max_norm
-    if largest == math.inf:
+    reduced, limit = _reduce(measured), measured.options.max_norm
+    if limit == math.inf:
         return reduced.returned
-    held = map(held_gradient, measured.plan.entries) if measured.plain is None else measured.plain
-    for dtype, grads in by_dtype(grad for grad in held if grad is not None).items():
-        factor = torch.clamp(largest / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
+    local = map(local_gradient, measured.plan.entries) if measured.plain is None else measured.plain
+    for dtype, grads in by_dtype(grad for grad in local if grad is not None).items():
+        factor = torch.clamp(limit / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
         if factor.device.type == "cpu" and factor.item() == 1:
-            continue  # to look is free on the host, where torch multiplies all gradients by 1
-        # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
+            continue  # reading the factor is free on the host and saves a multiplication by 1
+        # The fused kernels need a factor in the dtype of the gradients. In half precision a small factor rounds to 0.
         factor = factor.float() if dtype is torch.float32 else factor
         if foreach or (foreach is None and all(type(grad) is Tensor for grad in grads)):
             multiply_each_(grads, factor)
@@ -202,12 +201,12 @@ class _Options(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What one rank holds."""
+    """The result of *measure* on one rank."""
 
     options: _Options
-    listed: list[Any] | nn.Module  # the parameters, as they can be read again
-    plan: Plan  # the groups to reduce over, and the parameters unless their gradients are plain
-    columns: dict[Layout, Tensor]  # the norm of what this rank holds; float64 scalars where the ranks meet
+    listed: list[Any] | nn.Module  # the parameters, which can be read again
+    plan: Plan  # the groups to reduce over; and the parameters, unless ``plain`` has the gradients
+    columns: dict[Layout, Tensor]  # the norms on this rank, as float64 scalars on the device of the exchange
     plain: list[Tensor] | None  # the gradients, if they and their parameters are all plain and dense
     device: torch.device | None  # of the gradients, else of the first parameter; None without parameters
     narrow: bool  # whether this rank returns the norm in float32
@@ -215,7 +214,7 @@ class _Measured(NamedTuple):
 
 
 class _Postponed:
-    """Context manager that keeps the first exception raised inside it, to be raised after the collectives."""
+    """Context manager that catches exceptions and keeps the first, to be raised after the collectives."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -238,15 +237,16 @@ def _measure(
     shard_groups: ShardGroups | None,
     across: Groups,
 ) -> _Measured:
-    """Check the arguments, plan the groups and take the norms on this rank. A failed check is returned, not raised."""
+    """Check the arguments, plan the groups and compute norms on this rank. A failed check is returned, not raised."""
     postponed = _Postponed()
 
     options = _Options(call, 2.0, math.inf, bool(error_if_nonfinite))
     with postponed:
-        options = options._replace(norm_type=_number("norm_type", norm_type, "a number > 0, or inf", lambda p: p > 0))
+        what = "a number > 0, or inf"
+        options = options._replace(norm_type=_as_number("norm_type", norm_type, what, lambda p: p > 0))
     with postponed:
-        what, most = "a number >= 0, or None to measure only", math.inf if max_norm is None else max_norm
-        options = options._replace(max_norm=_number("max_norm", most, what, lambda norm: norm >= 0))
+        what, limit = "a number >= 0, or None to measure only", math.inf if max_norm is None else max_norm
+        options = options._replace(max_norm=_as_number("max_norm", limit, what, lambda norm: norm >= 0))
 
     plan = Plan()
     listed: list[Any] | nn.Module = []
@@ -258,15 +258,15 @@ def _measure(
     with postponed:
         num_unreduced = count_unreduced(plain.parameters if plain else [entry.parameter for entry in entries])
         if num_unreduced:
-            found = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
+            got = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
             fix = "Reduce in the last backward: maybe_no_sync does, or call set_requires_gradient_sync(True) before it."
-            raise RuntimeError(expected("gradients", "final gradients", found, fix))
+            raise RuntimeError(expected("gradients", "final gradients", got, fix))
         modules = parameters.modules() if isinstance(parameters, nn.Module) else ()
-        wrapped = [one for one in modules if isinstance(one, DistributedDataParallel)]
-        if any(not one.require_backward_grad_sync for one in wrapped):
+        ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        if any(not module.require_backward_grad_sync for module in ddp):
             fix = "They differ between the ranks: clip after the backward that reduces, outside of no_sync."
             raise RuntimeError(expected("gradients", "final gradients", Words("those of DDP inside no_sync"), fix))
-        if any(holds_unreduced(one) and one.process_group.size() > 1 for one in wrapped):
+        if any(holds_unreduced(module) and module.process_group.size() > 1 for module in ddp):
             warn(
                 f"{call}: the last forward of the DDP module with gradients ran inside no_sync, so its backward did "
                 "not reduce. Unless something else has reduced since, the gradients differ between the ranks, and so "
@@ -274,7 +274,7 @@ def _measure(
             )
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
-    held: dict[Layout, list[Tensor]] = {(): plain.grads if plain else []}
+    grads_by_layout: dict[Layout, list[Tensor]] = {(): plain.grads if plain else []}
     for entry in entries:
         with postponed:
             plan.add(entry, shard_groups)
@@ -283,45 +283,49 @@ def _measure(
     with postponed:
         plan.add_stages(across)
     for entry, layout in zip(plan.entries, plan.layouts):
-        grads = held.setdefault(layout, [])
-        # One by one: the redistribution of a gradient is a collective, which an earlier error must not skip.
+        grads = grads_by_layout.setdefault(layout, [])
+        # Postponed one by one, because an earlier error must not skip the collectives that redistribute a gradient.
         with postponed:
             grad = counted_gradient(entry)
             grads += [] if grad is None else [grad]
-    own = plain.parameters if plain else [entry.parameter for entry in plan.entries]
+    own_parameters = plain.parameters if plain else [entry.parameter for entry in plan.entries]
     device: torch.device | None = None
     with postponed:
-        devices = {grad.device for grads in held.values() for grad in grads}
+        devices = {grad.device for grads in grads_by_layout.values() for grad in grads}
         if len(devices) > 1:
-            found = Words(", ".join(sorted(map(str, devices))))
+            got = Words(", ".join(sorted(map(str, devices))))
             fix = "Move the parameters to one device, or clip those of each device separately."
-            raise ValueError(expected("gradients", "all on one device", found, fix))
-        here = (one.device for one in own if not is_elsewhere(one))
-        device = devices.pop() if devices else next(here, None)
+            raise ValueError(expected("gradients", "all on one device", got, fix))
+        parameter_devices = (parameter.device for parameter in own_parameters if not is_elsewhere(parameter))
+        device = devices.pop() if devices else next(parameter_devices, None)
 
-    home = (_meeting_device(plan.groups[0], device) if plan.groups else device) or torch.device("cpu")
+    home = (_exchange_device(plan.groups[0], device) if plan.groups else device) or torch.device("cpu")
     columns: dict[Layout, Tensor] = {}
     if postponed.error is None:
         with postponed:
-            columns = {layout: local_norm(grads, options.norm_type).to(home) for layout, grads in held.items() if grads}
-    if len(columns) < len(held):  # what the other ranks receive from a rank without gradients, or one that failed
-        columns = dict.fromkeys(held, torch.zeros((), dtype=torch.float64, device=home)) | columns
+            columns = {
+                layout: local_norm(grads, options.norm_type).to(home)
+                for layout, grads in grads_by_layout.items()
+                if grads
+            }
+    if len(columns) < len(grads_by_layout):  # a rank without gradients, or one that failed, sends zeros
+        columns = dict.fromkeys(grads_by_layout, torch.zeros((), dtype=torch.float64, device=home)) | columns
 
-    # Half precision has no norm of its own: float16 ends at 65504.
-    wide = not {parameter.dtype for parameter in own}.isdisjoint((torch.float64, torch.complex128))
-    narrow = not wide and bool(own or not plan.groups)  # a rank without parameters leaves it to the others
+    # A norm in half precision would overflow: float16 ends at 65504.
+    is_double = not {parameter.dtype for parameter in own_parameters}.isdisjoint((torch.float64, torch.complex128))
+    narrow = not is_double and bool(own_parameters or not plan.groups)  # other ranks decide for one without parameters
     return _Measured(options, listed, plan, columns, plain and plain.grads, device, narrow, postponed.error)
 
 
-def _number(name: str, value: Any, what: str, is_right: Callable[[float], bool]) -> float:
-    if isinstance(value, bool):  # which float() takes for 1 or 0
+def _as_number(name: str, value: Any, what: str, is_valid: Callable[[float], bool]) -> float:
+    if isinstance(value, bool):  # float() would convert it to 1 or 0
         fix = "The arguments are in torch's order: pass error_if_nonfinite by its name." if name == "norm_type" else ""
         raise TypeError(expected(name, what, value, fix))
     try:
-        number = float(value)  # torch takes the same: "inf", numpy's numbers, tensors of one element
+        number = float(value)  # accepts what torch accepts: "inf", numpy's numbers, tensors of one element
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(expected(name, what, value)) from None
-    if not is_right(number):
+    if not is_valid(number):
         raise ValueError(expected(name, what, value))
     return number
 
@@ -340,11 +344,11 @@ class _Reduced(NamedTuple):
 def _reduce(measured: _Measured) -> _Reduced:
     """Return the norm over all ranks. If a rank failed its checks, or the ranks disagree, raise on all of them."""
     options = measured.options
-    alone = measured.columns[()]  # the norm where there is no group
-    norm, returned, failed = _join_over_groups(measured) if measured.plan.groups else _Reduced(alone, alone)
-    can_look = failed is not None and (failed.device.type == "cpu" or options.error_if_nonfinite)
-    if measured.error is not None or (can_look and failed):
-        _raise_together(measured, can_look=can_look)
+    whole = measured.columns[()]  # the norm, if there are no groups
+    norm, returned, failed = _join_over_groups(measured) if measured.plan.groups else _Reduced(whole, whole)
+    can_read = failed is not None and (failed.device.type == "cpu" or options.error_if_nonfinite)
+    if measured.error is not None or (can_read and failed):
+        _raise_together(measured, can_read=can_read)
     if options.error_if_nonfinite and not norm.isfinite():
         _raise_nonfinite(measured, float(norm))
     device = measured.device or norm.device
@@ -353,84 +357,87 @@ def _reduce(measured: _Measured) -> _Reduced:
 
 
 def _join_over_groups(measured: _Measured) -> _Reduced:
-    """Exchange the columns over one group after the other, without reading a value."""
-    options, plan, left = measured.options, measured.plan, dict(measured.columns)
-    held = torch.stack(list(left.values()))
-    odd = torch.where(held.isfinite(), 0.0, held).sum()  # inf, NaN, or 0
-    failed = torch.full_like(odd, float(measured.error is not None))
-    narrow = torch.full_like(odd, float(measured.narrow))
+    """Join the columns over one group after the other, without reading a value."""
+    options, plan, columns = measured.options, measured.plan, dict(measured.columns)
+    norms = torch.stack(list(columns.values()))
+    nonfinite = torch.where(norms.isfinite(), 0.0, norms).sum()  # inf, NaN, or 0
+    failed = torch.full_like(nonfinite, float(measured.error is not None))
+    narrow = torch.full_like(nonfinite, float(measured.narrow))
     for place, group in enumerate(plan.groups):
-        layouts = sorted(layout for layout in left if place in layout)
+        layouts = sorted(layout for layout in columns if place in layout)
         # 48 bits of a hash that is the same in every process: float64 holds them exactly.
         facts = repr({**options._asdict(), "layouts": layouts}).encode()
         digest = float(int.from_bytes(hashlib.blake2b(facts, digest_size=6).digest(), "big"))
-        head = [failed, torch.full_like(odd, digest), narrow, odd, left[()]]
-        sent = torch.stack([*head, *(left.pop(layout) for layout in layouts)])
-        padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _LEAST)).to(_meeting_device(group, sent.device))
-        ranks = Exchange(options.call, group).each(padded, "the norms").to(sent.device)  # [W, words]
-        differ = ranks[:, 1] != ranks[0, 1]
-        failed = torch.maximum(ranks[:, 0], differ.double()).amax()
-        narrow, odd = ranks[:, 2].amax(), ranks[:, 3].sum()
+        head = [failed, torch.full_like(nonfinite, digest), narrow, nonfinite, columns[()]]
+        sent = torch.stack([*head, *(columns.pop(layout) for layout in layouts)])
+        padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _BLOCK_WORDS))
+        padded = padded.to(_exchange_device(group, sent.device))
+        received = Exchange(options.call, group).each(padded, "the norms").to(sent.device)  # [W, words]
+        differ = received[:, 1] != received[0, 1]
+        failed = torch.maximum(received[:, 0], differ.double()).amax()
+        narrow, nonfinite = received[:, 2].amax(), received[:, 3].sum()
         is_stage = place >= plan.first_stage
-        left[()] = join_norms(ranks[:, 4], options.norm_type) if is_stage else ranks[0, 4]
-        for layout, norm in zip(layouts, join_norms(ranks[:, _HEAD : sent.numel()], options.norm_type)):
+        columns[()] = join_norms(received[:, 4], options.norm_type) if is_stage else received[0, 4]
+        for layout, norm in zip(layouts, join_norms(received[:, _HEAD_WORDS : sent.numel()], options.norm_type)):
             rest = tuple(other for other in layout if other != place)
-            left[rest] = join_norms(torch.stack([left[rest], norm]), options.norm_type) if rest in left else norm
-    norm = torch.where(failed > 0, math.nan, left[()] + odd)
+            if rest in columns:
+                norm = join_norms(torch.stack([columns[rest], norm]), options.norm_type)
+            columns[rest] = norm
+    norm = torch.where(failed > 0, math.nan, columns[()] + nonfinite)
     return _Reduced(norm, torch.where(narrow > 0, norm.float().double(), norm), failed)
 
 
-def _meeting_device(group: ProcessGroup, own: torch.device | None) -> torch.device:
-    """Return the device on which the ranks of ``group`` exchange norms; ``own`` is that of the gradients, if any."""
-    served = backend_by_device(group)
-    if own is not None and served.get(own.type, "gloo") != "gloo":
-        return own
-    if "cpu" in served and (own is not None or set(served.values()) == {"gloo"}):
-        return torch.device("cpu")  # gloo moves no memory of an accelerator
-    # A rank without gradients uses the device that the gradients of the other ranks are probably on.
+def _exchange_device(group: ProcessGroup, device: torch.device | None) -> torch.device:
+    """Return the device on which the ranks of ``group`` exchange norms; ``device`` is that of the gradients, if any."""
+    backends = backend_by_device(group)
+    if device is not None and backends.get(device.type, "gloo") != "gloo":
+        return device
+    if "cpu" in backends and (device is not None or set(backends.values()) == {"gloo"}):
+        return torch.device("cpu")  # gloo cannot send memory of an accelerator
+    # A rank without gradients uses the device on which the gradients of the other ranks probably are.
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def _raise_together(measured: _Measured, *, can_look: bool) -> NoReturn:
-    """Raise the same error on all ranks if all of them know that there is one (``can_look``), else this rank's own."""
+def _raise_together(measured: _Measured, *, can_read: bool) -> NoReturn:
+    """Raise the same error on all ranks if all of them can read the flag (``can_read``), else this rank's own error."""
     options, plan, error = measured.options, measured.plan, measured.error
-    if error is not None and not (plan.groups and can_look):
+    if error is not None and not (plan.groups and can_read):
         raise error
     sizes = [dist.get_world_size(group) for group in plan.groups]
     texts = {key: repr(value) for key, value in options._asdict().items()} | {"call": options.call}
     layouts = set(plan.layouts) if measured.plain is None else {()}
     texts["layouts"] = f"{sorted(layouts)} of groups of {sizes} ranks"
     reason = None if error is None else (public_class(error).__name__, reason_of(error))
-    known = _exchange(plan, (reason, texts))
-    failed = [(rank, options.call, *reason) for rank, (reason, _) in known if reason is not None]
+    reports = _gather_objects(plan, (reason, texts))
+    failed = [(rank, options.call, *reason) for rank, (reason, _) in reports if reason is not None]
     if failed:
         raise failure(failed) from cause_of(error)
-    raise disagreement([rank for rank, _ in known], [held for _, (_, held) in known])
+    raise disagreement([rank for rank, _ in reports], [facts for _, (_, facts) in reports])
 
 
 def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     """Raise RuntimeError on all ranks, naming the parameters whose gradients are not finite, and their ranks."""
-    grads = ((entry.name, held_gradient(entry)) for entry in list_entries(measured.listed))
-    own = [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
+    grads = ((entry.name, local_gradient(entry)) for entry in list_entries(measured.listed))
+    own_names = [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
     ranks_by_name: dict[str, list[str]] = {}
-    for rank, names in _exchange(measured.plan, own):
+    for rank, names in _gather_objects(measured.plan, own_names):
         for name in names:
             ranks_by_name.setdefault(name, []).append(str(rank))
     places = [
         f"{name} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}" for name, ranks in ranks_by_name.items()
     ]
-    more = [f"{len(places) - _MOST_NAMES} more"] if len(places) > _MOST_NAMES else []
-    found = Words(f"{norm}: {'; '.join(places[:_MOST_NAMES] + more) or 'all elements are finite'}")
+    more = [f"{len(places) - _MAX_NAMES} more"] if len(places) > _MAX_NAMES else []
+    got = Words(f"{norm}: {'; '.join(places[:_MAX_NAMES] + more) or 'all elements are finite'}")
     fix = "Skip the step, or lower the scale."
     kind = RankRuntimeError if measured.plan.groups else RuntimeError
-    raise kind(expected(measured.options.call, "gradients with a finite norm", found, fix))
+    raise kind(expected(measured.options.call, "gradients with a finite norm", got, fix))
 
 
-def _exchange(plan: Plan, own: Any) -> list[tuple[int, Any]]:
-    """Return (rank, object) of all ranks that the groups connect, in the order of the ranks. Only before an error."""
-    known = {dist.get_rank() if is_initialized() else 0: own}
+def _gather_objects(plan: Plan, value: Any) -> list[tuple[int, Any]]:
+    """Return (rank, value) of all ranks that the groups connect, in the order of the ranks. Only before an error."""
+    values = {dist.get_rank() if is_initialized() else 0: value}
     for group in plan.groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, known, group=group)
-        known = {rank: value for part in gathered for rank, value in part.items()}
-    return sorted(known.items(), key=lambda item: item[0])
+        dist.all_gather_object(gathered, values, group=group)
+        values = {rank: value for part in gathered for rank, value in part.items()}
+    return sorted(values.items(), key=lambda item: item[0])

@@ -1,13 +1,13 @@
 """Which ranks hold different elements of a parameter, and the order in which all ranks reduce over their groups.
 
-The plan comes from the parameters alone, whether or not they have gradients, so all ranks make the same plan. Of a
-DTensor, mesh dimension by mesh dimension::
+The plan depends on the parameters only, whether or not they have gradients, so all ranks make the same plan. For a
+DTensor, each mesh dimension has a placement::
 
     Replicate   the ranks hold the same elements, which count once: nothing to reduce
     Partial     the ranks hold summands: the gradient is reduced first
-    otherwise   the ranks hold different elements: Shard, the strided shards of FSDP2 over TP, and later placements
+    otherwise   the ranks hold different elements: Shard, the strided shards of FSDP2 over TP, and future placements
 
-Placements say nothing about a parameter that is sharded by hand. The caller names its groups with ``shard_groups``.
+A parameter that is sharded by hand has no placements. The caller names its groups with ``shard_groups``.
 """
 
 from __future__ import annotations
@@ -29,40 +29,43 @@ if TYPE_CHECKING:
 # None, one group or mesh, or several of them.
 Groups = Group | Sequence[Group]
 
-# The groups over which a parameter is sharded, by their place in the plan, ascending; () for a parameter that is whole.
+# The places in the plan of the groups over which a parameter is sharded, ascending; () for a whole parameter.
 Layout = tuple[int, ...]
 
 
 class Plan:
     """The parameters of one rank, and the groups in the order in which every rank reduces over them.
 
-    A method that raises leaves a plan that this rank can still follow, so that it meets the other ranks in every group
-    that it knows. None of the groups has a single rank, which holds everything.
+    After a method has raised, this rank can still follow the plan, and so meets the other ranks in every group that it
+    knows. Groups of a single rank are left out, because that rank holds everything.
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []  # the parameters, in the same order on every rank, which orders the groups
-        self.layouts: list[Layout] = []  # for each of them, the groups over which it is sharded
-        self._shards: dict[tuple[int, ...], ProcessGroup] = {}  # by their ranks: several groups may have the same
+        self.entries: list[Entry] = []  # in the same order on every rank, which determines the order of the groups
+        self.layouts: list[Layout] = []  # of each entry
+        self._shards: dict[tuple[int, ...], ProcessGroup] = {}  # keyed by ranks: several groups may have the same
         self._stages: dict[tuple[int, ...], ProcessGroup] = {}
-        # By id, because listing the ranks of a large group, or the groups of a mesh, takes time.
+        # By id, because it takes time to list the ranks of a large group or the groups of a mesh.
         self._places: dict[int, int | None] = {}
         self._groups_of_mesh: dict[int, list[ProcessGroup]] = {}
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Those over which parameters are sharded, then only copied, after :meth:`add_copies`; then the stages."""
+        """The groups over which parameters are sharded, those of :meth:`add_copies`, and the stages, in this order."""
         return [*self._shards.values(), *self._stages.values()]
 
     @property
     def first_stage(self) -> int:
+        """The place of the first stage among the groups."""
         return len(self._shards)
 
     def add(self, entry: Entry, shard_groups: Callable[[Any], Groups] | None) -> None:
         """Add a parameter with its layout; see :func:`~fullrank.gradients.grad_norm.total_grad_norm`.
 
-        Raises TypeError for what is not a parameter, which is not added. For groups of ``shard_groups`` that cannot be
-        used it raises with the parameter added in the layout of its placements.
+        Raises:
+            TypeError: for an entry that is not a parameter; it is not added.
+            ValueError: for groups of ``shard_groups`` that cannot be used; the parameter is added with the layout of
+                its placements only.
         """
         check_parameter(entry)
         parameter = entry.parameter
@@ -74,25 +77,25 @@ class Plan:
             pairs = zip(self._groups_of_mesh[id(mesh)], parameter.placements)
             placed = [group for group, placement in pairs if is_sharded(placement)]
         self.entries.append(entry)
-        self.layouts.append(self._layout(placed))
+        self.layouts.append(self._layout_of(placed))
         if shard_groups is None:
             return
         name = f"shard_groups({entry.name})"
-        named = _resolve(shard_groups(parameter), name)
+        named = _resolve_groups(shard_groups(parameter), name)
         for first, second in combinations([*placed, *named], 2):
             if _overlap(first, second) and group_ranks(first) != group_ranks(second):
                 fix = "Name only the groups that the placements of a DTensor do not show, and no union of groups."
-                found = Words(f"ranks {group_ranks(first)} and {group_ranks(second)}")
-                raise ValueError(expected(name, "groups that share one rank", found, fix))
-        self.layouts[-1] = self._layout([*placed, *named])
+                got = Words(f"ranks {group_ranks(first)} and {group_ranks(second)}")
+                raise ValueError(expected(name, "groups that share one rank", got, fix))
+        self.layouts[-1] = self._layout_of([*placed, *named])
 
     def add_copies(self) -> None:
-        """Also meet over mesh dimensions along which parameters are only replicated, to raise on all their ranks."""
-        self._layout(group for groups in self._groups_of_mesh.values() for group in groups)
+        """Add mesh dimensions along which parameters are only replicated, so that an error is raised on all ranks."""
+        self._layout_of(group for groups in self._groups_of_mesh.values() for group in groups)
 
     def add_stages(self, across: Groups) -> None:
-        """Add the groups whose ranks hold different parameters; ValueError when they share some, which count twice."""
-        stages = {tuple(group_ranks(group)): group for group in _resolve(across, "across")}
+        """Add the groups whose ranks hold different parameters; ValueError if parameters would count twice."""
+        stages = {tuple(group_ranks(group)): group for group in _resolve_groups(across, "across")}
         copies = [group for groups in self._groups_of_mesh.values() for group in groups]
         for ranks, group in stages.items():
             if any(_overlap(group, other) for other in [*self._shards.values(), *copies]):
@@ -102,32 +105,32 @@ class Plan:
                 raise ValueError(expected("across", "groups whose ranks hold different parameters", Words(ranks), fix))
         self._stages = {ranks: group for ranks, group in stages.items() if len(ranks) > 1}
 
-    def _layout(self, groups: Iterable[ProcessGroup]) -> Layout:
-        """Register ``groups`` and return their places. A group of one rank has none: that rank holds everything."""
-        found = []
+    def _layout_of(self, groups: Iterable[ProcessGroup]) -> Layout:
+        """Register ``groups`` and return their places. A group of one rank has none."""
+        places = []
         for group in groups:
             if id(group) not in self._places:
                 ranks = tuple(group_ranks(group))
                 if len(ranks) > 1:
                     self._shards.setdefault(ranks, group)
                 self._places[id(group)] = list(self._shards).index(ranks) if len(ranks) > 1 else None
-            found.append(self._places[id(group)])
-        return tuple(sorted({place for place in found if place is not None}))
+            places.append(self._places[id(group)])
+        return tuple(sorted({place for place in places if place is not None}))
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Return True when the ranks hold different elements. Not ``is_shard()``, which is False for strided shards."""
+    """Return True when the ranks hold different elements; ``placement.is_shard()`` is False for strided shards."""
     return not (placement.is_replicate() or placement.is_partial())
 
 
-def _resolve(groups: Any, name: str) -> list[ProcessGroup]:
+def _resolve_groups(groups: Any, name: str) -> list[ProcessGroup]:
     """Return the process groups that the caller named: none, one, or several."""
     if groups is None:
         return []
-    several = isinstance(groups, Iterable) and not isinstance(groups, (ProcessGroup, DeviceMesh))
-    return [resolve_group(group, name=name) for group in (groups if several else [groups])]
+    are_several = isinstance(groups, Iterable) and not isinstance(groups, (ProcessGroup, DeviceMesh))
+    return [resolve_group(group, name=name) for group in (groups if are_several else [groups])]
 
 
 def _overlap(first: ProcessGroup, second: ProcessGroup) -> bool:
-    """Return True when two groups share more ranks than this one."""
+    """Return True when two groups of this rank share another rank too."""
     return len(set(group_ranks(first)) & set(group_ranks(second))) > 1

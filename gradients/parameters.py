@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 
 def read_once(parameters: Any) -> list[Any] | nn.Module:
-    """Return ``parameters`` as something that can be read several times; TypeError for what lists no parameters."""
+    """Return ``parameters`` as a module or a list, which can be read several times; TypeError if it is not iterable."""
     if isinstance(parameters, nn.Module):
         return parameters
     if isinstance(parameters, Tensor):
@@ -43,7 +43,7 @@ def read_once(parameters: Any) -> list[Any] | nn.Module:
 
 
 def list_entries(parameters: Any) -> list[Entry]:
-    """Return the distinct items of ``parameters`` in their order, named but not checked to be parameters."""
+    """Return the distinct items of ``parameters`` with names, in their order, not checked to be parameters."""
     listed = read_once(parameters)
     entries: dict[int, Entry] = {}
     for index, item in enumerate(listed.named_parameters() if isinstance(listed, nn.Module) else listed):
@@ -64,7 +64,7 @@ def check_parameter(entry: Entry) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return True for a DTensor, without importing DTensor (0.5 s) where nobody has."""
+    """Return True for a DTensor, without importing DTensor (0.5 s): until it is imported there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -82,29 +82,29 @@ def check_gradient(entry: Entry) -> None:
         return
     if is_dtensor(parameter):
         if not is_dtensor(grad):
-            found, fix = Words(type(grad).__name__), "Use DTensor.from_local(gradient)."
-            raise TypeError(expected(name, "a DTensor, as the parameter is", found, fix))
+            got, fix = Words(type(grad).__name__), "Use DTensor.from_local(gradient)."
+            raise TypeError(expected(name, "a DTensor, as the parameter is", got, fix))
         if parameter.device_mesh != grad.device_mesh:
             what = f"one on the mesh of the parameter, {parameter.device_mesh}"
             raise ValueError(expected(name, what, Words(grad.device_mesh)))
     elif is_dtensor(grad):
-        found, fix = Words(type(grad).__name__), "Use gradient.full_tensor()."
-        raise TypeError(expected(name, "a plain tensor, as the parameter is", found, fix))
+        got, fix = Words(type(grad).__name__), "Use gradient.full_tensor()."
+        raise TypeError(expected(name, "a plain tensor, as the parameter is", got, fix))
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(expected(name, "a dense or a sparse COO tensor", Words(grad.layout), "Use to_dense()."))
 
 
 class Plain(NamedTuple):
-    """Parameters, each once, and the gradients that they have: all of them plain tensors, the gradients dense."""
+    """Distinct parameters and their gradients, without the missing ones. All are plain tensors, the gradients dense."""
 
     parameters: list[Tensor]
     grads: list[Tensor]
 
 
 def read_plain(listed: list[Any] | nn.Module) -> Plain | None:
-    """Return what :func:`read_once` has read, if all of it is plain and without a name; else None.
+    """Return the result of :func:`read_once` as :class:`Plain` if all items are plain and without a name; else None.
 
-    It needs no look at each tensor: the gradients fit their parameters, and all of what this rank holds counts.
+    No item needs a check of its own then: gradients fit their parameters, and every element counts in a norm.
     """
     items = list(listed.parameters() if isinstance(listed, nn.Module) else listed)
     if not _PLAIN.issuperset(map(type, items)):
@@ -118,9 +118,9 @@ def read_plain(listed: list[Any] | nn.Module) -> Plain | None:
 def counted_gradient(entry: Entry) -> Tensor | None:
     """Return the elements of a gradient that this rank counts in a norm, a plain dense tensor; None without a gradient.
 
-    A gradient that is placed differently from its parameter is first redistributed into a copy, by collectives that
-    all ranks of its mesh must make. Examples are the Partial gradient of a norm under SequenceParallel, and the sharded
-    gradient of a replicated weight that met sharded activations. Raises as :func:`check_gradient`.
+    A gradient that is not placed as its parameter is first redistributed into a copy, by collectives that all ranks of
+    its mesh must make. Examples are the Partial gradient of a norm layer under SequenceParallel, and the sharded
+    gradient of a replicated weight that was multiplied by sharded activations. Raises as :func:`check_gradient`.
     """
     parameter, grad = entry.parameter, entry.parameter.grad
     if grad is None or is_elsewhere(parameter):
@@ -131,11 +131,11 @@ def counted_gradient(entry: Entry) -> Tensor | None:
 
         wanted = tuple(Replicate() if place.is_partial() else place for place in parameter.placements)
         grad = (grad if tuple(grad.placements) == wanted else grad.redistribute(placements=wanted)).to_local()
-    # A sparse gradient may list an index several times: its values must be added before powers are taken.
+    # A sparse gradient may list an index several times, and its values must be added before powers are taken.
     return sparse_values(grad.coalesce()) if grad.is_sparse else grad
 
 
-def held_gradient(entry: Entry) -> Tensor | None:
+def local_gradient(entry: Entry) -> Tensor | None:
     """Return the memory of a gradient on this rank as a plain dense tensor; None without a gradient."""
     grad = entry.parameter.grad
     if grad is None or is_elsewhere(entry.parameter):

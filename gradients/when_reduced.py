@@ -1,4 +1,4 @@
-"""When the wrappers of a model reduce its gradients: in the last micro-step, by one number, or not at all."""
+"""Control the wrappers of a model: add without dividing, reduce in the last micro-step only, discard gradients."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def sum_gradients_(model: nn.Module) -> float:
     """Make every FSDP2 module of ``model``, experts included, add its gradients over the ranks, without dividing.
 
     Expert modules are sharded over fewer ranks than the rest, so they would divide by another number. Gradients that
-    are added need a single division, by the global count, and the loss makes it.
+    are added are divided once, by the global count, in the loss.
 
     Args:
         model: the model after ``fully_shard``. DDP keeps its mean, and plain modules have nothing to change.
 
     Returns:
-        The multiplier of a loss that is to be added over the ranks: 1 for FSDP2 and HSDP from now on, the number of
-        ranks for DDP, 1 for a plain module. :func:`accumulate` reads it from the model.
+        The number by which to multiply a loss that is to be added over the ranks: 1 for FSDP2 and HSDP from now on, the
+        number of ranks for DDP, 1 for a plain module. :func:`accumulate` reads it from the model.
 
     Raises:
         TypeError: when ``model`` is not a module.
         ValueError: when it contains DDP modules of different sizes, or both DDP and FSDP2.
 
     Distributed:
-        No communication; call it on every rank. The collectives become sums too, because gloo has no other. A pooled
+        No communication; call it on every rank. The collectives become sums, the only reduction that gloo has. A pooled
         loss on this model then takes ``gradient_reduction="sum"``.
 
     Example:
@@ -57,14 +57,14 @@ def maybe_no_sync(
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one.
         micro_step: which micro-batch this is, from 0.
         num_micro_steps: number of micro-batches of the window.
-        grad_accum_steps: another name for ``num_micro_steps``, which KempnerForge uses. Exactly one of them is given.
+        grad_accum_steps: another name for ``num_micro_steps``, which KempnerForge uses. Pass exactly one of them.
 
     Raises:
-        TypeError: when ``model`` is not a module, or a number not an int.
+        TypeError: when ``model`` is not a module, or a number is not an int.
         ValueError: when ``micro_step`` is not in [0, num_micro_steps); with both names of the number; for DDP with
-            ``static_graph`` whose very first backward would not reduce: torch fails inside it. Any later backward may.
+            ``static_graph`` whose very first backward would not reduce, because torch fails in it. Later ones may.
 
-    The switches of the wrappers are restored afterwards, also after an exception.
+    The switches of the wrappers are restored at the end, also after an exception.
     """
     if num_micro_steps is not None and grad_accum_steps is not None:
         raise ValueError(expected("grad_accum_steps", "None with num_micro_steps, which means the same", Words("both")))
@@ -84,9 +84,10 @@ def maybe_no_sync(
 def discard_gradients_(model: nn.Module) -> None:
     """Drop all gradients of ``model``, reduced or not, as if the window had never begun.
 
-    ``optimizer.zero_grad()`` is not enough after a window that was left early. FSDP2 keeps what it has not reduced yet
-    apart from ``grad``, and would add it to the next window. A forward without a backward leaves FSDP2 with the whole
-    parameters from before the next optimizer step, and makes DDP reduce in the first backward of the next window.
+    ``optimizer.zero_grad()`` is not enough after a window that was left early. FSDP2 stores unreduced gradients outside
+    ``grad``, and would add them to the next window. After a forward without a backward FSDP2 still has the whole
+    parameters, which the next optimizer step makes out of date, and DDP reduces in the first backward of the next
+    window.
 
     Args:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one. Call it on every rank.

@@ -1,4 +1,4 @@
-"""Which wrappers a model has, over which ranks they reduce gradients, and the switch that says when they do.
+"""Which wrappers a model has, over which ranks they reduce gradients, and the switches for when they do.
 
 A wrapper reduces gradients at the end of a backward, and divides them by the number W of ranks it reduces over::
 
@@ -59,20 +59,20 @@ class GradientSync(NamedTuple):
 
     @property
     def multiplier(self) -> float:
-        """The number that every gradient is divided by; ValueError when the gradients are divided by several."""
+        """The number that every gradient is divided by; ValueError when there are several."""
         divisors = {float(dist.get_world_size(module.process_group)) for module in self.ddp}
         divisors |= {group.divisor for group in self.fsdp}
         if len(divisors) > 1:
             fix = "Call sum_gradients_(model) once: every FSDP module, experts included, then adds its gradients."
             if self.ddp:
                 fix = "DDP divides by the size of its group: wrap with groups of one size, or use FSDP2."
-            found = Words(f"divisors {sorted(divisors)}")
-            raise ValueError(expected("model", "gradients that are all divided by the same number", found, fix))
+            got = Words(f"divisors {sorted(divisors)}")
+            raise ValueError(expected("model", "gradients that are all divided by the same number", got, fix))
         return divisors.pop() if divisors else 1.0
 
     @property
     def divisor(self) -> float | None:
-        """The multiplier; None when it is unknown: no wrapper, or several numbers."""
+        """The multiplier; None without a wrapper, or when there are several numbers."""
         try:
             return self.multiplier if self.ddp or self.fsdp else None
         except ValueError:
@@ -80,7 +80,7 @@ class GradientSync(NamedTuple):
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether a forward, or a backward without reduction, communicates: all ranks must then make as many."""
+        """Whether a forward, or a backward without reduction, communicates, so that all ranks must run equally many."""
         return self.shares_statistics or any(group.is_sharded for group in self.fsdp)
 
     @property
@@ -89,8 +89,8 @@ class GradientSync(NamedTuple):
         groups = self._largest_groups()
         if len(groups) > 1:
             fix = "Pass group, the ranks that the loss is added over."
-            found = Words(" and ".join(str(list(ranks)) for ranks in sorted(groups)))
-            raise ValueError(expected("model", "one group of ranks to reduce gradients over", found, fix))
+            got = Words(" and ".join(str(list(ranks)) for ranks in sorted(groups)))
+            raise ValueError(expected("model", "one group of ranks to reduce gradients over", got, fix))
         wrapper = next(iter(groups.values()), None)
         return wrapper.process_group() if isinstance(wrapper, FsdpGroup) else wrapper
 
@@ -102,11 +102,11 @@ class GradientSync(NamedTuple):
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError unless ``group`` contains all ranks that the wrappers reduce over. None stands for these."""
+        """Raise ValueError unless ``group`` contains all ranks that the wrappers reduce over, as None does."""
         if self.unwrapped is not None:
             return
-        given = self.group if group is None else resolve_group(group)
-        ranks = [] if given is None else group_ranks(given)
+        resolved = self.group if group is None else resolve_group(group)
+        ranks = [] if resolved is None else group_ranks(resolved)
         for reduced in self._largest_groups():
             if not set(reduced) <= set(ranks):
                 fix = "Gradients are added over more ranks than these, so their rows must be counted too."
@@ -114,7 +114,7 @@ class GradientSync(NamedTuple):
                 raise ValueError(expected("group", what, Words(f"ranks {ranks}"), fix))
 
     def check_sync(self, sync: str, num_micro_batches: int) -> None:
-        """Raise ValueError when the wrappers cannot accumulate ``num_micro_batches`` in the way that ``sync`` names."""
+        """Raise ValueError when the wrappers cannot accumulate ``num_micro_batches`` as ``sync`` says."""
         check_choice("sync", sync, SYNCS)
         if sync == "shard" and not self.fsdp:
             fix = "Use sync='last', or sync='each' to reduce after every micro-batch."
@@ -122,42 +122,43 @@ class GradientSync(NamedTuple):
         if sync != "each" and num_micro_batches > 1 and any(map(torch_private.awaits_first_reduction, self.ddp)):
             fix = "Use sync='each', or a single micro-batch, in the first window, or DDP without static_graph."
             what = "DDP with static_graph to reduce in its first backward, in which it records the graph"
-            found = Words(f"{num_micro_batches} micro-batches that are added up before the first reduction")
-            raise ValueError(expected("model", what, found, fix))
+            got = Words(f"{num_micro_batches} micro-batches that are added up before the first reduction")
+            raise ValueError(expected("model", what, got, fix))
 
     def check_wrapped(self, *, others_reduce: bool, fix: str) -> None:
-        """Raise ValueError for a model without wrappers in a job of several ranks, unless others reduce its gradients.
+        """Raise ValueError for a model without wrappers on several ranks, unless others reduce its gradients.
 
-        DDP leaves no mark on its parameters, so ``ddp.module`` looks like a model that nobody reduces; its gradients
-        would be divided by the number of ranks.
+        DDP leaves no mark on its parameters, so ``ddp.module`` looks like a model without wrappers. Its gradients would
+        be divided by the number of ranks.
         """
         if self.unwrapped is None or others_reduce or not is_initialized() or dist.get_world_size() == 1:
             return
         number = sum(parameter.requires_grad for parameter in self.unwrapped.parameters())
         if number:
             what = "a model whose gradients a wrapper reduces over the ranks"
-            found = Words(f"{number} trainable parameters in no wrapper, on {dist.get_world_size()} ranks")
+            got = Words(f"{number} trainable parameters in no wrapper, on {dist.get_world_size()} ranks")
             advice = (
                 "Pass the model as DDP or fully_shard returned it: not ddp.module, not "
                 f"accelerator.unwrap_model(model), not Lightning's self but self.trainer.model. {fix}"
             )
-            raise ValueError(expected("model", what, found, advice))
+            raise ValueError(expected("model", what, got, advice))
 
     def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
-        """Raise ValueError when gradients would be left unreduced, or would be too large once others add them.
+        """Raise ValueError when gradients would stay unreduced, or would be too large after others add them.
 
-        ``others_reduce`` says that the caller adds what no wrapper reduces. ``multiplier`` is the caller's, if given.
+        With ``others_reduce`` the caller adds the gradients that no wrapper reduces. ``multiplier`` is that of the
+        caller, if it sets one.
         """
         if not self.unmanaged:
             return
-        found = f"{shorten(self.unmanaged)} in none of them"
+        got = f"{shorten(self.unmanaged)} in none of them"
         fix = "Wrap them too, or call sum_gradients_(model), pass group, and add them up with all_reduce_grads_."
         if not others_reduce:
-            raise ValueError(expected("model", "every trainable parameter inside a wrapper", Words(found), fix))
+            raise ValueError(expected("model", "every trainable parameter inside a wrapper", Words(got), fix))
         if multiplier is None and self.multiplier != 1.0:
             what = "wrappers that add gradients up, because some parameters are in no wrapper"
-            found += f", and wrappers that divide by {self.multiplier:g}, for which the loss is multiplied by it"
-            raise ValueError(expected("model", what, Words(found), fix))
+            got += f", and wrappers that divide by {self.multiplier:g}, for which the loss is multiplied by it"
+            raise ValueError(expected("model", what, Words(got), fix))
 
     def switch(self, sync: str, is_last: bool) -> None:
         """Set whether the next backward reduces or only adds up; call it before the forward."""
@@ -168,9 +169,9 @@ class GradientSync(NamedTuple):
 
     @contextmanager
     def restored(self, *, quiet: bool = False) -> Iterator[None]:
-        """Set the switches back at the end to what they were at the beginning.
+        """Restore the switches at the end.
 
-        If ``quiet``, no forward of DDP inside broadcasts its buffers: a rank may leave out a forward, or fail in it.
+        If ``quiet``, forwards of DDP inside do not broadcast buffers, because a rank may skip a forward or fail in it.
         """
         ddp = [(module, module.require_backward_grad_sync, module.broadcast_buffers) for module in self.ddp]
         fsdp = [(group, group.switches) for group in self.fsdp]
@@ -186,32 +187,32 @@ class GradientSync(NamedTuple):
 
     @property
     def forwards_since(self) -> int:
-        """What the ranks compare before a window: 0 when DDP has run no forward since the last one.
+        """A number that the ranks compare before a window: 0 when DDP has run no forward since the last window.
 
-        Otherwise it has a bit for each module that would broadcast its buffers in its next forward.
+        Otherwise bit 0 is set, and a bit for each module that would broadcast its buffers in its next forward.
         """
         states = [torch_private.forwards_since(module) for module in self.ddp]
         return 1 + sum((state > 1) << (1 + index % 50) for index, state in enumerate(states)) if any(states) else 0
 
     def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[int]) -> None:
-        """Do now what the next forwards of DDP would communicate: rebuild buckets once, and broadcast buffers.
+        """Rebuild the buckets of DDP and broadcast its buffers now, as its next forwards would.
 
-        Every rank calls it right after a header. ``forwards`` is :attr:`forwards_since` of ``ranks``. A forward with
-        gradients and without a backward makes DDP reduce in the next backward even when it is switched off. Nothing
+        Every rank calls it right after a header. ``forwards`` are :attr:`forwards_since` of ``ranks``. A forward with
+        gradients but without a backward makes DDP reduce in the next backward even when that is switched off. Nothing
         shows whether there was one, so any forward on any rank resets DDP on every rank.
         """
-        known = set() if ranks is None else set(group_ranks(ranks))
+        informed = set() if ranks is None else set(group_ranks(ranks))
         for module in self.ddp:
-            all_know = set(group_ranks(module.process_group)) <= known
-            if all_know and any(forwards):
+            are_informed = set(group_ranks(module.process_group)) <= informed
+            if are_informed and any(forwards):
                 torch_private.forget_forward(module)
-            if all_know and len(set(forwards)) > 1:
-                module.require_forward_param_sync = True  # the ranks differ in it: all of them broadcast
+            if are_informed and len(set(forwards)) > 1:
+                module.require_forward_param_sync = True  # the ranks differ, so all of them broadcast
             torch_private.rebuild_ddp_buckets(module)
             torch_private.broadcast_ddp_buffers(module)
 
     def communicate_after_backward(self) -> None:
-        """Do now what the next forwards of DDP would communicate, which then communicate nothing; collective."""
+        """Rebuild buckets and broadcast buffers now, so that the next forwards of DDP communicate nothing."""
         for module in self.ddp:
             torch_private.rebuild_ddp_buckets(module)
         for module in self.ddp:
@@ -221,17 +222,17 @@ class GradientSync(NamedTuple):
         self.watch_forwards()
 
     def expect_broadcasts(self, are_due: bool) -> None:
-        """Let the next forward of DDP broadcast its buffers, as after a backward that reduced, or leave that out."""
+        """Set whether the next forward of DDP broadcasts its buffers, as it does after a backward that reduced."""
         for module in self.ddp:
             module.require_forward_param_sync = are_due
 
     def watch_forwards(self) -> None:
-        """Let :attr:`forwards_seen` start again."""
+        """Restart :attr:`forwards_seen`."""
         for module in self.ddp:
             torch_private.watch_forward(module)
 
     def prepare_first_forwards(self) -> None:
-        """Let the modules that have never run broadcast their buffers now, and :attr:`forwards_seen` start at them."""
+        """Broadcast the buffers of modules that have never run, and restart :attr:`forwards_seen` for them."""
         for module in self.ddp:
             if torch_private.has_never_run(module):
                 torch_private.broadcast_ddp_buffers(module)
@@ -240,23 +241,24 @@ class GradientSync(NamedTuple):
 
     @property
     def forwards_seen(self) -> tuple[bool, ...]:
-        """Of each DDP module, whether it has run a forward since :meth:`watch_forwards`."""
+        """For each DDP module, whether it has run a forward since :meth:`watch_forwards`."""
         return tuple(map(torch_private.has_run_forward, self.ddp))
 
     @property
     def same_forwards(self) -> State:
-        """What the ranks compare before a backward that reduces: a rank without a forward would not reduce."""
+        """A fact that the ranks compare before a backward that reduces: a rank without a forward would not reduce."""
         return State(Words("some" if any(self.forwards_seen) else "none"), _SAME_FORWARDS)
 
     def check_forwards(
         self, name: str, loss: Tensor, used: Sequence[bool] = (), *, others_prepare: bool = False
     ) -> bool:
-        """Raise ValueError when the backward of ``loss`` would leave out the reduction of a wrapper.
+        """Raise ValueError when the backward of ``loss`` would skip the reduction of a wrapper.
 
         DDP reduces in the next backward after a forward of its own. After a forward of ``ddp.module`` it does not, and
-        nothing would show that the gradients are those of this rank alone. ``used`` says of each DDP module whether it
-        holds gradients of earlier micro-batches that this backward reduces. With ``others_prepare`` the code that runs
-        the forward may still prepare the reduction, as ``manual_backward`` of Lightning does; False if it has to.
+        the gradients would be those of this rank only, without any sign of it. ``used`` says for each DDP module
+        whether it has gradients of earlier micro-batches that this backward reduces. With ``others_prepare`` the code
+        that runs the forward may still prepare the reduction, as ``manual_backward`` of Lightning does. The method
+        returns False if that code must do so.
         """
         if (self.ddp or self.fsdp) and loss.grad_fn is None:
             fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
@@ -273,21 +275,21 @@ class GradientSync(NamedTuple):
         return is_prepared
 
     def leave_as_reduced(self) -> None:
-        """Note that the last backward has reduced on every rank; a later forward of DDP shows in the next window."""
+        """Note that the last backward has reduced on every rank, so that the next window sees later forwards."""
         for module in self.ddp:
             torch_private.leave_as_reduced(module)
 
     def forget_forwards(self) -> None:
-        """Undo what forwards without a backward have prepared in the wrappers; call it on every rank."""
+        """Reset the wrappers after forwards without a backward; call it on every rank."""
         for module in self.ddp:
             torch_private.forget_forward(module)
-        self.expect_broadcasts(True)  # ranks that stood in different micro-batches differ in it
+        self.expect_broadcasts(True)  # the flag differs between ranks that were in different micro-batches
         self.reshard()
 
     def reshard(self) -> None:
-        """Free the whole parameters that a forward of FSDP2 without a backward has left.
+        """Free the whole parameters that remain after a forward of FSDP2 without a backward.
 
-        Only a backward reshards: a forward after the next optimizer step would compute with the old parameters.
+        Only a backward reshards. Otherwise a forward after the next optimizer step would use the old parameters.
         """
         for module in self.fsdp_modules:
             module.reshard()
@@ -296,20 +298,21 @@ class GradientSync(NamedTuple):
 def unseen_forward(name: str) -> ValueError:
     """Return the error for gradients that DDP does not reduce, because its forward did not run."""
     fix = "DDP reduces only after a forward of its own: call model(batch), not model.module(batch) or another method."
-    what, found = "a tensor from the forward of the DDP module", Words("one from the module inside it")
-    return ValueError(expected(name, what, found, fix))
+    what, got = "a tensor from the forward of the DDP module", Words("one from the module inside it")
+    return ValueError(expected(name, what, got, fix))
 
 
 def shorten(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names and the number of others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
 
 def find_sync(model: nn.Module) -> GradientSync:
-    """Return the wrappers that manage parameters of ``model``; TypeError or ValueError for what is not supported.
+    """Return the wrappers that manage parameters of ``model``; TypeError or ValueError for an unsupported model.
 
-    They are inside the model, itself included; FSDP2 also around it, as when a part of the wrapped model is passed.
+    They are the model itself and modules inside it, and with FSDP2 also modules around it, if ``model`` is a part of a
+    wrapped model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
@@ -328,31 +331,32 @@ def find_sync(model: nn.Module) -> GradientSync:
     shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
-    around = [*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)]
-    modules = {id(module): module for module in around}
+    fsdp_modules = [*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)]
+    distinct = {id(module): module for module in fsdp_modules}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
         managed |= set(map(id, reduced))
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
-    return GradientSync(ddp, list(modules.values()), fsdp, unmanaged, shares_statistics)
+    return GradientSync(ddp, list(distinct.values()), fsdp, unmanaged, shares_statistics)
 
 
 def find_ranks(sync: GradientSync | None, group: Group) -> ProcessGroup | None:
     """Return the ranks that a loss is added over; None when this process is alone.
 
-    They are ``group`` if it is given, else those that the wrappers reduce over, else the default group. An error in the
-    model, None for ``sync``, is not raised here: the header that follows reports it, over the default group.
+    They are ``group`` if it is given, else the ranks that the wrappers reduce over, else the default group. ``sync`` is
+    None after an error in the model, which is not raised here: the header that follows reports it, over the default
+    group.
     """
     if group is None:
         if not is_initialized():
             return None
-        found = None
+        reduced_over = None
         with suppress(Exception):
-            found = None if sync is None else sync.group
+            reduced_over = None if sync is None else sync.group
         # If these are all ranks, return the default group, the object that other calls use. A rank that fails before
-        # its loss exchanges a header here while the other ranks open their loss; both headers must be in one group.
-        is_everyone = found is not None and sorted(group_ranks(found)) == list(range(dist.get_world_size()))
-        group = None if is_everyone else found
+        # its loss exchanges a header here, while the other ranks exchange that of their loss: both need one group.
+        is_all = reduced_over is not None and sorted(group_ranks(reduced_over)) == list(range(dist.get_world_size()))
+        group = None if is_all else reduced_over
     ranks = resolve_group(group)
     return ranks if ranks.size() > 1 else None

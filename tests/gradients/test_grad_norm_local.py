@@ -129,17 +129,17 @@ def test_every_dtype_and_size(dtype: str, norm_type: float) -> None:
     torch.testing.assert_close(norm.double(), expected, rtol=limit, atol=0)
     assert norm.dtype == (torch.float64 if is_wide else torch.float32)
     torch.testing.assert_close(
-        norm_without_looking(grads, norm_type), expected, rtol=1e-14 if is_wide else 2e-7, atol=0
+        norm_without_reading(grads, norm_type), expected, rtol=1e-14 if is_wide else 2e-7, atol=0
     )
 
 
-def norm_without_looking(grads: list[Tensor], norm_type: float) -> Tensor:
+def norm_without_reading(grads: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm as it is taken on an accelerator, with a check that no value is read."""
     grads = [grad for grad in grads if grad.numel() > 0]
     with Blindfold():
         if norm_type == math.inf:
             return norm_measure.local_norm(grads, norm_type)
-        return norm_measure._norm_without_looking(grads, norm_type)
+        return norm_measure._norm_without_reading(grads, norm_type)
 
 
 def test_the_blindfold_sees_a_look() -> None:
@@ -171,7 +171,7 @@ def test_no_power_leaves_the_range(dtype: str, magnitude: float, norm_type: floa
     if dtype == "float32" and magnitude < 1e-38:
         tolerance["rtol"] = 1e-4  # a denormal result has few digits
     torch.testing.assert_close(of(grad, norm_type=norm_type).double(), expected, **tolerance)
-    torch.testing.assert_close(norm_without_looking([grad], norm_type), expected, **tolerance)
+    torch.testing.assert_close(norm_without_reading([grad], norm_type), expected, **tolerance)
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -206,7 +206,7 @@ def test_nan_and_inf_come_through(norm_type: float, value: float) -> None:
         grad = torch.zeros(9000, dtype=dtype)
         grad[8999] = value
         expected = torch.tensor(abs(value))
-        norms = of(grad, torch.ones(3), norm_type=norm_type), norm_without_looking([grad], norm_type)
+        norms = of(grad, torch.ones(3), norm_type=norm_type), norm_without_reading([grad], norm_type)
         for norm in norms:
             torch.testing.assert_close(norm.float(), expected, equal_nan=True)
     both = of(torch.tensor([math.inf]), torch.tensor([math.nan]), norm_type=norm_type)
