@@ -42,15 +42,15 @@ class MemoryQueue(nn.Module):
 
     Every rank enqueues the gathered rows of a step, so every rank holds the same queue. The tensors are not buffers,
     because DDP broadcasts buffers at every forward and ``.bfloat16()`` would round them. They have a fixed shape. They
-    follow the module's device, but not its dtype: float32, or float64 after float64 rows were enqueued. ``state_dict``
-    holds copies of them.
+    follow the module's device, but not its dtype, which is float32, or float64 after float64 rows were enqueued.
+    ``state_dict`` contains copies of them.
 
     Args:
-        capacity: number of rows >= 0; a queue of 0 keeps nothing. A row takes ``4 * num_classes + 13`` bytes.
-        num_classes: columns of the logits, such as the width of embeddings; 1 is binary. None takes those of the first
-            rows that are enqueued or loaded.
+        capacity: number of rows >= 0; a queue of 0 stores nothing. A row takes ``4 * num_classes + 13`` bytes.
+        num_classes: columns of the logits, such as the width of embeddings; 1 is binary. With None the first rows that
+            are enqueued or loaded determine it.
         ignore_index: rows with this target never enter.
-        keep: ``"all"`` rows, or ``"negatives"``: the rows that are a negative of at least one class.
+        keep: ``"all"`` rows, or ``"negatives"``, the rows that are a negative of at least one class.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index`` instead of (N,) class indices.
 
     Raises:
@@ -113,19 +113,19 @@ class MemoryQueue(nn.Module):
     @property
     def checksum(self) -> Tensor:
         """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
-        if self._checksum.is_meta:  # nothing has been stored: the queue moves to the device of its first rows
+        if self._checksum.is_meta:  # the queue is empty, and will move to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
         return self._checksum
 
     @property
     def position(self) -> tuple[int, int, int, bool]:
-        """The state that must be equal on all ranks besides the checksum: pointer, length, rows so far, weighted."""
+        """The state other than the checksum that must be equal on all ranks: pointer, length, rows so far, weighted."""
         return self._pointer, self._fill, self._num_enqueued, self._has_weights
 
     def rows(self) -> QueueRows:
-        """Return the rows held, as views, in storage order: oldest first until the ring has wrapped around."""
-        stored = self._logits, self._targets, self._iid, self._weight
-        logits, targets, iid, weight = [one[: self._fill] for one in stored] if self._fill < self.capacity else stored
+        """Return the rows as views, in storage order: oldest first until the ring has wrapped around."""
+        rows = [self._logits, self._targets, self._iid, self._weight]
+        logits, targets, iid, weight = [tensor[: self._fill] for tensor in rows] if self._fill < self.capacity else rows
         return QueueRows(logits, targets, iid, weight if self._has_weights else None)
 
     @torch.inference_mode(False)
@@ -138,7 +138,7 @@ class MemoryQueue(nn.Module):
         *,
         num_stored: int | None = None,
     ) -> None:
-        """Store rows in place of the oldest ones. Rows with a non-finite logit or an ignored target are left out.
+        """Store rows in place of the oldest ones, except rows with a non-finite logit or an ignored target.
 
         Two calls with the halves of a batch leave the same queue as one call. Cost: O(rows of the batch).
 
@@ -147,7 +147,7 @@ class MemoryQueue(nn.Module):
             targets: (N,) class indices, or (N, C) with ``multi_hot``.
             iid_mask: (N,) bool, None for all True.
             sample_weight: (N,), None for all 1.
-            num_stored: the number of rows that :meth:`wanted` marks, if the host knows it. None makes the host wait for
+            num_stored: the number of rows that :meth:`wanted` marks, if the host knows it. With None the host waits for
                 the device to count them.
 
         Raises:
@@ -176,20 +176,23 @@ class MemoryQueue(nn.Module):
             index = self.wanted(*rows[:2])
             if not logits.is_cpu and num_stored is None:
                 index = index.nonzero()[:, 0]
-            elif not logits.is_cpu:  # the same places, without waiting for the device
+            elif not logits.is_cpu:  # the same indices, without waiting for the device
                 index = index.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
             if not logits.is_cpu or not index.all():
                 rows = [None if new is None else new[index] for new in rows]
         count, checksum = len(rows[0]), self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
-        num_kept, head = min(count, self.capacity), self.capacity - start  # the rest goes to the begin of the ring
+        num_kept, head = (
+            min(count, self.capacity),
+            self.capacity - start,
+        )  # the rest goes to the start
         for stored, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
             old: Any = stored.numpy() if stored.is_cpu else stored
             kept = None if new is None else new[-self.capacity :]
             _write(old[start : start + num_kept], None if kept is None else kept[:head])
             if head < num_kept:
                 _write(old[: num_kept - head], None if kept is None else kept[head:])
-        vars(self).update(  # an assignment to a module takes as long as an operator
+        vars(self).update(  # because setting an attribute of a module takes as long as an operator
             _checksum=checksum,
             _pointer=(self._pointer + count) % self.capacity,
             _fill=min(self._fill + count, self.capacity),
@@ -200,9 +203,9 @@ class MemoryQueue(nn.Module):
     def _as_stored(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
     ) -> list[Tensor | None]:
-        """Return the rows as the queue holds them, after it has moved to their device, and to float64 if they are.
+        """Move the queue to the device of the rows, and to float64 if they are, and return them in its dtypes.
 
-        None stands for a mask or for weights of ones.
+        None stands for a mask or weights of ones.
         """
         dtype = torch.promote_types(self._logits.dtype, logits.dtype)
         if self._logits.is_meta:
@@ -210,42 +213,42 @@ class MemoryQueue(nn.Module):
         if self._logits.device != logits.device or self._logits.dtype != dtype:
             self._logits = self._logits.to(logits.device, dtype)
             self._weight = self._weight.to(logits.device, dtype)
-            self._move(logits.device)
+            self._move_to(logits.device)
         stored = (self._logits, self._targets, self._iid, self._weight)
-        given = (logits, targets, iid_mask, sample_weight)
-        return [None if new is None else new.detach().to(old) for new, old in zip(given, stored)]
+        rows = (logits, targets, iid_mask, sample_weight)
+        return [None if new is None else new.detach().to(old) for new, old in zip(rows, stored)]
 
     def wanted(self, logits: Any, targets: Any) -> Any:
-        """Return (N,) bool: the rows that :meth:`enqueue` would store; of tensors or of arrays."""
-        taking_part = targets != self.ignore_index
+        """Return (N,) bool: the rows that :meth:`enqueue` would store. Takes tensors or arrays."""
+        is_counted = targets != self.ignore_index
         if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
-            taking_part = taking_part & (targets == 0)
-        finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits)
-        finite = finite[:, 0] if logits.shape[1] == 1 else finite.all(1)
-        return finite & (taking_part.any(1) if self.multi_hot else taking_part)
+            is_counted = is_counted & (targets == 0)
+        is_finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits)
+        is_finite = is_finite[:, 0] if logits.shape[1] == 1 else is_finite.all(1)
+        return is_finite & (is_counted.any(1) if self.multi_hot else is_counted)
 
     def _hash(self, logits: Any, targets: Any, iid: Any = None, weight: Any = None) -> Tensor | int:
-        """Return the sum over a mix of each number of the rows, times a factor of its row and column, modulo 2**64.
+        """Return the sum of the mixed bits of all numbers, each times a factor of its row and column, modulo 2**64.
 
-        Because it is a sum, two parts of a batch give the same as the whole. The factor of a row is a mix of its
-        sequence number, so the order of the rows counts. Without the mix of the numbers two flipped signs could cancel:
-        each adds 2**63 times a factor. The rows are tensors, or what :func:`on_host` returns, with the same bits.
+        The sum of two parts of a batch is that of the whole. The factor of a row is mixed from its sequence number, so
+        the order of the rows matters. Without mixing the bits of the numbers, two flipped signs could cancel, because
+        each adds 2**63 times a factor. Tensors and the arrays of :func:`on_host` give the same hash.
         """
-        (count, columns), kind = logits.shape, torch if isinstance(logits, Tensor) else numpy
-        options: dict[str, Any] = {"dtype": kind.int64, **({"device": logits.device} if kind is torch else {})}
-        bits = kind.int64 if logits.dtype == kind.float64 else kind.int32
+        (count, columns), library = logits.shape, torch if isinstance(logits, Tensor) else numpy
+        options: dict[str, Any] = {"dtype": library.int64, **({"device": logits.device} if library is torch else {})}
+        bits = library.int64 if logits.dtype == library.float64 else library.int32
         size = columns + (columns if self.multi_hot else 1) + 2
-        words, numbers = kind.empty((size, count), **options), kind.arange(-size, count, **options)
+        words, numbers = library.empty((size, count), **options), library.arange(-size, count, **options)
         words[:columns] = logits.view(bits).T
         words[columns:-2] = targets.T if self.multi_hot else targets
-        one = 127 << 23 if bits is kind.int32 else 1023 << 52  # the bits of 1.0
-        _write(words[-2], None if weight is None else weight.view(bits), one)
+        bits_of_one = 127 << 23 if bits is library.int32 else 1023 << 52
+        _write(words[-2], None if weight is None else weight.view(bits), bits_of_one)
         _write(words[-1], iid)
         numbers[size:] += self._num_enqueued
-        factors = _mix(numbers + _MIX[2]) | 1
-        if kind is numpy:
-            return int(_mix(words) @ factors[size:] @ factors[:size])
-        total: Tensor = ((_mix(words) * factors[size:]).sum(1) * factors[:size]).sum()
+        factors = _mix_bits(numbers + _MIX[2]) | 1
+        if library is numpy:
+            return int(_mix_bits(words) @ factors[size:] @ factors[:size])
+        total: Tensor = ((_mix_bits(words) * factors[size:]).sum(1) * factors[:size]).sum()
         return total
 
     @not_compiled
@@ -266,18 +269,18 @@ class MemoryQueue(nn.Module):
             for tensor in self.rows():
                 if tensor is not None:
                     contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-            held = f"{self._fill} rows with contents {contents.hexdigest()}"
-            return Offer(None, {"queue": State(held, SAME_QUEUE)})
+            summary = f"{self._fill} rows with contents {contents.hexdigest()}"
+            return Offer(None, {"queue": State(summary, SAME_QUEUE)})
 
         agree_on("MemoryQueue.assert_synchronized", resolved, bring)
 
     @torch.inference_mode(False)
-    def _move(self, device: torch.device) -> None:
+    def _move_to(self, device: torch.device) -> None:
         for name in ("_logits", "_targets", "_iid", "_weight", "_checksum"):
             setattr(self, name, getattr(self, name).to(device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
-        # Only the device of the conversion applies: to(bfloat16) must not round the stored rows.
+        # Only the device of the conversion applies, because to(bfloat16) must not round the stored rows.
         super()._apply(fn, recurse)
         device = fn(self._logits[:0]).device
         if device == self._logits.device:
@@ -285,7 +288,7 @@ class MemoryQueue(nn.Module):
         if self._logits.is_meta:
             self._allocate(device, self._logits.dtype)  # nothing was stored on the meta device
         else:
-            self._move(device)
+            self._move_to(device)
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -296,8 +299,8 @@ class MemoryQueue(nn.Module):
             "keep": self.keep,
             "multi_hot": self.multi_hot,
             "ignore_index": self.ignore_index,
-            # Always float64, which holds float32 exactly: torch.distributed.checkpoint loads into the dtype it finds,
-            # and a new queue is float32.
+            # Always float64, which represents float32 exactly: torch.distributed.checkpoint loads into the dtype of the
+            # module's state, and a new queue is float32.
             "logits": self._logits.to(torch.float64, copy=True),
             "targets": self._targets.clone(),
             "iid_mask": self._iid.clone(),
@@ -346,21 +349,21 @@ class MemoryQueue(nn.Module):
 
 
 def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return the memory of tensors on the CPU as arrays of numpy, which takes a third of the time for few rows."""
-    rows = (None if one is None else one.contiguous() for one in tensors)
-    return [one.resolve_neg().numpy() if one is not None and one.is_cpu else one for one in rows]
+    """Return tensors on the CPU as numpy arrays, with which operations on few rows take a third of the time."""
+    rows = (None if tensor is None else tensor.contiguous() for tensor in tensors)
+    return [tensor.resolve_neg().numpy() if tensor is not None and tensor.is_cpu else tensor for tensor in rows]
 
 
-def _write(place: Any, values: Any, one: int = 1) -> None:
-    """Write ``values`` or, where they are None, ``one`` into a part of an array or of a tensor."""
+def _write(destination: Any, values: Any, default: int = 1) -> None:
+    """Write ``values``, or ``default`` if they are None, into a part of an array or a tensor."""
     if values is not None:
-        place[:] = values
+        destination[:] = values
     else:
-        (place.fill_ if isinstance(place, Tensor) else place.fill)(one)
+        (destination.fill_ if isinstance(destination, Tensor) else destination.fill)(default)
 
 
-def _mix(values: Any) -> Any:
-    """Mix the 64 bits of each of ``values``, int64 of torch or of numpy, by products and shifts; return them."""
+def _mix_bits(values: Any) -> Any:
+    """Mix the 64 bits of each of ``values``, int64 of torch or numpy, in place by products and shifts; return them."""
     for factor in _MIX[:2]:
         values *= factor
         values ^= values >> 32
@@ -368,9 +371,9 @@ def _mix(values: Any) -> Any:
 
 
 def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Raise ValueError if ``state_dict`` has a queue with other arguments than ``module``; a pre-hook of the load.
+    """Raise ValueError if a queue in ``state_dict`` has other arguments than in ``module``; a pre-hook of loading.
 
-    ``load_state_dict`` loads outer modules first. If the queue alone checked its state, the losses around it would
+    ``load_state_dict`` loads outer modules first. If only the queue checked its state, the losses around it would
     already have the temperature and the schedule of the checkpoint when it raises.
     """
     for name, queue in module.named_modules():
