@@ -180,10 +180,7 @@ def first_order_only(backward: Backward) -> Backward:
             gradients = backward(ctx, *grads)
         witnesses = connected or [torch.zeros((), requires_grad=True)]
         call = getattr(ctx, "call", "a ranking loss")
-        return tuple(
-            None if gradient is None else _NoSecondDerivative.apply(gradient, call, *witnesses)
-            for gradient in gradients
-        )
+        return tuple(None if grad is None else _NoSecondDerivative.apply(grad, call, *witnesses) for grad in gradients)
 
     return guarded
 

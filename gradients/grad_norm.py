@@ -47,8 +47,8 @@ from .parameters import Plain, counted_gradient, is_elsewhere, list_entries, loc
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]
 
-_HEAD_WORDS = 5  # in front of the columns
-_BLOCK_WORDS = 16  # sent in multiples of it, because ranks with other numbers of columns must send the same size
+_HEAD = 5  # words in front of the columns
+_BLOCK = 16  # words: the columns are padded to a multiple, so that ranks with other columns send the same size
 _MAX_NAMES = 10  # of parameters, in one message
 
 
@@ -274,7 +274,7 @@ def _measure(
             )
     if isinstance(parameters, types.GeneratorType) and not listed and across is None:
         warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
-    grads_by_layout: dict[Layout, list[Tensor]] = {(): plain.grads if plain else []}
+    by_layout: dict[Layout, list[Tensor]] = {(): plain.grads if plain else []}
     for entry in entries:
         with postponed:
             plan.add(entry, shard_groups)
@@ -283,7 +283,7 @@ def _measure(
     with postponed:
         plan.add_stages(across)
     for entry, layout in zip(plan.entries, plan.layouts):
-        grads = grads_by_layout.setdefault(layout, [])
+        grads = by_layout.setdefault(layout, [])
         # Postponed one by one, because an earlier error must not skip the collectives that redistribute a gradient.
         with postponed:
             grad = counted_gradient(entry)
@@ -291,7 +291,7 @@ def _measure(
     own_parameters = plain.parameters if plain else [entry.parameter for entry in plan.entries]
     device: torch.device | None = None
     with postponed:
-        devices = {grad.device for grads in grads_by_layout.values() for grad in grads}
+        devices = {grad.device for grads in by_layout.values() for grad in grads}
         if len(devices) > 1:
             got = Words(", ".join(sorted(map(str, devices))))
             fix = "Move the parameters to one device, or clip those of each device separately."
@@ -303,13 +303,9 @@ def _measure(
     columns: dict[Layout, Tensor] = {}
     if postponed.error is None:
         with postponed:
-            columns = {
-                layout: local_norm(grads, options.norm_type).to(home)
-                for layout, grads in grads_by_layout.items()
-                if grads
-            }
-    if len(columns) < len(grads_by_layout):  # a rank without gradients, or one that failed, sends zeros
-        columns = dict.fromkeys(grads_by_layout, torch.zeros((), dtype=torch.float64, device=home)) | columns
+            columns = {key: local_norm(grads, options.norm_type).to(home) for key, grads in by_layout.items() if grads}
+    if len(columns) < len(by_layout):  # a rank without gradients, or one that failed, sends zeros
+        columns = dict.fromkeys(by_layout, torch.zeros((), dtype=torch.float64, device=home)) | columns
 
     # A norm in half precision would overflow: float16 ends at 65504.
     is_double = not {parameter.dtype for parameter in own_parameters}.isdisjoint((torch.float64, torch.complex128))
@@ -370,15 +366,14 @@ def _join_over_groups(measured: _Measured) -> _Reduced:
         digest = float(int.from_bytes(hashlib.blake2b(facts, digest_size=6).digest(), "big"))
         head = [failed, torch.full_like(nonfinite, digest), narrow, nonfinite, columns[()]]
         sent = torch.stack([*head, *(columns.pop(layout) for layout in layouts)])
-        padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _BLOCK_WORDS))
-        padded = padded.to(_exchange_device(group, sent.device))
+        padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _BLOCK)).to(_exchange_device(group, sent.device))
         received = Exchange(options.call, group).each(padded, "the norms").to(sent.device)  # [W, words]
         differ = received[:, 1] != received[0, 1]
         failed = torch.maximum(received[:, 0], differ.double()).amax()
         narrow, nonfinite = received[:, 2].amax(), received[:, 3].sum()
         is_stage = place >= plan.first_stage
         columns[()] = join_norms(received[:, 4], options.norm_type) if is_stage else received[0, 4]
-        for layout, norm in zip(layouts, join_norms(received[:, _HEAD_WORDS : sent.numel()], options.norm_type)):
+        for layout, norm in zip(layouts, join_norms(received[:, _HEAD : sent.numel()], options.norm_type)):
             rest = tuple(other for other in layout if other != place)
             if rest in columns:
                 norm = join_norms(torch.stack([columns[rest], norm]), options.norm_type)

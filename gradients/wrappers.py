@@ -146,8 +146,7 @@ class GradientSync(NamedTuple):
     def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
         """Raise ValueError when gradients would stay unreduced, or would be too large after others add them.
 
-        With ``others_reduce`` the caller adds the gradients that no wrapper reduces. ``multiplier`` is that of the
-        caller, if it sets one.
+        With ``others_reduce`` the caller adds the gradients that no wrapper reduces; it may set a ``multiplier``.
         """
         if not self.unmanaged:
             return
@@ -212,7 +211,7 @@ class GradientSync(NamedTuple):
             torch_private.broadcast_ddp_buffers(module)
 
     def communicate_after_backward(self) -> None:
-        """Rebuild buckets and broadcast buffers now, so that the next forwards of DDP communicate nothing."""
+        """Rebuild buckets and broadcast buffers now, a collective, so that the next forwards of DDP make none."""
         for module in self.ddp:
             torch_private.rebuild_ddp_buckets(module)
         for module in self.ddp:

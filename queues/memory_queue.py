@@ -124,7 +124,7 @@ class MemoryQueue(nn.Module):
 
     def rows(self) -> QueueRows:
         """Return the rows as views, in storage order: oldest first until the ring has wrapped around."""
-        rows = [self._logits, self._targets, self._iid, self._weight]
+        rows = self._logits, self._targets, self._iid, self._weight
         logits, targets, iid, weight = [tensor[: self._fill] for tensor in rows] if self._fill < self.capacity else rows
         return QueueRows(logits, targets, iid, weight if self._has_weights else None)
 
