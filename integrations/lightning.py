@@ -1,6 +1,6 @@
 """PyTorch Lightning: callbacks that pass epoch and step to the schedules of the losses, and log what the losses do.
 
-It works with both distributions, ``lightning`` and ``pytorch_lightning``, and with both at once.
+It works with both distributions, ``lightning`` and ``pytorch_lightning``, also if both are installed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Words, expected
 from .monitor import Monitor, find_schedules
 
-# The base class of callbacks of each distribution of Lightning that is installed. Each has a class of its own, and a
-# Trainer takes a single callback only if it is an instance of its own class.
+# The Callback class of each installed distribution. A Trainer accepts a single callback only if it is an instance of
+# the class of its own distribution.
 _NAMES = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}
 _CALLBACKS = tuple(import_module(name).Callback for package, name in _NAMES.items() if find_spec(package) is not None)
 if not _CALLBACKS:
@@ -23,7 +23,7 @@ if not _CALLBACKS:
 if TYPE_CHECKING:
     _Callback = object
 else:
-    # Of both distributions, if both are installed. Either may be the older one, so neither derives from the other.
+    # A subclass of each, so that the Trainer of either distribution accepts it.
     _Callback = type("_Callback", _CALLBACKS, {})
 
 
@@ -59,11 +59,11 @@ class LossMonitor(_Callback):
     For a loss that is the attribute ``loss_fn`` of the module:
 
     - ``loss_fn/temperature``: its ``current_temperature``. One that is learned and sharded by FSDP2 is left out.
-    - ``loss_fn/positives``: how many the pool of a call has, the mean over the classes and this epoch's calls so far.
-    - ``loss_fn/without_positives``: the share of the training calls of this epoch so far that had none, or no negative,
-      so that the loss was 0; with several classes or queries, the share of these.
+    - ``loss_fn/positives``: the number in the pool of a call, averaged over the classes and this epoch's calls so far.
+    - ``loss_fn/without_positives``: the share of this epoch's training calls so far without a positive, or without a
+      negative, so that the loss was 0; with several classes or queries, the share of these.
 
-    The last two are those of the losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`.
+    Only losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`, have the last two.
 
     Distributed:
         The values are equal on every rank, and no collective is added.
@@ -74,12 +74,12 @@ class LossMonitor(_Callback):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count, also where a resumed trainer skips its epoch hook."""
+        """Start counting, also if a resumed trainer skips its epoch hook."""
         self._monitor = Monitor(pl_module)
         self._monitor.start()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count anew."""
+        """Restart the counts."""
         self._monitor.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -87,5 +87,5 @@ class LossMonitor(_Callback):
         pl_module.log_dict(self._monitor.values(), batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._monitor.stop()

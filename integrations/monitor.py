@@ -15,47 +15,47 @@ from ..losses.pooled.pool import PoolCounts
 def find_schedules(module: object) -> list[LossWarmupWrapper]:
     """Return the warm-up schedules in ``module``, including itself; an empty list if it is not a module."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    return [found for found in modules if isinstance(found, LossWarmupWrapper)]
+    return [schedule for schedule in modules if isinstance(schedule, LossWarmupWrapper)]
 
 
 class Monitor:
     """Watches the training calls of every loss in ``module``.
 
-    The values are equal on every rank: they come from the pool, which the loss has gathered or whose sums it has
-    exchanged. Reading them communicates nothing.
+    The values are equal on every rank: the loss has already gathered its pool, or exchanged sums over it. Reading them
+    does not communicate.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._losses = [(name, one) for name, one in module.named_modules() if isinstance(one, CurrentTemperature)]
+        self._losses = [(name, loss) for name, loss in module.named_modules() if isinstance(loss, CurrentTemperature)]
 
     def start(self) -> None:
-        """Count the calls from here on."""
+        """Start counting calls from 0."""
         for _, loss in self._losses:
             if isinstance(loss, RankingLoss):
                 loss.pool_counts = PoolCounts()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         for _, loss in self._losses:
             if isinstance(loss, RankingLoss):
                 loss.pool_counts = None
 
     def values(self) -> dict[str, Tensor | float]:
         """Return the values since :meth:`start`, each under the name of its loss in the module."""
-        found: dict[str, Tensor | float] = {}
+        values: dict[str, Tensor | float] = {}
         for name, loss in self._losses:
             prefix = f"{name}/" if name else ""
             temperature = _temperature(loss)
             if temperature is not None:
-                found[f"{prefix}temperature"] = temperature
+                values[f"{prefix}temperature"] = temperature
             counts = loss.pool_counts if isinstance(loss, RankingLoss) else None
             if counts is not None and counts.calls:
-                found[f"{prefix}positives"], found[f"{prefix}without_positives"] = counts.sums / counts.calls
-        return found
+                values[f"{prefix}positives"], values[f"{prefix}without_positives"] = counts.sums / counts.calls
+        return values
 
 
 def _temperature(loss: CurrentTemperature) -> Tensor | float | None:
-    """Return the temperature without a wait for the device; None for one that only a collective would show."""
+    """Return the temperature without waiting for the device; None if it takes a collective to read it."""
     if not isinstance(loss, InfoNCELoss) or loss.logit_scale is None:
         return loss.current_temperature
     if hasattr(loss.logit_scale, "full_tensor"):

@@ -16,21 +16,21 @@ from ..errors import Words, expected
 from ..losses import RetrievalSmoothAPLoss
 from . import transformers
 
-LABELS_OF_A_RANK = 1 << 40  # labels made up on different ranks must not meet
+LABELS_OF_A_RANK = 1 << 40  # each rank numbers its pairs in a range of its own, so that no two ranks share a label
 
 
 class RetrievalAPLoss(nn.Module):
-    """Every text ranks the texts of all ranks by cosine similarity: smooth average precision as a loss.
+    """Smooth average precision as a loss: every text ranks the texts of all ranks by cosine similarity.
 
     Equal to :class:`~fullrank.RetrievalSmoothAPLoss` of ``model(texts)["sentence_embedding"]``. The data set has:
 
     - either one column of texts and a column ``label`` of integers. Texts with the same label should find each other;
     - or two columns or more, without a label: ``anchor``, ``positive``, and any number of columns of hard negatives, in
       this order. Anchor and positive of a row should find each other. All other texts of all ranks are negatives for
-      both. A hard negative is ranked by the others and is no query, because nothing belongs to it.
+      both. The other texts rank a hard negative, but it is not a query, because it has no positive.
 
-    Under DDP and FSDP the gradient is that of one process with the batch of all ranks. The trainer averages the losses
-    of the micro-batches of a window, each of which ranks its own texts alone: use ``gradient_accumulation_steps=1``.
+    Under DDP and FSDP the gradient is that of one process with the batch of all ranks. Use
+    ``gradient_accumulation_steps=1``: each micro-batch ranks only its own texts, and the trainer averages their losses.
 
     Args:
         model: the SentenceTransformer.
@@ -38,12 +38,12 @@ class RetrievalAPLoss(nn.Module):
         **options: further arguments of :class:`~fullrank.RetrievalSmoothAPLoss`.
 
     Raises:
-        ValueError: for one column without labels, labels whose number is not that of the texts, or several columns with
-            labels, such as pairs with a score; several columns with a ``queue_size``.
+        ValueError: for one column without labels, or with another number of labels than texts; for several columns with
+            labels, such as pairs with a score, or with a ``queue_size``.
         TypeError: for labels that are not integers, such as scores.
 
     Example:
-        >>> model = torch.nn.Identity()  # stands for a model; it returns what the tokenizer would give to it
+        >>> model = torch.nn.Identity()  # stands for a model; it returns its input
         >>> loss = RetrievalAPLoss(model)
         >>> columns = [{"sentence_embedding": torch.eye(3)}, {"sentence_embedding": torch.eye(3).flip(0)}]
         >>> loss(columns, None)
@@ -59,7 +59,7 @@ class RetrievalAPLoss(nn.Module):
         """Return the loss of one batch.
 
         Args:
-            sentence_features: for each column of texts what the tokenizer made of them.
+            sentence_features: the output of the tokenizer for each column of texts.
             labels: (N,) integers with one column of texts; None with several.
         """
         columns = list(sentence_features)
@@ -75,18 +75,18 @@ class RetrievalAPLoss(nn.Module):
                 fix = "Pairs of other steps would have the same labels. Give the data set a column `label`."
                 name = f"queue_size with {len(columns)} columns of texts"
                 raise ValueError(expected(name, "0", self.ranking.queue_size, fix))
-            # Anchor and positive share a label, which no other rank has. Each hard negative has its own: it belongs to
-            # nothing.
+            # Anchor and positive share a label that no other rank has. Each hard negative has a label of its own, and
+            # therefore no positive.
             count = len(embeddings[0])
-            own = torch.arange(count * (len(columns) - 1), device=embeddings[0].device)
+            numbers = torch.arange(count * (len(columns) - 1), device=embeddings[0].device)
             rank = 0
             if is_initialized() and self.ranking.gather_distributed is not False:
                 rank = resolve_group(self.ranking.group).rank()
-            labels = rank * LABELS_OF_A_RANK + torch.cat([own[:count], own])
+            labels = rank * LABELS_OF_A_RANK + torch.cat([numbers[:count], numbers])
         elif labels is None or labels.numel() != len(embeddings[0]):
-            found = labels if labels is not None else Words("none")
+            got = labels if labels is not None else Words("none")
             fix = "Give the data set a column `label` of integers, or a second column of texts."
-            raise ValueError(expected("labels", f"{len(embeddings[0])}, one for each text", found, fix))
+            raise ValueError(expected("labels", f"{len(embeddings[0])}, one for each text", got, fix))
         return self.ranking(torch.cat(embeddings), labels.reshape(-1))
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -102,15 +102,15 @@ class RetrievalAPLoss(nn.Module):
 class PooledLossMixin(transformers.PooledLossMixin):
     """A mixin for ``SentenceTransformerTrainer``: one loss over the texts of all micro-batches and all ranks.
 
-    That of :class:`fullrank.integrations.transformers.PooledLossMixin`, with embeddings in place of logits. With a
-    ``label`` the ``pooled_loss`` is called with the embeddings (N, D) of the one column and the labels, as a
-    :class:`~fullrank.SupConLoss` is. Otherwise it is called with the embeddings of each column, as an
-    :class:`~fullrank.InfoNCELoss` is with those of anchor and positive. The trainer's argument ``loss`` is not used.
+    It is :class:`fullrank.integrations.transformers.PooledLossMixin` with embeddings in place of logits. With a column
+    ``label`` it calls ``pooled_loss`` with the embeddings (N, D) of the only other column and the labels, as for a
+    :class:`~fullrank.SupConLoss`. Otherwise it calls ``pooled_loss`` with the embeddings of each column, as for an
+    :class:`~fullrank.InfoNCELoss` of anchors and positives. The trainer's argument ``loss`` is not used.
     """
 
     collect_features: Callable[[Mapping[str, Any]], tuple[list[dict[str, Tensor]], Tensor | None]]
-    _labels = "label"
+    _label_column = "label"
 
-    def _run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    def _outputs_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         columns = [model(features)["sentence_embedding"] for features in self.collect_features(inputs)[0]]
         return {"logits": columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)}

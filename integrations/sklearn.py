@@ -23,25 +23,25 @@ CS = tuple(10.0**power for power in range(-4, 5))
 
 
 class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
-    """A linear model of two classes, trained on the average precision of all rows from a logistic regression.
+    """A linear model of two classes that starts from a logistic regression and is trained on average precision.
 
-    A part of the rows is held out, and every choice is made by its average precision. The start is the best logistic
-    regression over ``Cs`` with equal and with balanced class weights. From there L-BFGS lowers
-    :class:`~fullrank.SmoothAPLoss` of all other rows, with the L2 of the regression and its automatic temperature. The
-    weights of the best iteration stay, which may be those of the regression. A slope and an offset fitted to the
-    held-out rows turn scores into probabilities (Platt scaling), and keep their order.
+    A part of the rows is held out, and every choice is made by the average precision on it. The start is the best
+    logistic regression over ``Cs``, with equal or balanced class weights. L-BFGS then minimises
+    :class:`~fullrank.SmoothAPLoss` of all other rows at its automatic temperature, with the L2 penalty of the
+    regression. The weights of the best iteration are kept, which may be those of the regression. A slope and an offset
+    fitted to the held-out rows turn scores into probabilities without changing their order (Platt scaling).
 
     Args:
         Cs: inverse strengths of L2 to try.
-        max_iter: iterations of L-BFGS; 0 leaves the regression.
+        max_iter: iterations of L-BFGS; 0 keeps the regression.
         validation_fraction: share of the rows of each class that is held out.
-        random_state: of the choice of these rows.
+        random_state: seed or generator that chooses these rows.
 
     Attributes:
         classes_: (2,); the second in sorted order is the positive one.
         coef_, intercept_: (1, F) and (1,), of the log-odds that ``decision_function`` returns.
-        best_iter_: the iteration whose weights stay, 0 for those of the regression.
-        n_iter_: number of weights that were compared, those of the regression among them.
+        best_iter_: the iteration whose weights are kept, 0 for those of the regression.
+        n_iter_: the number of iterations whose weights were compared, the regression included.
 
     Example:
         >>> import numpy as np
@@ -79,36 +79,37 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         self.classes_, targets = np.unique(y, return_inverse=True)
         if len(self.classes_) == 1:
             raise ValueError("y has 1 class; average precision needs rows of two")
-        X, held, targets, held_targets = train_test_split(
+        X, X_validation, targets, validation_targets = train_test_split(
             X, targets, test_size=self.validation_fraction, stratify=targets, random_state=self.random_state
         )
-        found: list[np.ndarray] = []
+        iterates: list[np.ndarray] = []
         best = -1.0
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # such a regression is a start too
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a start need not have converged
             for class_weight in (None, "balanced"):
                 model = LogisticRegression(class_weight=class_weight, warm_start=True, max_iter=300)
                 for strength in self.Cs:
                     weights = model.set_params(C=strength).fit(X, targets).coef_[0]
-                    if (reached := average_precision_score(held_targets, held @ weights)) > best:
-                        best, found, decay = reached, [weights.copy()], 1 / (strength * len(targets))
+                    if (precision := average_precision_score(validation_targets, X_validation @ weights)) > best:
+                        best, iterates, decay = precision, [weights.copy()], 1 / (strength * len(targets))
         loss, labels = SmoothAPLoss(1, gather_distributed=False), torch.from_numpy(targets)
 
         def objective(weights: np.ndarray) -> tuple[float, np.ndarray]:
             scores = torch.from_numpy(X @ weights).requires_grad_()
             value = loss(scores[:, None], labels)
             (slope,) = torch.autograd.grad(value, scores)
-            loss.temperature = loss.current_temperature  # fixed from the first call on, as L-BFGS needs
+            loss.temperature = loss.current_temperature  # fixed after the first call, as L-BFGS requires
             return value.item() + decay / 2 * weights @ weights, X.T @ slope.numpy() + decay * weights
 
-        if self.max_iter > 0:  # L-BFGS takes one step in any case
-            given = {"method": "L-BFGS-B", "options": {"maxiter": self.max_iter}}
-            minimize(objective, found[0], jac=True, callback=lambda weights: found.append(weights.copy()), **given)
-        self.n_iter_ = len(found)
-        self.best_iter_ = int(np.argmax([average_precision_score(held_targets, held @ weights) for weights in found]))
-        weights = found[self.best_iter_]
-        platt = LogisticRegression(C=1e6).fit((held @ weights)[:, None], held_targets)
-        slope = max(platt.coef_[0, 0], 1e-6)  # a negative one would turn the order round
+        if self.max_iter > 0:  # L-BFGS takes one step even with maxiter=0
+            options = {"method": "L-BFGS-B", "options": {"maxiter": self.max_iter}}
+            minimize(objective, iterates[0], jac=True, callback=lambda x: iterates.append(x.copy()), **options)
+        self.n_iter_ = len(iterates)
+        precisions = [average_precision_score(validation_targets, X_validation @ weights) for weights in iterates]
+        self.best_iter_ = int(np.argmax(precisions))
+        weights = iterates[self.best_iter_]
+        platt = LogisticRegression(C=1e6).fit((X_validation @ weights)[:, None], validation_targets)
+        slope = max(platt.coef_[0, 0], 1e-6)  # a negative slope would reverse the order
         self.coef_, self.intercept_ = slope * weights[None], platt.intercept_
         return self
 

@@ -24,17 +24,17 @@ def causal_lm_loss_func(
 
     Equal to ``causal_lm_loss(outputs.logits, labels, num_items=num_items_in_batch)``.
 
-    The Trainer counts the labels of all micro-batches and ranks. It multiplies the loss by the number of ranks, by
-    which DDP divides. Both need ``average_tokens_across_devices=True``, the default. For models whose ``loss_type`` is
-    that of a causal model, the count leaves out the first label of each row, as the loss does.
+    The Trainer counts the labels of all micro-batches and ranks. It multiplies the loss by the number of ranks, because
+    DDP divides by it. Both require ``average_tokens_across_devices=True``, the default. For models whose ``loss_type``
+    is that of a causal model, the count leaves out the first label of each row, as the loss does.
 
     Args:
-        outputs: outputs of the model, with the logits under ``logits`` or in the first place.
+        outputs: outputs of the model, with the logits under ``logits`` or as the first item.
         labels: (N, T), -100 where a token does not count; not shifted.
         num_items_in_batch: the count of the Trainer. None, as in a call by hand, gives the mean of this call.
 
     Raises:
-        ValueError: without labels. The Trainer has no count then either.
+        ValueError: without labels, which the Trainer would not count either.
 
     Example:
         >>> causal_lm_loss_func({"logits": torch.zeros(1, 3, 4)}, torch.tensor([[0, 2, -100]]), torch.tensor(2))
@@ -47,7 +47,7 @@ def causal_lm_loss_func(
 
 
 class _Callback:
-    """A callback of the Trainer that does nothing, without importing transformers for its base class."""
+    """A callback of the Trainer that does nothing; it has no base class, so that transformers is not imported."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_"):
@@ -61,16 +61,16 @@ class LossState(_Callback):
     Equal to saving ``loss.state_dict()`` in the folder of each checkpoint, and to ``loss.load_state_dict`` on every
     rank before the first step of a resumed training. :class:`PooledLossMixin` has one with the Trainer's folders.
 
-    The Trainer does not pass its folders to callbacks. Without the mixin, that of a checkpoint is
-    ``output_dir/checkpoint-STEP``, in a hyperparameter search ``output_dir/NAME/checkpoint-STEP`` if you pass
-    ``hp_name=``; otherwise the state is not saved, with a warning. The file has the step and a key of the run, as
-    ``trainer_state.json`` has. A file that does not belong to the checkpoint is not loaded.
+    The Trainer does not pass its folders to callbacks. Without the mixin, the folder of a checkpoint is
+    ``output_dir/checkpoint-STEP``. In a hyperparameter search it is ``output_dir/NAME/checkpoint-STEP`` if you pass
+    ``hp_name=``; otherwise a warning says that the state is not saved. The file contains the step and a key of the run,
+    and so does ``trainer_state.json``. A file that does not belong to the checkpoint is not loaded.
 
     Args:
         loss: a module with ``state_dict`` and ``load_state_dict``: a loss with a queue, or a schedule.
-        name: name of the file in the folder of a checkpoint; another one for each loss of a Trainer.
-        resume_from: the folder that you pass to ``train(resume_from_checkpoint=...)``. None is for ``train()`` and for
-            the last checkpoint in ``output_dir``, as with ``train(resume_from_checkpoint=True)``.
+        name: name of the file in the folder of a checkpoint, a different one for each loss of a Trainer.
+        resume_from: the folder that you pass to ``train(resume_from_checkpoint=...)``. Leave it None for ``train()``,
+            and for the last checkpoint in ``output_dir``, as with ``train(resume_from_checkpoint=True)``.
 
     Raises:
         FileNotFoundError: when the training resumes from a checkpoint without the file. The text says what to do.
@@ -88,12 +88,12 @@ class LossState(_Callback):
 
     def __init__(self, loss: nn.Module, name: str = "fullrank_loss.pt", resume_from: str | Path | None = None) -> None:
         self.loss, self.name, self.resume_from = loss, name, resume_from
-        self.save_to: str | Path | None = None  # the checkpoint that the Trainer writes, if the mixin knows it
-        self._key = f"fullrank {name}"  # of the run, among the states of callbacks in trainer_state.json
+        self.save_to: str | Path | None = None  # the folder of the next checkpoint, if the mixin knows it
+        self._key = f"fullrank {name}"  # under which trainer_state.json has the key of the run
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state next to the weights that the Trainer has just written."""
-        folder, self.save_to = self.save_to or self._checkpoint(args, state), None
+        folder, self.save_to = self.save_to or self._checkpoint_folder(args, state), None
         if not args.should_save:
             return
         if folder is None:
@@ -103,43 +103,43 @@ class LossState(_Callback):
             )
             return
         path = Path(folder) / self.name
-        saved = {"global_step": state.global_step, "run": self._run(state), "loss": self.loss.state_dict()}
+        saved = {"global_step": state.global_step, "run": self._run_key(state), "loss": self.loss.state_dict()}
         torch.save(saved, path.with_suffix(".unfinished"))
         path.with_suffix(".unfinished").replace(path)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Load the state, if the training does not start at step 0, and name the run for the checkpoints to come."""
+        """Load the state if the training does not start at step 0, and make a key of the run for its checkpoints."""
         if state.global_step > 0 or self.resume_from is not None:
-            self._load(args, state)
-        # A new key: a run that resumes from a checkpoint of another one is a run of its own.
+            self._load_state(args, state)
+        # A new key: the checkpoints of a resumed training are not those of the run that it resumes.
         state.stateful_callbacks[self._key] = {"run": uuid.uuid4().hex}
 
-    def _load(self, args: Any, state: Any) -> None:
-        folder = self.resume_from or self._checkpoint(args, state)
+    def _load_state(self, args: Any, state: Any) -> None:
+        folder = self.resume_from or self._checkpoint_folder(args, state)
         path = None if folder is None else Path(folder) / self.name
-        new = "To continue with a new state of the loss, remove the callback."
+        without = "To continue with a new state of the loss, remove the callback."
         if path is None or not path.exists():
-            fix = f"Pass the folder that the training resumes from, LossState(resume_from=...). {new}"
+            fix = f"Pass the folder that the training resumes from, LossState(resume_from=...). {without}"
             where = "the folder of the checkpoint" if path is None else path
             what = f"the state of the loss in {where}"
             raise FileNotFoundError(expected("LossState", what, Words("no such file"), fix))
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        fix = f"Pass LossState(resume_from=...) the folder that train(resume_from_checkpoint=...) gets. {new}"
+        fix = f"Pass LossState(resume_from=...) the folder that train(resume_from_checkpoint=...) gets. {without}"
         if saved.get("global_step") != state.global_step:
-            found = Words(f"that of step {saved.get('global_step')} in {path}")
-            raise ValueError(expected("LossState", f"the state of the loss at step {state.global_step}", found, fix))
-        if saved["run"] != self._run(state):
-            found = Words(f"that of another run in {path}")
-            raise ValueError(expected("LossState", "the state of the run that the training resumes", found, fix))
+            got = Words(f"that of step {saved.get('global_step')} in {path}")
+            raise ValueError(expected("LossState", f"the state of the loss at step {state.global_step}", got, fix))
+        if saved["run"] != self._run_key(state):
+            got = Words(f"that of another run in {path}")
+            raise ValueError(expected("LossState", "the state of the run that the training resumes", got, fix))
         self.loss.load_state_dict(saved["loss"])
 
-    def _run(self, state: Any) -> str | None:
+    def _run_key(self, state: Any) -> str | None:
         """Return the key of the run that wrote, or writes, the checkpoint of ``state``."""
         return state.stateful_callbacks.get(self._key, {}).get("run")
 
     @staticmethod
-    def _checkpoint(args: Any, state: Any) -> Path | None:
-        """Return the folder of a checkpoint in ``output_dir``; None in a trial without a name, which has its own."""
+    def _checkpoint_folder(args: Any, state: Any) -> Path | None:
+        """Return the folder of a checkpoint in ``output_dir``; None if it is unknown, in a trial without a name."""
         folder = Path(args.output_dir)
         if state.trial_params is not None:
             if state.trial_name is None:
@@ -152,12 +152,12 @@ class LossMonitor(_Callback):
     """A callback of the Trainer that logs the temperature of every loss in a module, and the positives in its pool.
 
     The names and values are those of :class:`fullrank.integrations.lightning.LossMonitor`, without the name of the loss
-    if ``loss`` is that loss itself; a mean is over the training calls since the last log. They stand next to the
-    ``loss`` that the Trainer logs, in its ``log_history`` and in all callbacks that come later. So it must be the
+    if ``loss`` is that loss itself; a mean is over the training calls since the last log. They appear next to the
+    ``loss`` that the Trainer logs, in its ``log_history`` and in all later callbacks. So this callback must be the
     first: ``trainer.callback_handler.callbacks.insert(0, LossMonitor(loss))``. :class:`PooledLossMixin` does that.
 
     Args:
-        loss: a loss, or a module that has losses in it.
+        loss: a loss, or a module that contains losses.
 
     Example:
         >>> from types import SimpleNamespace
@@ -172,11 +172,11 @@ class LossMonitor(_Callback):
         self._monitor = Monitor(loss)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._monitor.start()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
-        """Add the values to the logs of training, and count anew."""
+        """Add the values to the logs of training, and restart the counts."""
         if "loss" in logs:
             values = {name: float(value) for name, value in self._monitor.values().items()}
             logs.update(values)
@@ -184,7 +184,7 @@ class LossMonitor(_Callback):
             self._monitor.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._monitor.stop()
 
 
@@ -192,18 +192,18 @@ class PooledLossMixin:
     """A mixin for ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
 
     Write ``class RankingTrainer(PooledLossMixin, Trainer)`` to use it. The Trainer multiplies the loss of a
-    ``compute_loss_func`` by the number of ranks, and adds it up over micro-batches instead of averaging it; the pooled
-    loss it does not change. With ``gradient_accumulation_steps`` > 1, :func:`~fullrank.pooled_backward` back-propagates
+    ``compute_loss_func`` by the number of ranks, and adds it up over micro-batches instead of averaging it. It does not
+    change the pooled loss. With ``gradient_accumulation_steps`` > 1, :func:`~fullrank.pooled_backward` back-propagates
     the window in the last of its micro-batches, and its loss is logged.
 
-    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If that is a module, a
-    :class:`LossState` saves its queue, temperature and schedule with each checkpoint and loads them on resume, and a
-    :class:`LossMonitor` logs its temperature and its positives.
+    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If ``pooled_loss`` is
+    a module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint and loads them on
+    resume, and a :class:`LossMonitor` logs its temperature and its positives.
 
     Args:
-        pooled_loss: called as ``pooled_loss(logits, labels)``, or as ``pooled_loss(*logits.unbind(1))`` where the
-            batches have no ``labels``, such as an :class:`~fullrank.InfoNCELoss` of embeddings (N, 2, D); returns a
-            scalar, the same on every rank. It may learn parameters that are parameters of the model too.
+        pooled_loss: called as ``pooled_loss(logits, labels)``, or as ``pooled_loss(*logits.unbind(1))`` if the batches
+            have no ``labels``, such as an :class:`~fullrank.InfoNCELoss` of embeddings (N, 2, D). It returns a scalar,
+            the same on every rank. Parameters that it learns must be parameters of the model too.
         *args, **kwargs: arguments of the Trainer. ``compute_loss_func`` is not used.
 
     Raises:
@@ -261,7 +261,7 @@ class PooledLossMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the loss of one batch of all ranks; with ``return_outputs`` also the outputs of the model."""
-        outputs = self._run(model, inputs)
+        outputs = self._outputs_of(model, inputs)
         loss = self._evaluate_loss(model, _logits(outputs), [inputs])
         return (loss, outputs) if return_outputs else loss
 
@@ -283,28 +283,28 @@ class PooledLossMixin:
             trainer: Any = super()
             return trainer.training_step(model, window[0], num_items_in_batch)
         if self.accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
-            found, fix = Words(f"{len(window)} micro-batches"), "Set gradient_accumulation_steps=1."
-            raise RuntimeError(expected("window", f"1 under {self.accelerator.distributed_type}", found, fix))
+            got, fix = Words(f"{len(window)} micro-batches"), "Set gradient_accumulation_steps=1."
+            raise RuntimeError(expected("window", f"1 under {self.accelerator.distributed_type}", got, fix))
         model.train()
         return pooled_backward(
             model,
             [self._prepare_inputs(batch) for batch in window],
-            forward=lambda batch: _logits(self._run(model, batch)),
+            forward=lambda batch: _logits(self._outputs_of(model, batch)),
             loss=lambda scores, batches: self._evaluate_loss(model, scores, batches),
             scaler=self.accelerator.scaler,
         )
 
-    _labels = "labels"  # the name of their column
+    _label_column = "labels"
 
-    def _run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Return the outputs of the model, which would compute its own loss of labels."""
-        return model(**{name: value for name, value in inputs.items() if name != self._labels})
+    def _outputs_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Return the outputs of the model, called without labels so that it computes no loss of its own."""
+        return model(**{name: value for name, value in inputs.items() if name != self._label_column})
 
     def _evaluate_loss(self, model: nn.Module, scores: Tensor, batches: list[Mapping[str, Any]]) -> Tensor:
         if isinstance(self.pooled_loss, nn.Module):
             self.pooled_loss.train(model.training)  # rows enter the queue in training mode only
-        if self._labels in batches[0]:
-            return self.pooled_loss(scores, torch.cat([batch[self._labels] for batch in batches]))
+        if self._label_column in batches[0]:
+            return self.pooled_loss(scores, torch.cat([batch[self._label_column] for batch in batches]))
         return self.pooled_loss(*scores.unbind(dim=1))
 
 
