@@ -1,4 +1,4 @@
-"""The checks. Each returns its finding as text, or raises :class:`Failed` with the reason."""
+"""The checks. Each returns its result as text, or raises :class:`Failed` with the reason."""
 
 from __future__ import annotations
 
@@ -36,38 +36,39 @@ def _demand(condition: bool, text: str) -> None:
 
 
 def placement(site: Site) -> str:
-    """Check that the current device of each rank is its own: a backend such as NCCL communicates from there."""
+    """Check that no two ranks have the same current device: a backend such as NCCL communicates from there."""
     place = site.places[site.rank]
     if place.visible == 0:
         return "the CPU"
 
-    def is_mine(other: Place) -> bool:
+    def shares_device(other: Place) -> bool:
         if place.host != other.host or other.visible == 0:
             return False
         if place.uuid and other.uuid:
             return place.uuid == other.uuid
-        # Without a name, device 0 of a process that sees one device may be any.
+        # Without a UUID, device 0 of a process that sees one device may be any device of the host.
         return place.current == other.current and max(place.visible, other.visible) > 1
 
-    others = [rank for rank, other in enumerate(site.places) if rank != site.rank and is_mine(other)]
+    others = [rank for rank, other in enumerate(site.places) if rank != site.rank and shares_device(other)]
     hint = "" if place.local_rank is not None else "; LOCAL_RANK is not set"
     _demand(not others, f"computes on device {place.current}, and so does rank {', '.join(map(str, others[:4]))}{hint}")
-    told = place.local_rank
-    if told is None or place.visible == 1:  # the launcher has chosen the device
+    local_rank = place.local_rank
+    if local_rank is None or place.visible == 1:  # the launcher has chosen the device
         return f"device {place.current}, of {place.visible} that the process sees"
     _demand(
-        place.current == told,
-        f"the current device is {place.current}, but LOCAL_RANK is {told}: set the device before anything uses it",
+        place.current == local_rank,
+        f"the current device is {place.current}, but LOCAL_RANK is {local_rank}: "
+        "set the device before anything uses it",
     )
-    return f"device {told}, as LOCAL_RANK"
+    return f"device {local_rank}, as LOCAL_RANK"
 
 
-def _split(site: Site, sizes: list[int]) -> slice:
+def _rows_of_rank(site: Site, sizes: list[int]) -> slice:
     start = sum(sizes[: site.rank])
     return slice(start, start + sizes[site.rank])
 
 
-def uneven(site: Site) -> list[int]:
+def uneven_sizes(site: Site) -> list[int]:
     """Return numbers of rows that differ between ranks; the last of several ranks has none."""
     sizes = [7 + 4 * (rank % 3) for rank in range(site.world_size)]
     return [*sizes[:-1], 0] if site.world_size > 1 else sizes
@@ -75,25 +76,25 @@ def uneven(site: Site) -> list[int]:
 
 def gather(site: Site, sizes: list[int]) -> str:
     """Compare gathered rows of three dtypes, and the gradient, with the expected ones."""
-    own, total = _split(site, sizes), sum(sizes)
-    everyone, factor = site.draw(1, total, 2), site.draw(2, total, 2)
-    marks = torch.arange(total, device=site.device)
-    rows = everyone[own].clone().requires_grad_()
-    gathered, ids, flags = gather_rows(rows, marks[own], marks[own] % 2 == 0)
+    local, total = _rows_of_rank(site, sizes), sum(sizes)
+    all_rows, factor = site.draw(1, total, 2), site.draw(2, total, 2)
+    numbers = torch.arange(total, device=site.device)
+    rows = all_rows[local].clone().requires_grad_()
+    gathered, ids, flags = gather_rows(rows, numbers[local], numbers[local] % 2 == 0)
     assert gathered is not None
-    _demand(torch.equal(gathered, everyone), "rows differ from those that were sent")
-    _demand(torch.equal(ids, marks), "int64 rows differ from those that were sent")  # type: ignore[arg-type]
-    _demand(torch.equal(flags, marks % 2 == 0), "bool rows differ from those that were sent")  # type: ignore[arg-type]
+    _demand(torch.equal(gathered, all_rows), "rows differ from those that were sent")
+    _demand(torch.equal(ids, numbers), "int64 rows differ from those that were sent")  # type: ignore[arg-type]
+    _demand(torch.equal(flags, numbers % 2 == 0), "bool rows differ from those that were sent")  # type: ignore[arg-type]
     (gathered * factor).sum().backward()
-    wanted = site.world_size * factor[own]
+    wanted = site.world_size * factor[local]
     _demand(torch.equal(rows.grad, wanted), "gradient is not W times that of the own rows")  # type: ignore[arg-type]
     return f"{' + '.join(map(str, sizes[:4]))}{' + ...' if len(sizes) > 4 else ''} rows, gradients exact"
 
 
 def reduce_scatter(site: Site) -> str:
     """Check the gather for ranks that compute different losses, whose backward communicates."""
-    sizes = uneven(site)
-    rows = site.draw(3, sum(sizes), 2)[_split(site, sizes)].requires_grad_()
+    sizes = uneven_sizes(site)
+    rows = site.draw(3, sum(sizes), 2)[_rows_of_rank(site, sizes)].requires_grad_()
     gathered = all_gather_with_grad(rows, backward="reduce_scatter")
     (gathered * (site.rank + 1)).sum().backward()
     wanted = torch.full_like(rows, site.world_size * (site.world_size + 1) / 2)
@@ -172,16 +173,16 @@ def gradient_of(name: str) -> Callable[[Site], str]:
             model.weight.copy_(site.draw(4, CLASSES, _FEATURES))
             model.bias.zero_()
         whole, spread = copy.deepcopy(model), site.wrap(model)
-        sizes = uneven(site)
-        own, found = _split(site, sizes), []
-        for step in range(2):  # the second has a queue
+        sizes = uneven_sizes(site)
+        local, errors = _rows_of_rank(site, sizes), []
+        for step in range(2):  # the second step has rows in the queue
             inputs = site.draw(10 + step, sum(sizes), _FEATURES)
             targets = torch.arange(sum(sizes), device=site.device) * 7 % CLASSES
-            value, gradient = _backward(spread, loss, form, inputs[own], targets[own])
-            true_value, true_gradient = _backward(whole, alone, form, inputs, targets)
-            found += [float((gradient - true_gradient).norm() / true_gradient.norm()), abs(value / true_value - 1)]
-        # No NaN compares as too large, so it becomes infinity.
-        worst = max(site.gather(max(value if value == value else float("inf") for value in found)))
+            value, gradient = _value_and_gradient(spread, loss, form, inputs[local], targets[local])
+            true_value, true_gradient = _value_and_gradient(whole, alone, form, inputs, targets)
+            errors += [float((gradient - true_gradient).norm() / true_gradient.norm()), abs(value / true_value - 1)]
+        # NaN does not compare as too large, so it counts as infinity.
+        worst = max(site.gather(max(error if error == error else float("inf") for error in errors)))
         _demand(worst <= site.tolerance, f"off by {worst:.1e}, more than {site.tolerance:.0e}")
         if isinstance(loss, HoldsQueue) and loss.queue_size:
             loss.queue.assert_synchronized()
@@ -190,7 +191,7 @@ def gradient_of(name: str) -> Callable[[Site], str]:
     return check
 
 
-def _backward(
+def _value_and_gradient(
     model: nn.Module, loss: nn.Module, form: Arguments, inputs: Tensor, targets: Tensor
 ) -> tuple[float, Tensor]:
     """Return the loss, and the gradient of all parameters in one tensor."""
@@ -201,13 +202,13 @@ def _backward(
 
 
 def control(site: Site) -> str:
-    """Check that a gather without gradient gives 1 / W of the gradient, so that an error can be seen."""
+    """Check that a gather without gradient gives 1 / W of the gradient, an error that the checks must detect."""
     if site.world_size == 1:
         raise NeedsRanks("one process has nothing to lose: start with torchrun")
     rows = site.draw(5, site.world_size, 1)
     weight = torch.ones(1, device=site.device, dtype=site.dtype, requires_grad=True)
-    everyone = all_gather_no_grad(rows[site.rank : site.rank + 1] * weight.detach())
-    pooled = torch.cat([everyone[: site.rank], rows[site.rank :][:1] * weight, everyone[site.rank + 1 :]])
+    gathered = all_gather_no_grad(rows[site.rank : site.rank + 1] * weight.detach())
+    pooled = torch.cat([gathered[: site.rank], rows[site.rank :][:1] * weight, gathered[site.rank + 1 :]])
     pooled.sum().backward()
     assert weight.grad is not None
     dist.all_reduce(weight.grad)
@@ -232,7 +233,7 @@ def agreement(site: Site) -> str:
     _demand(None not in texts, "a rank did not raise")
     _demand(len(set(texts)) == 1, "the ranks raised different errors")
     _demand(len(loss.queue) == 0, "rows of the bad step were enqueued")
-    # Not bit by bit: where rows are added up by atomic operations, the order of two runs may differ.
+    # Not bit by bit: atomic operations may add up the rows of two runs in different orders.
     value, wanted = float(loss(logits, targets)), float(twin(logits, targets))
     _demand(
         abs(value - wanted) <= site.tolerance * abs(wanted),

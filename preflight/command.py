@@ -15,7 +15,7 @@ from .site import Site, describe, open_site
 CHECKS: dict[str, Callable[[Site], str]] = {
     "placement": checks.placement,
     "gather, equal rows": lambda site: checks.gather(site, [8] * site.world_size),
-    "gather, uneven rows": lambda site: checks.gather(site, checks.uneven(site)),
+    "gather, uneven rows": lambda site: checks.gather(site, checks.uneven_sizes(site)),
     "gather, no rows": lambda site: checks.gather(site, [0] * site.world_size),
     "gather, different losses": checks.reduce_scatter,
     **{f"gradient of {name}": checks.gradient_of(name) for name in checks.LOSSES},
@@ -27,7 +27,7 @@ CHECKS: dict[str, Callable[[Site], str]] = {
 
 
 class Result(NamedTuple):
-    """The outcome of a check: passed, skipped, FAILED, or not run, because the ranks lost each other before it."""
+    """The outcome of a check: passed, skipped, FAILED, or not run because the connection was lost before."""
 
     name: str
     outcome: str
@@ -35,8 +35,8 @@ class Result(NamedTuple):
 
 
 def main(version: str, arguments: Sequence[str] | None = None) -> int:
-    """Run every check, print the table on rank 0, and return the exit status: 0 when all passed, else 1."""
-    options = _parse(arguments)
+    """Run every check, print the table on rank 0, and return the exit status: 1 if a check failed or was not run."""
+    options = _parse_arguments(arguments)
     with open_site(options.backend, options.device, options.timeout) as site:
         facts = describe(site, version)
         results = run_checks(site)
@@ -48,7 +48,7 @@ def main(version: str, arguments: Sequence[str] | None = None) -> int:
     return int(any(result.outcome in ("FAILED", "not run") for result in results))
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fullrank",
         description="Check that gathers, gradients and errors are right here. Under torchrun: on all of its processes.",
@@ -81,13 +81,13 @@ def run_checks(site: Site) -> list[Result]:
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
         try:
-            everyone = site.gather((outcome, detail))
+            gathered = site.gather((outcome, detail))
         except RuntimeError as error:
-            print(f"rank {site.rank}, {name}: {detail}", file=sys.stderr, flush=True)  # the other ranks do not have it
+            print(f"rank {site.rank}, {name}: {detail}", file=sys.stderr, flush=True)  # no other rank has the detail
             results.append(Result(name, "FAILED", f"{detail}; then the ranks lost each other: {error}"))
             return results + [Result(other, "not run") for other in list(CHECKS)[len(results) :]]
-        wrong = [f"rank {rank}: {text}" for rank, (found, text) in enumerate(everyone) if found == "FAILED"]
-        results.append(Result(name, "FAILED", "; ".join(wrong[:3])) if wrong else Result(name, *everyone[0]))
+        failures = [f"rank {rank}: {text}" for rank, (outcome, text) in enumerate(gathered) if outcome == "FAILED"]
+        results.append(Result(name, "FAILED", "; ".join(failures[:3])) if failures else Result(name, *gathered[0]))
     return results
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Before the group exists. DDP imports it later, and its functions then keep the group as a default argument: threads of
-# gloo outlive the group, and can abort the process when Python exits.
+# Import it before the group exists. DDP would import it later, and its functions would keep the group as a default
+# argument. The threads of gloo then outlive the group, and can abort the process when Python exits.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,13 +26,13 @@ from ..kernels.registration import full_products
 
 
 class Place(NamedTuple):
-    """Which device a process computes on, and what the launcher said about it."""
+    """The device that a process computes on, and the settings of the launcher."""
 
     host: str
     local_rank: int | None  # LOCAL_RANK, None where the launcher did not set it
     current: int  # index of the current device; 0 on the CPU
     visible: int  # number of devices that the process sees; 0: it computes on the CPU
-    uuid: str  # what tells the devices of a host apart, "" where the device does not say
+    uuid: str  # identifies a device of the host, "" if the device has none
 
 
 class Site(NamedTuple):
@@ -69,29 +69,29 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
 
     A collective fails if a rank does not join it within ``timeout`` seconds.
     """
-    place = _find_device(device)
-    backend = backend or dist.get_default_backend_for_device(place)
+    own_device = _find_device(device)
+    backend = backend or dist.get_default_backend_for_device(own_device)
     limit = timedelta(seconds=timeout)
     store, rank, world_size = dist.HashStore(), 0, 1
     if "WORLD_SIZE" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    is_wide = place.type != "mps"
-    dtype, tolerance = (torch.float64, 1e-12) if is_wide else (torch.float32, 2e-6)
+    has_float64 = own_device.type != "mps"
+    dtype, tolerance = (torch.float64, 1e-12) if has_float64 else (torch.float32, 2e-6)
     try:
         local_rank, index, visible, uuid = os.environ.get("LOCAL_RANK"), 0, 0, ""
-        if place.type != "cpu":
+        if own_device.type != "cpu":
             index, visible = torch.accelerator.current_device_index(), torch.accelerator.device_count()
-            uuid = str(getattr(_properties(torch.device(place.type, index)), "uuid", ""))
-        own = Place(socket.gethostname(), None if local_rank is None else int(local_rank), index, visible, uuid)
-        # Through the store: two ranks on one device could not even start a collective of NCCL.
-        store.set(f"fullrank/{rank}", json.dumps([own, facts_of(place)]))
-        told = [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
-        places, facts = tuple(Place(*values[0]) for values in told), tuple(values[1] for values in told)
-        yield Site(rank, world_size, dist.get_backend(), place, dtype, tolerance, places, facts)
+            uuid = str(getattr(_properties(torch.device(own_device.type, index)), "uuid", ""))
+        place = Place(socket.gethostname(), None if local_rank is None else int(local_rank), index, visible, uuid)
+        # Exchange them through the store: two ranks on one device could not even start a collective of NCCL.
+        store.set(f"fullrank/{rank}", json.dumps([place, facts_of(own_device)]))
+        stored = [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
+        places, facts = tuple(Place(*values[0]) for values in stored), tuple(values[1] for values in stored)
+        yield Site(rank, world_size, dist.get_backend(), own_device, dtype, tolerance, places, facts)
         # Wait until every rank has finished its last collective: gloo kills a process whose peer leaves earlier. A
-        # barrier would not do, because it is a collective too: over a slow network one rank finishes it before another.
-        # The wait ends with the timeout if a rank is lost.
+        # barrier is not enough, because it is a collective too: over a slow network one rank finishes it before
+        # another. If a rank is lost, the wait ends with the timeout.
         if store.add("fullrank/done", 1) == world_size:
             store.set("fullrank/all done", "")
         with contextlib.suppress(dist.DistStoreError):
@@ -101,30 +101,30 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
 
 
 def _find_device(name: str | None) -> torch.device:
-    """Return the device of this rank and make it the current one, as a training has to."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    asked = torch.device(name or (found.type if found is not None else "cpu"))
-    if asked.type == "cpu":
+    """Return the device of this rank and make it the current one, as a training must."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(name or (accelerator.type if accelerator is not None else "cpu"))
+    if device.type == "cpu":
         return torch.device("cpu")
-    index = asked.index
-    if index is None:  # a launcher may show each process one device, whatever its LOCAL_RANK
+    index = device.index
+    if index is None:  # a launcher may make only one device visible to each process, whatever its LOCAL_RANK
         index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
-    return torch.device(asked.type, index)
+    return torch.device(device.type, index)
 
 
 def describe(site: Site, version: str) -> dict[str, Any]:
     """Return versions, settings and devices of all ranks: one value where they are equal, all where they differ."""
     facts = {}
     for key in site.facts[0]:
-        distinct = list(dict.fromkeys(held[key] for held in site.facts))
+        distinct = list(dict.fromkeys(rank_facts[key] for rank_facts in site.facts))
         facts[key] = distinct[0] if len(distinct) == 1 else "DIFFERENT: " + ", ".join(distinct)
     hosts = len({place.host for place in site.places})
     return {"fullrank": version, **facts, "backend": site.backend, "world size": site.world_size, "hosts": hosts}
 
 
 def facts_of(device: torch.device) -> dict[str, str]:
-    """Return versions and settings of this process, and what ``device`` says about itself."""
+    """Return versions and settings of this process, and the properties of ``device``."""
     toolkits = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     module: Any = torch.get_device_module(device)
     has_nccl = dist.is_nccl_available() and hasattr(module, "nccl")
@@ -135,14 +135,14 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "collectives": "nccl " + ".".join(map(str, module.nccl.version())) if has_nccl else "-",
         "python": platform.python_version(),
         "kernels": native.KERNELS,
-        "device": _name(device),
+        "device": _name_of(device),
         "threads": str(torch.get_num_threads()),
         "float32 products": products(device),
         "deterministic": deterministic if torch.are_deterministic_algorithms_enabled() else "off",
     }
 
 
-def _name(device: torch.device) -> str:
+def _name_of(device: torch.device) -> str:
     module = torch.get_device_module(device)
     if not hasattr(module, "get_device_name"):
         return device.type
@@ -156,25 +156,26 @@ def _name(device: torch.device) -> str:
 
 
 def _properties(device: torch.device) -> Any:
-    ask: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return None if ask is None else ask(device)
+    get: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if get is None else get(device)
 
 
 def products(device: torch.device) -> str:
-    """Return whether products of float32 matrices are float32 products here, found by multiplying two.
+    """Multiply two float32 matrices, and return whether the product is full or rounded, as text.
 
-    A setting of torch, a variable of the environment or the library of the device may round their factors, to TF32 or
-    bfloat16. The losses ask torch for full products while they compute.
+    A setting of torch, an environment variable or the library of the device may round the factors to TF32 or bfloat16.
+    The losses switch torch to full products while they compute.
     """
     try:
-        if not _rounds(device):
+        if not _rounds_products(device):
             return "full"
         with full_products():
-            return "ROUNDED, also inside the losses" if _rounds(device) else "rounded, full inside the losses"
-    except RuntimeError as error:  # of the device
+            is_rounded = _rounds_products(device)
+            return "ROUNDED, also inside the losses" if is_rounded else "rounded, full inside the losses"
+    except RuntimeError as error:  # raised by the device
         return f"not known: {' '.join(str(error).split())[:80]}"
 
 
-def _rounds(device: torch.device) -> bool:
+def _rounds_products(device: torch.device) -> bool:
     numbers = torch.full((256, 256), 1 + 2.0**-13, device=device)  # TF32 keeps 10 bits after the point, bfloat16 7
     return bool((numbers @ torch.eye(256, device=device) != numbers).any())

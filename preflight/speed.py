@@ -15,8 +15,8 @@ from .site import Site
 Step = Callable[[], object]
 _REPEATS = 10
 _MEBIBYTE = 2**20
-_MOST = 64  # MiB per rank
-_SECONDS = 2.0  # for all repeats together, so that the check stays short on a slow network
+_MAX_SIZE = 64  # MiB per rank
+_MAX_SECONDS = 2.0  # for all repeats together, so that the check stays short on a slow network
 
 
 def latency(site: Site) -> str:
@@ -26,8 +26,8 @@ def latency(site: Site) -> str:
 
 def bandwidth(site: Site) -> str:
     """Time a gather of as many rows as fit into two seconds."""
-    quick = _gather_seconds(site, _MEBIBYTE)
-    size = min(_MOST, max(1, int(_SECONDS / _REPEATS / quick)))
+    seconds = _gather_seconds(site, _MEBIBYTE)
+    size = min(_MAX_SIZE, max(1, int(_MAX_SECONDS / _REPEATS / seconds)))
     received = (site.world_size - 1) * size * _MEBIBYTE
     rate = received / _gather_seconds(site, size * _MEBIBYTE)
     return f"{rate / 1e9:.3g} GB/s received by each rank, {size} MiB from each"
@@ -49,7 +49,7 @@ def seconds_together(site: Site, step: Step) -> float:
         return clock(site.device) - start
 
     first = [seconds() for _ in range(2)]
-    repeats = min(_REPEATS, max(2, int(_SECONDS / max(site.gather(first[1])))))
+    repeats = min(_REPEATS, max(2, int(_MAX_SECONDS / max(site.gather(first[1])))))
     return max(site.gather(median(seconds() for _ in range(repeats))))
 
 
