@@ -1,4 +1,7 @@
-"""The bases of the losses: which ranks take part, a temperature, a queue, and what the ranks compare."""
+"""The base classes of the losses, each derived from the one before, and the facts that the ranks compare.
+
+:class:`DistributedLoss` has the group of ranks, :class:`CurrentTemperature` a temperature, :class:`HoldsQueue` a queue.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,18 @@ from ..kernels import native
 from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows, check_saved_queues
 from .arguments import completed
 
-# What to do when ranks differ in state that several losses have.
+# The advice in the error when ranks differ in a fact.
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
 SAME_TEMPERATURE = "Set the same temperature, a number or None, or advance the same schedule, on every rank."
 _SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
+_SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def compiled_where_local(forward: Callable[P, T]) -> Callable[P, T]:
-    """Keep ``forward`` of a :class:`DistributedLoss` out of compiled graphs, except where it ``fits_in_a_graph``."""
+    """Compile ``forward`` of a :class:`DistributedLoss` only if it ``fits_in_a_graph``; otherwise break the graph."""
     eagerly = not_compiled(forward)
 
     @functools.wraps(forward)
@@ -49,7 +53,7 @@ def compiled_where_local(forward: Callable[P, T]) -> Callable[P, T]:
 
 
 class GroupOptions(TypedDict, total=False):
-    """The arguments of :class:`DistributedLoss` that its subclasses pass on as they are."""
+    """The arguments of :class:`DistributedLoss` that its subclasses pass on unchanged."""
 
     group: Group
     gradient_reduction: str | int
@@ -59,7 +63,7 @@ class GroupOptions(TypedDict, total=False):
 
 @completed()
 class DistributedLoss(nn.Module):
-    """Base of the losses: holds which ranks take part, and how the wrapper combines their gradients.
+    """Base of the losses: the ranks that take part, and how the wrapper combines their gradients.
 
     Args:
         gather_distributed: None uses a process group if one exists at the forward, False uses this rank's rows alone,
@@ -69,8 +73,8 @@ class DistributedLoss(nn.Module):
             ``"sum"``, or the number of ranks it averages over.
         validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
             Types, shapes and devices are always checked.
-        name: what to call this loss in the comparison between ranks, None for nothing. With two losses of one class and
-            equal arguments, names let ranks that call them in different orders raise.
+        name: a name that the ranks compare; None for no name. Two losses of one class with equal arguments look the
+            same: name them, and ranks that call them in different orders raise.
 
     Raises:
         TypeError, ValueError: for bad arguments, at construction, or in the forward on every rank, nothing enqueued.
@@ -93,7 +97,7 @@ class DistributedLoss(nn.Module):
         self.gradient_reduction = check_gradient_reduction(gradient_reduction)
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
-        # What a module around this loss has said about itself, such as a schedule. Ranks that differ in it must raise.
+        # Set by a module that contains this loss, such as a schedule, so that ranks whose schedules differ raise.
         self._surrounding_facts: dict[str, State] = {}
 
     @property
@@ -126,7 +130,7 @@ class DistributedLoss(nn.Module):
         return self._data_group.resolve(self._gather_distributed)
 
     def _check_not_gathered(self, group: ProcessGroup | None, **tensors: object) -> None:
-        """Raise ValueError when one of ``tensors`` holds the rows of other ranks already."""
+        """Raise ValueError when one of ``tensors`` already contains the rows of other ranks."""
         if group is not None:
             for name, tensor in tensors.items():
                 check_not_gathered(name, tensor, group)
@@ -137,7 +141,7 @@ class DistributedLoss(nn.Module):
         return ()
 
     def _text_of(self, name: str) -> str:
-        """Return an argument as a text that differs where the argument does."""
+        """Return the text of an argument; different values have different texts."""
         return repr(getattr(self, name))
 
     def extra_repr(self) -> str:
@@ -149,7 +153,7 @@ class DistributedLoss(nn.Module):
         return self.extra_repr()
 
     def _shared_facts(self) -> dict[str, object]:
-        """Return the facts that must be equal on all ranks, whichever the loss."""
+        """Return the facts of every loss that must be equal on all ranks."""
         return {
             "name": State(self.name, _SAME_ORDER),
             "arguments": State(self._arguments(), SAME_ARGUMENTS),
@@ -162,15 +166,15 @@ class DistributedLoss(nn.Module):
 
 
 class CurrentTemperature(DistributedLoss):
-    """Base of the losses with a temperature, which may be automatic, and which they compare and save."""
+    """Base of the losses with a temperature, which may be automatic. The ranks compare it, and the state has it."""
 
     temperature: float | None
-    has_temperature = True  # False for a loss without one, or with one that is a parameter
+    has_temperature = True  # False for a loss without a temperature, or whose temperature is a parameter
     _last_temperature: float | None = None
 
     @property
     def current_temperature(self) -> float | None:
-        """The temperature: the attribute if it is a number, else that of the last call, None before the first."""
+        """The attribute ``temperature`` if it is a number, else the temperature of the last call; None before it."""
         temperature: float | None = getattr(self, "temperature", None)
         return self._last_temperature if temperature is None else temperature
 
@@ -178,7 +182,7 @@ class CurrentTemperature(DistributedLoss):
         return super().extra_repr()
 
     def extra_repr(self) -> str:
-        """Return the arguments for ``repr``, with the temperature, which the ranks compare apart from them."""
+        """Return the arguments for ``repr``, and the temperature, which the ranks compare as a fact of its own."""
         if not self.has_temperature:
             return self._arguments()
         text, last = f"{self._arguments()}, temperature={self.temperature}", self._last_temperature
@@ -186,13 +190,15 @@ class CurrentTemperature(DistributedLoss):
         return f"{text} (automatic, {last:.4g} in the last call)" if is_automatic else text
 
     def _shared_facts(self) -> dict[str, object]:
-        own = {"temperature": State(self.temperature, SAME_TEMPERATURE)} if self.has_temperature else {}
-        return {**super()._shared_facts(), **own}
+        facts = super()._shared_facts()
+        if self.has_temperature:
+            facts["temperature"] = State(self.temperature, SAME_TEMPERATURE)
+        return facts
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training besides parameters and queue, such as the temperature."""
+        """Return the temperature, which may change during training."""
         temperature = self.temperature if self.has_temperature else None
-        return {"temperature": -1.0 if temperature is None else float(temperature)}  # numbers alone can be saved
+        return {"temperature": -1.0 if temperature is None else float(temperature)}  # only numbers can be saved
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
@@ -201,13 +207,19 @@ class CurrentTemperature(DistributedLoss):
             self.temperature = None if saved < 0 else saved
 
 
+# For `HoldsQueue._facts`: the attributes that decide the facts, and the types whose values cannot change in place.
+_COMPARED = "name", "training", "gradient_reduction", "update_queue_in_eval", "queue_in_eval", "_num_draws"
+_FIXED = {bool, float, int, str, type(None), tuple, State}
+
+
 class HoldsQueue(CurrentTemperature):
-    """Base of the losses with a memory queue: which of its rows a call uses, and what the ranks compare.
+    """Base of the losses with a memory queue.
 
     Args:
-        queue_size: rows of earlier steps that are kept, 0 for none: a cross-batch memory. The live rows are compared
-            with them too. They have no loss of their own, carry no gradient, are the same on every rank, and enter
-            after the loss is computed. In eval mode none is used or enters. Rows with a non-finite number never enter.
+        queue_size: number of rows of earlier steps to keep, a cross-batch memory; 0 for none. The live rows are
+            compared with them too. Queued rows have no loss of their own, carry no gradient and are the same on every
+            rank. The live rows enter after the loss is computed. In eval mode no queued row is used and none enters.
+            Rows with a non-finite number never enter.
         num_features: D, for a queue that ``torch.distributed.checkpoint`` loads before the first call; else None.
     """
 
@@ -215,17 +227,17 @@ class HoldsQueue(CurrentTemperature):
     queue_size: int
     update_queue_in_eval = queue_in_eval = False
     _num_draws = 0
-    # What the last call compared, the types, and as which facts.
+    # Of the last call: the values that decide the facts, their types, and the facts.
     _last_facts: tuple[list[object], list[type], dict[str, object]] = [], [], {}
 
-    def _hold_rows(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
-        """Make the queue of rows of embeddings, (queue_size, num_features) with a label each."""
+    def _make_embedding_queue(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
+        """Make a queue of embeddings (queue_size, num_features), each with a label."""
         self.queue_size = check_count("queue_size", queue_size, 0)
         self.queue = MemoryQueue(queue_size, num_features, ignore_index)
         self.register_load_state_dict_pre_hook(check_saved_queues)
 
     def _queued_rows(self) -> QueueRows | None:
-        """Return the rows of the queue that belong to the pool, None without any."""
+        """Return the queued rows that this call uses, None if it uses none."""
         return self.queue.rows() if self._ranks_queue and len(self.queue) else None
 
     @property
@@ -249,26 +261,22 @@ class HoldsQueue(CurrentTemperature):
         }
 
     def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
-        """Return :meth:`_state` and ``of_call``; the object of the last call, whose hash is known, if all are equal."""
-        seen = [getattr(self, name) for name in (*self._shown, *_COMPARED)]
-        seen += [*self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
-        seen += [self.temperature] if self.has_temperature else []
-        (last, types, facts), kinds = self._last_facts, [*map(type, seen)]
-        # 1 and True are equal. Values of other types, such as lists, may change in place.
-        if seen != last or kinds != types or not _FIXED.issuperset(kinds):
+        """Return :meth:`_state` and ``of_call``.
+
+        If nothing has changed since the last call, it returns the same object, whose hash is known.
+        """
+        values = [getattr(self, name) for name in (*self._shown, *_COMPARED)]
+        values += [*self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
+        values += [self.temperature] if self.has_temperature else []
+        types = [*map(type, values)]
+        last_values, last_types, facts = self._last_facts
+        # The types are compared because 1 == True. Values of other types, such as lists, may have changed in place.
+        if values != last_values or types != last_types or not _FIXED.issuperset(types):
             facts = {**self._state(), **of_call}
-            vars(self)["_last_facts"] = seen, kinds, facts  # an assignment to a module takes as long as an operator
+            # Not setattr: that of nn.Module takes as long as an operator.
+            vars(self)["_last_facts"] = values, types, facts
         return {**facts, "queue": State(self.queue.position, SAME_QUEUE)} if self.queue_size else facts
 
     def reset_queue(self) -> None:
         """Remove all queued rows. With several ranks, call it on every rank."""
         self.queue.reset()
-
-
-_COMPARED = "name", "training", "gradient_reduction", "update_queue_in_eval", "queue_in_eval", "_num_draws"
-
-
-_FIXED = {bool, float, int, str, type(None), tuple, State}  # types of arguments and of state
-
-
-_SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."

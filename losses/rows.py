@@ -1,4 +1,8 @@
-"""What is checked of the rows given to a loss, once: tensors, targets and weights; and the checked rows."""
+"""The checks of what a loss is called with, before anything travels.
+
+:class:`Batch` is the checked rows of a ranking loss, and :func:`check_batch` makes it. Then the checks of single
+tensors, which the other losses use too, and last the questions about tensors that all losses ask.
+"""
 
 from __future__ import annotations
 
@@ -15,71 +19,6 @@ from ..errors import Words, check_tensor, expected, warn
 from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import func_transforms_are_active, is_batched
 from ..queues.memory_queue import multi_hot_dtype
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Return True if a branch may depend on values: not while compiling, on the meta device or under ``torch.vmap``."""
-    compiling = torch.compiler.is_compiling() or tensor.is_meta
-    return not (compiling or (func_transforms_are_active() and is_batched(tensor)))
-
-
-def weight_unit(weight: Tensor) -> Tensor:
-    """Return what weights are divided by so that no sum of them overflows: 1, or a power of two for huge weights."""
-    large = 2.0**64 if weight.dtype == torch.float32 else 2.0**512
-    if weight.numel() == 0:
-        return weight.new_ones(())
-    most = weight.amax()
-    return torch.where(most > large, torch.full_like(most, large), torch.ones_like(most))
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype a loss is computed in: float32 for half precision, whose sums over a pool would saturate."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def check_device(name: str, value: Tensor, rows: Tensor, called: str = "logits") -> None:
-    """Raise ValueError when ``value`` is not on the device of ``rows``, the argument named ``called``."""
-    if value.device != rows.device:
-        what, fix = f"a tensor on {rows.device}, as {called}", f"Use {name}.to({called}.device)."
-        raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
-
-
-def checked_rows(name: str, rows: Tensor, width: int | None = None) -> Tensor:
-    """Return ``rows`` (N, D) of floats, or raise TypeError or ValueError; ``width`` is the D of a queue."""
-    check_tensor(name, rows)
-    check_not_batched(rows)
-    if not rows.is_floating_point():
-        raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
-    if rows.ndim != 2 or rows.shape[1] == 0:
-        raise ValueError(expected(name, "shape (N, D), D >= 1", rows, f"Use {name}.flatten(1)."))
-    if width is not None and rows.shape[1] != width:
-        fix = "Construct another loss for rows of another width."
-        raise ValueError(expected(name, f"shape (N, {width}), as the queue", rows, fix))
-    return rows
-
-
-def check_values(name: str, tensor: Tensor) -> None:
-    """Raise RuntimeError when ``tensor`` is on the meta device, for a loss that must read values."""
-    if tensor.is_meta:
-        raise RuntimeError(expected(name, "a tensor with values", tensor, "It is on the meta device."))
-
-
-def is_integer(tensor: Tensor) -> bool:
-    """Return True for integer dtypes; bool is not one of them."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def unit_rows(rows: Tensor) -> Tensor:
-    """Return rows (N, D) of length 1 in the dtype of the computation; rows of zeros stay zeros.
-
-    Divided by its largest entry first, a row has no square that overflows or underflows. That does not change its
-    direction, so the entry is a constant for the gradient.
-    """
-    rows = rows.to(compute_dtype(rows.dtype))
-    largest = rows.detach().abs().amax(dim=1, keepdim=True)
-    scaled = rows / torch.where(largest > 0, largest, torch.ones_like(largest))
-    length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
-    return scaled / length.clamp_min(1.0)
 
 
 class TargetRule(NamedTuple):
@@ -99,141 +38,6 @@ class TargetRule(NamedTuple):
         return (codes == 1) & (codes != self.ignore_index)
 
 
-Checked = tuple[Tensor, bool, int | None, int | None]
-
-
-def check_targets(
-    logits: Tensor,
-    targets: Tensor,
-    rule: TargetRule,
-    validate_args: bool,
-    stored: Callable[[Tensor, Tensor], Tensor] | None,
-) -> Checked:
-    """Return the targets, and what is known of them: the fields of :class:`Batch` from ``complete`` on."""
-    if targets.device != logits.device:
-        check_device("targets", targets, logits)
-    count, is_int64 = logits.shape[0], targets.dtype is torch.int64
-    if rule.multi_hot:
-        check_exact(targets, 2)
-        if tuple(targets.shape) == (count,) and rule.num_classes == 1:
-            targets = targets[:, None]
-        if tuple(targets.shape) != (count, rule.num_classes):
-            raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
-        if validate_args:
-            bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
-            if bool(bad.any()):
-                raise _not_binary(targets[bad][0].item(), rule.ignore_index)
-        return targets.to(rule.dtype), False, None, None  # the ranks must send the same dtype
-    if tuple(targets.shape) == (count, 1):
-        targets = targets[:, 0]
-    if tuple(targets.shape) != (count,):
-        fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
-        raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
-    given, num_stored = targets, None
-    if not is_int64:
-        check_exact(targets, rule.num_classes)
-        targets = targets.to(torch.int64)
-    # On the host it costs less to know that no row is ignored than to compute as if one were.
-    if count and (validate_args or (targets.device.type == "cpu" and has_values(targets))):
-        low, high, num_inexact, num_positive, num_stored = _read(logits, given, targets, rule, stored)
-        # The common case takes one pass over the targets.
-        if low >= 0 and high < max(2, rule.num_classes) and not num_inexact:
-            complete = not low <= rule.ignore_index <= high
-            return targets, complete, num_positive if complete else None, num_stored
-    ignored = targets == rule.ignore_index
-    if rule.num_classes > 1:
-        if validate_args:
-            check_class_range(given, targets, ignored, rule.num_classes, rule.ignore_index)
-        return targets, False, None, num_stored
-    if validate_args and given.is_floating_point():
-        odd = (given != 0) & (given != 1) & (given != rule.ignore_index)
-        if bool(odd.any()):
-            raise _not_binary(given[odd][0].item(), rule.ignore_index)
-    elif validate_args:
-        odd = (targets != 0) & (targets != 1) & ~ignored
-        if bool(odd.any()):
-            values = targets[odd].unique()[:8].tolist()
-            found = f"targets: expected 0 or 1 with num_classes=1, got {values}. Every value but 0 counts as positive."
-            warn(f"{found} Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes.")
-    return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False, None, num_stored
-
-
-def _read(
-    logits: Tensor, given: Tensor, targets: Tensor, rule: TargetRule, stored: Callable[[Tensor, Tensor], Tensor] | None
-) -> tuple[int, int, int, int | None, int | None]:
-    """Return what is known of ``targets``, the int64 form of ``given``; waits for the device once.
-
-    The lowest and the highest target, how many have changed in the conversion, and the two numbers of :class:`Batch`.
-    """
-    values = [*targets.aminmax()]
-    if given.is_floating_point():
-        values.append((given != targets).sum())
-    if targets.device.type == "cpu":  # nothing waits: what is not needed now may be counted when it is
-        return int(values[0]), int(values[1]), int(sum(values[2:])), None, None
-    if rule.num_classes == 1:
-        values.append(targets.sum())  # the number of ones, where that of the positives is used
-    if stored is not None:
-        values.append(stored(logits.detach(), targets).sum())
-    low, high, *counts = torch.stack(values).tolist()
-    num_inexact = counts.pop(0) if given.is_floating_point() else 0
-    num_positive = counts[0] if rule.num_classes == 1 else None
-    return low, high, num_inexact, num_positive, counts[-1] if stored is not None else None
-
-
-def check_exact(targets: Tensor, num_classes: int) -> None:
-    """Raise TypeError when the dtype of ``targets`` cannot hold the indices of the classes."""
-    if targets.is_complex():
-        raise TypeError(expected("targets", "integers, bools or floats", targets, "Use targets.long()."))
-    if targets.is_floating_point() and num_classes > 2 / torch.finfo(targets.dtype).eps:
-        fix = "That dtype rounds whole numbers so large. Keep class indices as integers."
-        raise TypeError(expected("targets", f"a dtype that holds the indices of {num_classes} classes", targets, fix))
-
-
-def check_class_range(given: Tensor, targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise ValueError when a class index is outside [0, num_classes) and not ignored, or a float is no whole number.
-
-    ``targets`` is the int64 form of ``given``. Waits for the device.
-    """
-    bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
-    check_of_classes(given, targets, bad, num_classes, ignore_index).read()
-
-
-def check_of_classes(given: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> DeviceCheck:
-    """Return whether a class index is ``bad``, or a float is no whole number; ``targets`` is the int64 form."""
-    bad = bad | (given != targets) if given.is_floating_point() else bad
-
-    def error() -> Exception:
-        first = given[bad][0].item()
-        what = f"class indices in [0, {num_classes}) or ignore_index={ignore_index}"
-        fix = "Class indices start at 0; rows to leave out have ignore_index for a target."
-        if first != first or first % 1:
-            fix = "Targets are one class each, as whole numbers; rows to leave out have ignore_index for a target."
-        return ValueError(expected("targets", what, first, fix))
-
-    return DeviceCheck(bad.any(), error)
-
-
-def _not_binary(value: float, ignore_index: int) -> ValueError:
-    fix = ""
-    if value == -1:
-        fix = "Use (targets > 0).long() for targets of -1 and +1."
-    elif value != value:
-        fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({ignore_index})."
-    elif 0 < value < 1:
-        fix = "Use (targets > 0.5).long(), or SigmoidFocalLoss for soft targets."
-    elif isinstance(value, float):
-        fix = "Use (targets > 0).long() if all but 0 are positives, num_classes=C for indices of C classes."
-    return ValueError(expected("targets", f"0, 1 or ignore_index={ignore_index}", value, fix))
-
-
-def may_hold(targets: Tensor, value: int) -> bool:
-    """Return False if one pass over the targets shows that none is ``value``; True otherwise, and while compiling."""
-    if not has_values(targets) or targets.numel() == 0:
-        return True
-    low, high = torch.stack(targets.aminmax()).tolist()
-    return bool(low <= value <= high)
-
-
 class Batch(NamedTuple):
     """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights in compute dtype."""
 
@@ -245,7 +49,7 @@ class Batch(NamedTuple):
     complete: bool = False  # True: no target is ignored. False: not known, which costs one more pass over the targets.
     num_positive: int | None = None  # of a single class; None if the host does not know
     num_stored: int | None = None  # rows that may enter a queue; None if the host does not know
-    over_ranks: bool = False  # of several ranks
+    over_ranks: bool = False  # True for the rows of several ranks
     rule: TargetRule = TargetRule(1)  # how the targets are read
 
     @property
@@ -255,7 +59,7 @@ class Batch(NamedTuple):
 
     @property
     def counts(self) -> tuple[float, float, float]:
-        """What :meth:`of_all` adds over the ranks; NaN where the host does not know."""
+        """The numbers that :meth:`of_all` adds over the ranks; NaN where the host does not know."""
         if not self.targets.shape[0]:
             return 0.0, 0.0, 0.0
         positive, stored = self.num_positive, self.num_stored
@@ -263,9 +67,9 @@ class Batch(NamedTuple):
         return not self.complete, *known
 
     @staticmethod
-    def of_all(tensors: Sequence[Any], totals: Sequence[Sequence[float]], rule: TargetRule) -> Batch:
-        """Return the rows of all ranks with what the host knows of them, from the :attr:`counts` of each."""
-        incomplete, *sums, _ = map(sum, zip(*totals))
+    def of_all(tensors: Sequence[Any], counts: Sequence[Sequence[float]], rule: TargetRule) -> Batch:
+        """Return the rows of all ranks, from the gathered tensors and the :attr:`counts` of each rank."""
+        incomplete, *sums, _ = map(sum, zip(*counts))
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
         return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored, True, rule)
@@ -290,8 +94,8 @@ def check_batch(
     """Return the checked rows, or raise TypeError or ValueError.
 
     The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling. Weights
-    are one wait, and targets another, which also brings what the host will need later: the number of positives, and
-    that of the rows for which ``stored(logits, targets)`` is True.
+    cost one wait, and targets another. The latter also brings two numbers to the host that a later step needs: the
+    positives, and the rows for which ``stored(logits, targets)`` is True.
     """
     check_tensor("logits", logits)
     check_tensor("targets", targets)
@@ -308,9 +112,9 @@ def check_batch(
         shape = f"(N, {rule.num_classes})" + (" or (N,)" if rule.num_classes == 1 else "")
         raise ValueError(expected("logits", f"shape {shape}", logits, fix))
     if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
-        what, found = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
-        raise TypeError(expected("logits", what, found, "Use logits.cpu(): the gradient comes back to the device."))
-    targets, complete, num_positive, num_stored = check_targets(logits, targets, rule, validate_args, stored)
+        what, device = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
+        raise TypeError(expected("logits", what, device, "Use logits.cpu(): the gradient comes back to the device."))
+    targets, complete, num_positive, num_stored = _check_targets(logits, targets, rule, validate_args, stored)
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
@@ -330,14 +134,6 @@ def check_batch(
     return Batch(logits, targets, iid_mask, sample_weight, indexes, *known, rule=rule)
 
 
-def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
-    """Return the query of each row of ``logits`` as int64, or raise TypeError or ValueError."""
-    _check_row_tensor("indexes", indexes, logits)
-    if not is_integer(indexes):
-        raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
-    return indexes.to(torch.int64)  # the ranks must send the same dtype
-
-
 @functools.cache
 def _has_float64(device: torch.device) -> bool:
     """Return False on a device without float64, such as those of type mps."""
@@ -348,19 +144,137 @@ def _has_float64(device: torch.device) -> bool:
     return True
 
 
-def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
-    check_tensor(name, value, "a tensor or None")
-    count = logits.shape[0]
-    if tuple(value.shape) != (count,):
-        fix = f"Use {name}.squeeze(1)." if tuple(value.shape) == (count, 1) else ""
-        raise ValueError(expected(name, f"shape ({count},), one entry per row of logits", value, fix))
-    check_device(name, value, logits)
+def _check_targets(
+    logits: Tensor,
+    targets: Tensor,
+    rule: TargetRule,
+    validate_args: bool,
+    stored: Callable[[Tensor, Tensor], Tensor] | None,
+) -> tuple[Tensor, bool, int | None, int | None]:
+    """Return the fields ``targets``, ``complete``, ``num_positive`` and ``num_stored`` of :class:`Batch`."""
+    if targets.device != logits.device:
+        check_device("targets", targets, logits)
+    count, is_int64 = logits.shape[0], targets.dtype is torch.int64
+    if rule.multi_hot:
+        check_exact(targets, 2)
+        if tuple(targets.shape) == (count,) and rule.num_classes == 1:
+            targets = targets[:, None]
+        if tuple(targets.shape) != (count, rule.num_classes):
+            raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
+        if validate_args:
+            bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
+            if bool(bad.any()):
+                raise _not_binary(targets[bad][0].item(), rule.ignore_index)
+        return targets.to(rule.dtype), False, None, None  # the ranks must send the same dtype
+    if tuple(targets.shape) == (count, 1):
+        targets = targets[:, 0]
+    if tuple(targets.shape) != (count,):
+        fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
+        raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
+    raw, num_stored = targets, None
+    if not is_int64:
+        check_exact(targets, rule.num_classes)
+        targets = targets.to(torch.int64)
+    # On the host it is cheaper to find out that no row is ignored than to compute as if one were.
+    if count and (validate_args or (targets.device.type == "cpu" and has_values(targets))):
+        low, high, num_inexact, num_positive, num_stored = _summarize(logits, raw, targets, rule, stored)
+        # The common case takes one pass over the targets.
+        if low >= 0 and high < max(2, rule.num_classes) and not num_inexact:
+            complete = not low <= rule.ignore_index <= high
+            return targets, complete, num_positive if complete else None, num_stored
+    ignored = targets == rule.ignore_index
+    if rule.num_classes > 1:
+        if validate_args:
+            check_class_range(raw, targets, ignored, rule.num_classes, rule.ignore_index)
+        return targets, False, None, num_stored
+    if validate_args and raw.is_floating_point():
+        odd = (raw != 0) & (raw != 1) & (raw != rule.ignore_index)
+        if bool(odd.any()):
+            raise _not_binary(raw[odd][0].item(), rule.ignore_index)
+    elif validate_args:
+        odd = (targets != 0) & (targets != 1) & ~ignored
+        if bool(odd.any()):
+            values = targets[odd].unique()[:8].tolist()
+            text = f"targets: expected 0 or 1 with num_classes=1, got {values}. Every value but 0 counts as positive."
+            warn(f"{text} Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes.")
+    return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False, None, num_stored
+
+
+def _summarize(
+    logits: Tensor, raw: Tensor, targets: Tensor, rule: TargetRule, stored: Callable[[Tensor, Tensor], Tensor] | None
+) -> tuple[int, int, int, int | None, int | None]:
+    """Return a summary of ``targets``, the int64 form of ``raw``; waits for the device once.
+
+    The lowest and the highest target, how many changed in the conversion, and the two numbers of :class:`Batch`.
+    """
+    values = [*targets.aminmax()]
+    if raw.is_floating_point():
+        values.append((raw != targets).sum())
+    if targets.device.type == "cpu":  # where reading never waits, so the other numbers are counted when one is needed
+        return int(values[0]), int(values[1]), int(sum(values[2:])), None, None
+    if rule.num_classes == 1:
+        values.append(targets.sum())  # of the ones: it is used only if all targets are 0 or 1
+    if stored is not None:
+        values.append(stored(logits.detach(), targets).sum())
+    low, high, *counts = torch.stack(values).tolist()
+    num_inexact = counts.pop(0) if raw.is_floating_point() else 0
+    num_positive = counts[0] if rule.num_classes == 1 else None
+    return low, high, num_inexact, num_positive, counts[-1] if stored is not None else None
+
+
+def _not_binary(value: float, ignore_index: int) -> ValueError:
+    fix = ""
+    if value == -1:
+        fix = "Use (targets > 0).long() for targets of -1 and +1."
+    elif value != value:
+        fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({ignore_index})."
+    elif 0 < value < 1:
+        fix = "Use (targets > 0.5).long(), or SigmoidFocalLoss for soft targets."
+    elif isinstance(value, float):
+        fix = "Use (targets > 0).long() if all but 0 are positives, num_classes=C for indices of C classes."
+    return ValueError(expected("targets", f"0, 1 or ignore_index={ignore_index}", value, fix))
+
+
+def check_exact(targets: Tensor, num_classes: int) -> None:
+    """Raise TypeError when the dtype of ``targets`` cannot represent every class index exactly."""
+    if targets.is_complex():
+        raise TypeError(expected("targets", "integers, bools or floats", targets, "Use targets.long()."))
+    if targets.is_floating_point() and num_classes > 2 / torch.finfo(targets.dtype).eps:
+        fix = "That dtype rounds whole numbers so large. Keep class indices as integers."
+        raise TypeError(expected("targets", f"a dtype that holds the indices of {num_classes} classes", targets, fix))
+
+
+def check_class_range(raw: Tensor, targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise ValueError when a class index is outside [0, num_classes) and not ignored, or a float is no whole number.
+
+    ``targets`` is the int64 form of ``raw``. Waits for the device.
+    """
+    bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
+    class_range_check(raw, targets, bad, num_classes, ignore_index).read()
+
+
+def class_range_check(raw: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> DeviceCheck:
+    """Return the check that no class index is ``bad`` and every float is a whole number.
+
+    ``targets`` is the int64 form of ``raw``.
+    """
+    bad = bad | (raw != targets) if raw.is_floating_point() else bad
+
+    def error() -> Exception:
+        first = raw[bad][0].item()
+        what = f"class indices in [0, {num_classes}) or ignore_index={ignore_index}"
+        fix = "Class indices start at 0; rows to leave out have ignore_index for a target."
+        if first != first or first % 1:
+            fix = "Targets are one class each, as whole numbers; rows to leave out have ignore_index for a target."
+        return ValueError(expected("targets", what, first, fix))
+
+    return DeviceCheck(bad.any(), error)
 
 
 def weight_and_check(
     sample_weight: Tensor, dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None]:
-    """Return the weights detached and in ``dtype``, and whether one is negative or not finite; None if not checked."""
+    """Return the weights detached and in ``dtype``, and the check that all are finite and >= 0; None if not wanted."""
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
@@ -373,3 +287,93 @@ def weight_and_check(
         return ValueError(expected("sample_weight", "finite numbers >= 0", sample_weight[bad][0].item()))
 
     return sample_weight.to(dtype), DeviceCheck(bad.any(), error)
+
+
+def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
+    """Return the query of each row of ``logits`` as int64, or raise TypeError or ValueError."""
+    _check_row_tensor("indexes", indexes, logits)
+    if not is_integer(indexes):
+        raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
+    return indexes.to(torch.int64)  # the ranks must send the same dtype
+
+
+def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
+    check_tensor(name, value, "a tensor or None")
+    count = logits.shape[0]
+    if tuple(value.shape) != (count,):
+        fix = f"Use {name}.squeeze(1)." if tuple(value.shape) == (count, 1) else ""
+        raise ValueError(expected(name, f"shape ({count},), one entry per row of logits", value, fix))
+    check_device(name, value, logits)
+
+
+def check_device(name: str, value: Tensor, rows: Tensor, rows_name: str = "logits") -> None:
+    """Raise ValueError when ``value`` is not on the device of ``rows``, the argument called ``rows_name``."""
+    if value.device != rows.device:
+        what, fix = f"a tensor on {rows.device}, as {rows_name}", f"Use {name}.to({rows_name}.device)."
+        raise ValueError(expected(name, what, Words(f"one on {value.device}"), fix))
+
+
+def checked_embeddings(name: str, rows: Tensor, width: int | None = None) -> Tensor:
+    """Return ``rows`` (N, D) of floats, or raise TypeError or ValueError; ``width`` is the D of a queue."""
+    check_tensor(name, rows)
+    check_not_batched(rows)
+    if not rows.is_floating_point():
+        raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
+    if rows.ndim != 2 or rows.shape[1] == 0:
+        raise ValueError(expected(name, "shape (N, D), D >= 1", rows, f"Use {name}.flatten(1)."))
+    if width is not None and rows.shape[1] != width:
+        fix = "Construct another loss for rows of another width."
+        raise ValueError(expected(name, f"shape (N, {width}), as the queue", rows, fix))
+    return rows
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise RuntimeError when ``tensor`` is on the meta device, for a loss that must read values."""
+    if tensor.is_meta:
+        raise RuntimeError(expected(name, "a tensor with values", tensor, "It is on the meta device."))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return True if a branch may depend on values: not while compiling, on the meta device or under ``torch.vmap``."""
+    compiling = torch.compiler.is_compiling() or tensor.is_meta
+    return not (compiling or (func_transforms_are_active() and is_batched(tensor)))
+
+
+def may_hold(targets: Tensor, value: int) -> bool:
+    """Return False if one pass over the targets shows that none is ``value``; True otherwise, and while compiling."""
+    if not has_values(targets) or targets.numel() == 0:
+        return True
+    low, high = torch.stack(targets.aminmax()).tolist()
+    return bool(low <= value <= high)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return True for integer dtypes; bool is not one of them."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype a loss is computed in: float32 for half precision, whose sums over a pool would saturate."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def weight_unit(weight: Tensor) -> Tensor:
+    """Return the number to divide weights by, so that no sum of them overflows: 1, or a power of two if one is huge."""
+    large = 2.0**64 if weight.dtype == torch.float32 else 2.0**512
+    if weight.numel() == 0:
+        return weight.new_ones(())
+    most = weight.amax()
+    return torch.where(most > large, torch.full_like(most, large), torch.ones_like(most))
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return rows (N, D) of length 1 in the dtype of the computation; rows of zeros stay zeros.
+
+    Each row is first divided by its largest entry, so that no square overflows or underflows. That does not change its
+    direction, so the entry is a constant for the gradient.
+    """
+    rows = rows.to(compute_dtype(rows.dtype))
+    largest = rows.detach().abs().amax(dim=1, keepdim=True)
+    scaled = rows / torch.where(largest > 0, largest, torch.ones_like(largest))
+    length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return scaled / length.clamp_min(1.0)

@@ -23,7 +23,7 @@ from ...kernels.costs import costs_of
 from ...kernels.registration import with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
-from ..rows import checked_rows, compute_dtype, unit_rows
+from ..rows import checked_embeddings, compute_dtype, unit_rows
 
 FEWEST_ANCHORS = 64  # in a block: fewer would make products too thin to be fast, and add up the candidates' too often
 
@@ -131,12 +131,12 @@ class ContrastiveLoss(HoldsQueue):
         if not isinstance(normalize, bool):
             raise TypeError(expected("normalize", "True or False", normalize))
         self.normalize = normalize
-        self._hold_rows(queue_size, num_features, ignore_index)
+        self._make_embedding_queue(queue_size, num_features, ignore_index)
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
         if group is not None:
             self._check_not_gathered(group, **{name: rows})
-        checked_rows(name, rows, self.queue.num_classes if self.queue_size else None)
+        checked_embeddings(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
         if func_transforms_are_active() or has_tangent(rows):
             fix = "The loss of one call has a first derivative alone."

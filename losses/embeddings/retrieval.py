@@ -22,7 +22,7 @@ from ...queues.memory_queue import QueueRows
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
-from ..rows import check_device, checked_rows, has_values, is_integer, unit_rows
+from ..rows import check_device, checked_embeddings, has_values, is_integer, unit_rows
 from .retrieval_queries import Split, SplitQueries, queries
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
@@ -78,7 +78,7 @@ def retrieval_smooth_ap(
     check_temperature(temperature, automatic=True)
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
-    rows = checked_rows("embeddings", embeddings)
+    rows = checked_embeddings("embeddings", embeddings)
     return _loss(rows, checked_labels(labels, rows), temperature, reduction, ignore_index)[0]
 
 
@@ -118,7 +118,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
-        self._hold_rows(queue_size, num_features, ignore_index)
+        self._make_embedding_queue(queue_size, num_features, ignore_index)
         self.temperature = check_temperature(temperature, automatic=True)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
@@ -139,7 +139,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
-            own = checked_rows("embeddings", embeddings, width), checked_labels(labels, embeddings)
+            own = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
             facts = {} if group is None else self._facts({})
             return Offer(own, facts, checksum=self._checksum, tensors=own)
 

@@ -17,7 +17,7 @@ from ..arguments import completed
 from ..base import GroupOptions
 from ..rows import compute_dtype, has_values
 from .base import Elements, FocalLoss, check_inputs
-from .sigmoid_focal import check_of_soft_targets, expanded_weight, targets_as
+from .sigmoid_focal import expanded_weight, soft_target_check, targets_as
 from .softmax_focal import check_classes, check_element_weight
 
 TorchReduction = Literal["mean", "sum", "none"]
@@ -121,7 +121,7 @@ class CrossEntropyLoss(TorchLikeLoss):
             if not targets.is_floating_point():
                 fix = "Use targets.argmax(dim=1) for one-hot targets; BCEWithLogitsLoss for several labels per row."
                 raise TypeError(expected("targets", "class indices (N, *), or probabilities as floats", targets, fix))
-            checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
+            checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
             y, weight, counted = targets.to(x.dtype), self._weights_of(x), None
         else:
             y, valid, checks = check_classes(inputs, targets, self.ignore_index, self.validate_args)
@@ -198,7 +198,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses, or their sum, and their divisor."""
         targets = targets_as(inputs, targets)
-        checks = [check_of_soft_targets(targets)] if self.validate_args and has_values(targets) else []
+        checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
         x = inputs.to(compute_dtype(inputs.dtype))
         weight, pos_weight = self._weight_of("weight", x), self._weight_of("pos_weight", x)
         given = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args)

@@ -80,7 +80,7 @@ def _elements(
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     are_hard = x.device.type == "cpu" and has_values(x) and has_values(y) and torch.equal(y, (y > 0).to(y.dtype))
-    checks = [] if are_hard or not (validate_args and has_values(targets)) else [check_of_soft_targets(targets)]
+    checks = [] if are_hard or not (validate_args and has_values(targets)) else [soft_target_check(targets)]
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
     # Nothing cancels then, even for infinite logits. Only other targets need the general form.
     if are_hard:
@@ -114,7 +114,7 @@ def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
     return targets
 
 
-def check_of_soft_targets(targets: Tensor) -> DeviceCheck:
+def soft_target_check(targets: Tensor) -> DeviceCheck:
     """Return whether a target is not in [0, 1]."""
     bad = ~((targets >= 0) & (targets <= 1))
 

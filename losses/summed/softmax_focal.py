@@ -15,7 +15,7 @@ from ...errors import check_amount, check_between, check_choice, check_int, chec
 from ..arguments import completed
 from ..base import GroupOptions
 from ..pooled.pool import local_pool
-from ..rows import check_exact, check_of_classes, compute_dtype, has_values, weight_and_check
+from ..rows import check_exact, class_range_check, compute_dtype, has_values, weight_and_check
 from .base import Elements, FocalLoss, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
@@ -165,7 +165,7 @@ def check_classes(
     if not (validate_args and has_values(targets)):
         return targets, targets != ignore_index, []
     ignored, outside = targets == ignore_index, (targets < 0) | (targets >= inputs.shape[1])
-    check = check_of_classes(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
+    check = class_range_check(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
     return targets, ~(ignored | outside), [check]
 
 
