@@ -211,7 +211,7 @@ class ShardedLoss(nn.Module):
         loss, pool = self.loss, part.pool
         if loss.training and loss.pool_counts is not None:
             loss.pool_counts.add(sum(part.positives) / loss.num_classes, per_class)
-        if loss.training and loss.validate_args and loss._hints.look(pool):
+        if loss.training and loss.validate_args and loss._hints.count_call(pool):
             # A hint about the rows of some ranks would be given by these ranks alone, and could stop them alone.
             pool, rows = pool.with_scores(pool.scores.detach()), rows.take(rows.targets.new_zeros(0).long())
             loss._hints.observe(loss._setting(part.num_rows), rows, pool, per_class)

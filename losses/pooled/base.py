@@ -1,4 +1,10 @@
-"""The one step of the losses over a pool: check and gather, join with the queue, draw, formula, reduce, enqueue."""
+"""The base of the losses over a pool. Every one of them makes the same step, :meth:`RankingLoss.forward`::
+
+check and gather      the rows of this rank are checked, and those of all ranks gathered    _check_and_gather
+make the pool         queued rows are appended, and at most max_pool_size rows drawn        _make_pool
+formula               the loss of each class; the only step of a subclass                   compute_per_class
+reduce and enqueue    the loss over the classes; the live rows enter the queue              _reduce_and_enqueue
+"""
 
 from __future__ import annotations
 
@@ -32,9 +38,11 @@ from .pool import (
     reduce_values,
 )
 
+_SEED = 0x66756C6C  # with the number of the draw it determines which rows are drawn
+
 
 class PoolOptions(GroupOptions, total=False):
-    """The keyword arguments of :class:`RankingLoss`, which its subclasses pass on as they are."""
+    """The keyword arguments of :class:`RankingLoss` that its subclasses pass on unchanged."""
 
     queue_keep: Keep
     queue_in_eval: bool
@@ -42,7 +50,7 @@ class PoolOptions(GroupOptions, total=False):
 
 
 class Given(NamedTuple):
-    """The rows of this rank, as they were given."""
+    """The rows of this rank as the caller passed them, not yet checked."""
 
     logits: Tensor
     targets: Tensor
@@ -59,8 +67,8 @@ class RankingLoss(HoldsQueue):
     gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows, and none
     is enqueued.
 
-    A subclass defines :meth:`compute_per_class`, names its hyper-parameters in ``own_arguments``, and says with
-    ``spread_multiple`` which automatic temperature it has, if any. One without a temperature sets
+    A subclass defines :meth:`compute_per_class`, names its hyper-parameters in ``own_arguments``, and sets
+    ``spread_multiple`` if its temperature can be automatic. A subclass without a temperature sets
     ``has_temperature = False``: it has no attribute ``temperature``, ignores the argument, and saves and compares none.
 
     Args:
@@ -69,7 +77,7 @@ class RankingLoss(HoldsQueue):
         update_queue_in_eval: let rows enter the queue in eval mode too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
-            these with a pointwise loss: all scores may rise against constant ones.
+            ``"negatives"`` with a pointwise loss: the queued scores are constant, so all live scores may rise together.
         queue_in_eval: let queued rows belong to the pool in eval mode too. By default validation rows are ranked alone.
 
     Shape:
@@ -170,13 +178,15 @@ class RankingLoss(HoldsQueue):
 
         Args:
             logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
-            return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also that of each class, if valid.
-            indexes: (N,) integers, the query of each row, on whichever rank; for :class:`SmoothAPLoss` alone, with
-                ``num_classes=1`` and no ``max_pool_size``, on every rank or on none. ``reduction`` and
-                ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No queue is used.
+            return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also the loss of each class, and
+                which classes are valid.
+            indexes: (N,) integers, the query of each row; a query may have rows on several ranks. For
+                :class:`SmoothAPLoss` alone, with ``num_classes=1`` and no ``max_pool_size``, on every rank or on none.
+                ``reduction`` and ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No
+                queue is used.
         """
-        live = self._rows_of_all(Given(logits, targets, iid_mask, sample_weight, indexes))
-        pool = self._join(live)
+        live = self._check_and_gather(Given(logits, targets, iid_mask, sample_weight, indexes))
+        pool = self._make_pool(live)
         per_class = self.compute_per_class(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
@@ -192,10 +202,10 @@ class RankingLoss(HoldsQueue):
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
 
-    # The steps of a call, in their order.
+    # The steps of a call, in the order in which they run.
 
-    def _rows_of_all(self, given: Given) -> Batch:
-        """Return the checked rows of all ranks; if one rank's rows do not pass, every rank raises."""
+    def _check_and_gather(self, given: Given) -> Batch:
+        """Return the checked rows of all ranks. If the checks fail on one rank, every rank raises."""
         call, group = type(self).__name__, self._resolve_group()
         if not torch.compiler.is_compiling():
             refuse_in_backward(call)
@@ -227,9 +237,9 @@ class RankingLoss(HoldsQueue):
         if self.has_temperature:
             check_temperature(self.temperature, self.spread_multiple is not None)
 
-    def _join(self, live: Batch) -> Pool:
+    def _make_pool(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
-        if live.indexes is not None:  # rows of earlier steps belong to other queries
+        if live.indexes is not None:  # queued rows belong to other queries
             return Pool(live)
         rows, is_live, queued = live, None, self._queued_rows() if self.queue_size else None
         if queued is not None:
@@ -246,16 +256,16 @@ class RankingLoss(HoldsQueue):
                 index = draw_rows(rows, limit, self._num_draws)
             else:  # on the meta device any rows have the right shape
                 index = torch.arange(limit, device=rows.logits.device)
-            # Only training steps count: rank 0 may validate alone, and its draws must stay those of the other ranks.
+            # Only training steps count: rank 0 may validate alone, and must still draw the same rows as other ranks.
             self._num_draws += self.training
             rows, is_live = rows.take(index), None if is_live is None else is_live[index]
         pool = Pool(rows, is_live, self.queue_keep)
         if self.validate_args and self.training and has_values(live.logits):
-            pool.is_watched = self._hints.look(pool)
+            pool.is_observed = self._hints.count_call(pool)
         return pool
 
     def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
-        """Return the pool and the temperature for the formula of a subclass with an automatic temperature."""
+        """Return the pool and the temperature to use in the formula of a subclass that has ``spread_multiple``."""
         assert self.spread_multiple is not None
         scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
         self._note_temperature(pool, temperature)
@@ -266,7 +276,7 @@ class RankingLoss(HoldsQueue):
             vars(self)["_last_temperature"] = temperature
 
     def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
-        """Return the loss over the valid classes. The live rows enter the queue, and loggers and hints see the call."""
+        """Return the loss over the valid classes. Enqueue the live rows, count for loggers, and look for hints."""
         loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
@@ -276,7 +286,7 @@ class RankingLoss(HoldsQueue):
             if self._enqueues and live.indexes is None and not live.logits.is_meta:
                 rows = live.logits, live.targets, live.iid_mask, live.sample_weight
                 self.queue.enqueue(*rows, num_stored=live.num_stored)
-        if pool.is_watched:
+        if pool.is_observed:
             setting = self._setting(pool.rows.logits.shape[0])
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
         return note_kind(loss, over_ranks=True) if live.over_ranks else loss
@@ -289,7 +299,7 @@ class RankingLoss(HoldsQueue):
             self._warned.add(kind)
             warn(text)
 
-    # What the ranks compare, and what is saved.
+    # The facts that the ranks compare, and the state.
 
     @property
     def _rule(self) -> TargetRule:
@@ -299,7 +309,7 @@ class RankingLoss(HoldsQueue):
         return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training besides the queue: the temperature and the number of draws."""
+        """Return what changes during training, except the queue: the temperature and the number of draws."""
         return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -315,20 +325,21 @@ class RankingLoss(HoldsQueue):
 
 def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
     """Return the live rows followed by the queued rows, in the dtype of the computation."""
-    device, wide = live.logits.device, compute_dtype(live.logits.dtype)
+    device, dtype = live.logits.device, compute_dtype(live.logits.dtype)
     num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
-    # Queued rows may have been enqueued with a mask or with weights. Rows without them have the defaults.
+    # Rows may have entered the queue with a mask or with weights, or without, and so may the live rows. Rows without
+    # a mask all count as iid, and rows without weights have weight 1.
     iid = live.iid_mask
     if uses_iid:
         iid = torch.ones(num_live, dtype=torch.bool, device=device) if iid is None else iid
         iid = torch.cat([iid, queued.iid_mask.to(device)])
     weight, queued_weight = live.sample_weight, queued.sample_weight
     if weight is not None or queued_weight is not None:
-        weight = torch.ones(num_live, dtype=wide, device=device) if weight is None else weight
+        weight = torch.ones(num_live, dtype=dtype, device=device) if weight is None else weight
         queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
         weight = torch.cat([weight, queued_weight])
     return Batch(
-        torch.cat([live.logits.to(wide), queued.logits.to(device, wide)]),
+        torch.cat([live.logits.to(dtype), queued.logits.to(device, dtype)]),
         torch.cat([live.targets, queued.targets.to(live.targets)]),
         iid if uses_iid else None,
         weight,
@@ -342,7 +353,7 @@ def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
 
     The classes present share half of the budget equally; rows without a class count as one class. The other half is
     drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every
-    class are not drawn. All ranks with the same rows and number of the ``draw``, which is the seed, draw the same ones.
+    class are not drawn. The number of the ``draw`` is the seed, so ranks with the same rows draw the same ones.
     """
     rule, generator = batch.rule, torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]
@@ -360,13 +371,10 @@ def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
         membership = (targets[:, None] == classes) & taking_part[:, None]  # [M, C], or [M, 2] in binary mode
     num_present = membership.any(dim=0).sum().clamp_min(1)
     quota = (size // (2 * num_present)).clamp_min(1)
-    # 1 for the first row of a class in shuffled order. int32: with the masks 6 bytes a row and class.
+    # 1 for the first row of a class in shuffled order. int32 because this is the largest tensor here.
     place = membership.cumsum(dim=0, dtype=torch.int32)
     reserved = membership.logical_and_(place <= quota).any(dim=1)
     # Reserved rows first, then the others, then the ignored ones; each group in shuffled order.
     order = torch.where(taking_part, (~reserved).to(torch.int64), 2).argsort(stable=True)
     chosen = order[: min(size, int(taking_part.sum()))]
     return shuffled[chosen].sort().values
-
-
-_SEED = 0x66756C6C  # seed and number of the draw determine the draw

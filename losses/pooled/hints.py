@@ -1,4 +1,4 @@
-"""Warnings about a ranking loss that is probably misused: each at most once, each with the fix."""
+"""Warnings about a ranking loss that is probably misused, each at most once and with the fix."""
 
 from __future__ import annotations
 
@@ -14,74 +14,75 @@ from .pool import PerClass, Pool
 
 _EMPTY_CALLS = 20  # calls in a row without a valid class
 _SMALL_POOLS = 3  # in a row: the last batch of an epoch may be small
-_FEW_ROWS = 16  # with fewer rows the range of the scores says little about what they are
-_WIDE = 0.5  # scores in [0, 1] with less range may be those of a network before its training
-_FEW_POSITIVES = 20  # with fewer, all of them may happen to have no gradient
-_NO_GRADIENT = 1e-6  # of the largest gradient of the class
-_MANY = 0.99  # share of the live positives
+_FEW_ROWS = 16  # with fewer rows the range of the scores does not tell probabilities from logits
+_WIDE = 0.5  # scores in [0, 1] with a smaller range may be those of an untrained network
+_FEW_POSITIVES = 20  # with fewer, all of them may have no gradient by chance
+_NO_GRADIENT = 1e-6  # times the largest gradient of the class; a gradient up to it counts as none
+_MANY = 0.99  # the share of live positives without a gradient above which a hint is due
 _SMALL_LOSS = 0.05  # below it the positives are ranked well and need no gradient
 
 
 class Setting(NamedTuple):
-    """What decides which hints apply to a loss; None where one does not."""
+    """What decides which hints apply to a call; None where a hint does not apply."""
 
-    temperature: float | None  # None where it is automatic, or where the loss has none
-    small_pool: str | None  # what is wrong with a pool as small as this one will stay, and the fix
+    temperature: float | None  # None if it is automatic, or if the loss has none
+    small_pool: str | None  # the problem with a pool as small as this one, and the fix
     argument: str | None = None  # which argument is probably misread, and the fix
 
 
 class Hints:
-    """Watches the training calls of one loss, and warns once about each likely mistake.
+    """Looks at training calls of one loss, and warns once about each likely mistake.
 
     Nothing waits for an accelerator: its values are copied in the background, and read in a later call.
     """
 
     def __init__(self, loss: str) -> None:
         self._loss = loss
-        self._given: set[str] = set()
+        self._warned: set[str] = set()
         self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = 0
-        self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []
+        self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []  # each with what to call when it is there
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
-    def look(self, pool: Pool) -> bool:
-        """Count a call, and return whether :meth:`observe` is to look at it.
+    def count_call(self, pool: Pool) -> bool:
+        """Count a call before its formula, and return whether to pass it to :meth:`observe` after it.
 
-        That is in calls 1, 2, 4, 8, ..., and after one with too few rows or without a valid class until the warning.
+        True in calls 1, 2, 4, 8, ..., in which all hints are looked for. True also after a call with too few rows or
+        without a valid class, until the series ends or its hint is given.
         """
         if self._copies:
             self._read_copies()
         self._calls += 1
-        if self._takes_a_pass:
-            _ = pool.scores  # as a node of the graph, so that a hook sees its gradient
+        if self._looks_for_all:
+            _ = pool.scores  # made now, the formula uses them, and a hook sees their gradient
             return True
         return 0 < self._small_pools < _SMALL_POOLS or 0 < self._empty_calls < _EMPTY_CALLS
 
     @property
-    def _takes_a_pass(self) -> bool:
+    def _looks_for_all(self) -> bool:
         return self._calls & (self._calls - 1) == 0
 
     def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
         """Look at one call: the live rows of all ranks, the pool, and its losses."""
         if live.logits.shape[1] == 2 and live.targets.ndim == 1:
-            self._give(
+            self._warn_once(
                 "two columns",
                 "logits of shape (N, 2) are ranked as two classes, so that the frequent class counts as much as the "
                 "rare one. If the problem is binary, use num_classes=1 and one logit: logits[:, 1:] - logits[:, :1].",
             )
         if setting.argument is not None:
-            self._give("argument", setting.argument)
+            self._warn_once("argument", setting.argument)
         self._small_pools = 0 if setting.small_pool is None else self._small_pools + 1
         if setting.small_pool is not None and self._small_pools == _SMALL_POOLS:
-            self._give("few rows", setting.small_pool)
-        if "no valid class" not in self._given:
+            self._warn_once("few rows", setting.small_pool)
+        if "no valid class" not in self._warned:
             self._read(per_class.valid, self._count_empty_calls)
-        if not self._takes_a_pass:
+        if not self._looks_for_all:
             return
-        if live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._given:
-            self._read(torch.stack(live.logits.detach().aminmax()), self._look_at_range)
-        if setting.temperature is None or "gradient" in self._given:
+        if live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._warned:
+            self._read(torch.stack(live.logits.detach().aminmax()), self._check_range)
+        if setting.temperature is None or "gradient" in self._warned:
             return
         if pool.scores.requires_grad and pool.scores.numel() > 0:
             self._watch_positives(pool, per_class, setting.temperature)
@@ -89,33 +90,33 @@ class Hints:
     def _count_empty_calls(self, valid: list[float]) -> None:
         self._empty_calls = 0 if any(valid) else self._empty_calls + 1
         if self._empty_calls == _EMPTY_CALLS:
-            self._give(
+            self._warn_once(
                 "no valid class",
                 f"no class was valid in {_EMPTY_CALLS} calls in a row, so the loss was 0. Usually no class had both a "
                 "positive and a negative: draw batches with positives in them (fullrank.data.BalancedBatchSampler), "
                 "use larger batches, or set queue_size so that past rows stay in the pool.",
             )
 
-    def _look_at_range(self, ends: list[float]) -> None:
+    def _check_range(self, ends: list[float]) -> None:
         low, high = ends
         if low >= 0 and high <= 1 and high - low > _WIDE:
-            self._give(
+            self._warn_once(
                 "probabilities",
                 f"all scores lie between 0 and 1 ({low:.3g} to {high:.3g}). If they are probabilities, pass the logits "
                 "from before the sigmoid or softmax: probabilities near 0 and 1 are too close to each other to rank.",
             )
 
     def _watch_positives(self, pool: Pool, per_class: PerClass, temperature: float) -> None:
-        """Count in backward how many live positives get a gradient."""
+        """Count in the backward how many live positives get a gradient."""
         positive = pool.positive if pool.live is None else pool.positive & pool.live
         if pool.weight is not None:
             positive = positive & (pool.weight > 0)
         open_to_gain = per_class.valid & (per_class.values.detach() > _SMALL_LOSS)  # [C]
-        incoming: list[Tensor] = []  # gradient of the values: a loss that is multiplied by 0 gives none to anyone
+        incoming: list[Tensor] = []  # of the values: a class whose loss is multiplied by 0 is not counted
         if per_class.values.requires_grad:
             per_class.values.register_hook(lambda gradient: incoming.append(gradient.detach()))
 
-        def look(gradient: Tensor) -> None:
+        def count(gradient: Tensor) -> None:
             size = gradient.detach().abs()
             is_used = incoming[-1] != 0 if incoming else torch.ones_like(open_to_gain)
             counted = positive & (open_to_gain & is_used)[:, None]
@@ -123,42 +124,42 @@ class Hints:
             sums = torch.stack([lost.sum(), counted.sum()])
             self._read(sums, lambda counts: self._count_lost(counts, temperature), later=True)
 
-        pool.scores.register_hook(look)
+        pool.scores.register_hook(count)
 
     def _count_lost(self, sums: list[float], temperature: float) -> None:
         self._lost, self._positives = self._lost + int(sums[0]), self._positives + int(sums[1])
         if self._positives >= _FEW_POSITIVES and self._lost > _MANY * self._positives:
-            self._give(
+            self._warn_once(
                 "gradient",
                 f"{self._lost} of {self._positives} live positives had no gradient: temperature={temperature:g} is "
                 "too small for the distances between the scores. Use a larger one, or temperature=None where the loss "
                 "has it, which follows the spread of the scores.",
             )
 
-    def _read(self, values: Tensor, then: Callable[[list[float]], None], *, later: bool = False) -> None:
-        """Call ``then`` with ``values``, now if they are on the CPU and not ``later``, as in a backward; else later."""
-        started = start_copy(values)
-        if started is not None:
-            self._copies.append((started, then))
+    def _read(self, values: Tensor, use: Callable[[list[float]], None], *, later: bool = False) -> None:
+        """Call ``use`` with ``values``: in a later training call if ``later``, or if they are on an accelerator."""
+        copy = start_copy(values)
+        if copy is not None:
+            self._copies.append((copy, use))
             if not later:
                 self._read_copies()
 
     def _read_copies(self) -> None:
         while self._copies and self._copies[0][0].has_arrived():
-            copy, then = self._copies.pop(0)
-            then(copy.host.tolist())
+            copy, use = self._copies.pop(0)
+            use(copy.host.tolist())
 
-    def _give(self, kind: str, text: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warn(f"{self._loss}: {text}")
 
 
 class Copy(NamedTuple):
-    """Numbers on their way to the host."""
+    """Numbers that are being copied to the host."""
 
     has_arrived: Callable[[], bool]
-    host: Tensor  # not to be read before
+    host: Tensor  # not to be read before they have arrived
 
 
 def start_copy(values: Tensor) -> Copy | None:
@@ -168,8 +169,8 @@ def start_copy(values: Tensor) -> Copy | None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != values.device.type:
         return None
-    copied = torch.Event(values.device.type)
+    finished = torch.Event(values.device.type)
     host = torch.empty_like(values, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
-    copied.record()
-    return Copy(copied.query, host)
+    finished.record()
+    return Copy(finished.query, host)

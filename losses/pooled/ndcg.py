@@ -21,11 +21,11 @@ from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_indexes, compute_dtype, may_hold
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
-from .rectangles import group_rows
+from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
-MOST_GRADES = 4096  # whole numbers up to it are counted, which takes less than to sort them
-LARGEST_EXPONENT = 1000.0  # 2 to this power, times any number of rows, is a number of float64
+MOST_GRADES = 4096  # whole numbers up to it are counted, which is cheaper than sorting them
+LARGEST_EXPONENT = 1000.0  # 2 to this power, times any number of rows, is finite in float64
 
 
 @completed()
@@ -39,14 +39,14 @@ class NDCGLoss(CurrentTemperature):
 
     where I is the same sum in the best order. At a small temperature it is one minus ``ndcg_score`` of scikit-learn and
     ``RetrievalNormalizedDCG`` of torchmetrics: to 1e-6 where no two scores of a query are within 15 temperatures of
-    each other. Closer ones share their places, by the definition of the soft ranks.
+    each other. Rows with closer scores share their places, by the definition of the soft ranks.
 
     Args:
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
             automatic: 0.1 times the spread of the scores. May be assigned between steps.
         gain: of a relevance: ``"linear"``, the relevance itself, or ``"exponential"``, 2 to its power, minus 1.
-        top: count the first k places alone, as NDCG@k does: a row counts fully up to rank k, and less and less up to
-            k + 1. Rows beyond have no gradient of their own, so start a training without it. None counts all.
+        top: count only the first k places, as NDCG@k does: a row counts fully up to rank k, and less and less up to
+            k + 1. Rows beyond have no gradient of their own, so start a training with None, which counts all places.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), by sorted indexes.
         ignore_index: rows with this relevance take no part.
 
@@ -111,7 +111,7 @@ class NDCGLoss(CurrentTemperature):
             self._check_not_gathered(group, logits=logits, relevance=relevance)
             check_temperature(self.temperature, automatic=True)
             checked = self._checked(logits, relevance, indexes)
-            return Offer(checked, self._shared_facts(), check=self._check_of(checked[1]), tensors=checked)
+            return Offer(checked, self._shared_facts(), check=self._relevance_check(checked[1]), tensors=checked)
 
         if group is None:
             return note_kind(self._loss(*agree_on(call, None, bring).value))
@@ -144,12 +144,12 @@ class NDCGLoss(CurrentTemperature):
         grades = relevance.detach().reshape(-1).to(compute_dtype(logits.dtype))
         return logits.reshape(-1), grades, indexes
 
-    def _check_of(self, grades: Tensor) -> DeviceCheck | None:
-        """Return whether a relevance is out of range; None if all are known to be right, or are not looked at."""
+    def _relevance_check(self, grades: Tensor) -> DeviceCheck | None:
+        """Return the check that every relevance is in range; None if that is known already, or not to be checked."""
         most = LARGEST_EXPONENT if self.gain == "exponential" else torch.finfo(grades.dtype).max
         if not self.validate_args or grades.is_meta or grades.numel() == 0:
             return None
-        if grades.device.type == "cpu":  # the common case takes one pass
+        if grades.device.type == "cpu":  # there the common case takes one pass
             low, high = torch.stack(grades.aminmax()).tolist()
             if low >= 0 and high <= most:
                 return None
@@ -165,7 +165,7 @@ class NDCGLoss(CurrentTemperature):
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None) -> Tensor:
         dtype, member = compute_dtype(logits.dtype), None
         scores = logits.to(dtype)
-        # A mask that is not needed takes less than to wait for an accelerator.
+        # On an accelerator a mask that may not be needed is cheaper than waiting to find out.
         if grades.device.type != "cpu" or may_hold(grades, self.ignore_index):
             member = grades != self.ignore_index
             scores, grades = (torch.where(member, column, 0.0) for column in (scores, grades))
@@ -177,22 +177,24 @@ class NDCGLoss(CurrentTemperature):
             whole = None if member is None else member[None]
             values, valid = self._of_queries(scores[None], grades[None], whole, temperature)
         else:
-            number, blocks = group_rows(indexes)
-            values = scores.new_zeros(number, dtype=torch.float64) + scores[:0].sum()  # connected without a block too
-            valid = grades.new_zeros(number, dtype=torch.bool)
+            num_queries, blocks = query_blocks(indexes)
+            values = scores.new_zeros(num_queries, dtype=torch.float64)
+            values = values + scores[:0].sum()  # connects the loss to the rows even without a block
+            valid = grades.new_zeros(num_queries, dtype=torch.bool)
             for block in blocks:
                 inside = block.present if member is None else block.take(member)
-                found, holds = self._of_queries(block.take(scores), block.take(grades), inside, temperature)
-                values = values.index_copy(0, block.queries, found)
-                valid[block.queries] = holds
+                result = self._of_queries(block.take(scores), block.take(grades), inside, temperature)
+                block_values, block_valid = result
+                values = values.index_copy(0, block.queries, block_values)
+                valid[block.queries] = block_valid
         return reduce_values(PerClass(values, valid), self.reduction, dtype)
 
     def _of_queries(
         self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each query (q,) float64, 0 where not valid, and which are valid.
+        """Return the loss of each query (q,) float64, 0 where not valid, and which queries are valid.
 
-        Scores and relevance are (q, L), 0 where ``member`` says that a place holds no row.
+        Scores and relevances are (q, L), 0 outside of ``member``.
         """
         undefined = None
         if not bool(scores.detach().sum().isfinite()):
@@ -200,7 +202,7 @@ class NDCGLoss(CurrentTemperature):
             scores, _, clashes = move_infinities(scores, grades > 0, member, temperature)
             undefined = undefined | clashes
         rows = scores
-        if len(scores) == 1:  # only the rows with a gain need their ranks
+        if len(scores) == 1:  # the ranks of rows without a gain have no effect
             places = grades[0].ne(0).nonzero()[:, 0]
             rows, grades = scores.index_select(1, places), grades.index_select(1, places)
         weights = torch.ones_like(scores) if member is None else member.to(scores.dtype)
@@ -228,8 +230,8 @@ class NDCGLoss(CurrentTemperature):
             whole = grades[0].clamp(0, MOST_GRADES).to(torch.int64)
             if torch.equal(whole.to(grades.dtype), grades[0]):
                 so_far = torch.cat([discount.new_zeros(1), discount.cumsum(0)])
-                best_first = torch.bincount(whole).flip(0)  # how many rows have each relevance
-                ends = best_first.cumsum(0)
+                counts = torch.bincount(whole).flip(0)  # the rows of each relevance, the highest first
+                ends = counts.cumsum(0)
                 levels = torch.arange(len(ends) - 1, -1, -1, device=grades.device)
-                return (self._gains(levels) @ (so_far[ends] - so_far[ends - best_first]))[None]
+                return (self._gains(levels) @ (so_far[ends] - so_far[ends - counts]))[None]
         return self._gains(grades.sort(dim=1, descending=True).values) @ discount

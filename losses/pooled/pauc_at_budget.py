@@ -60,12 +60,13 @@ def pauc_at_budget(
             \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
 
     The hardest negatives of each positive count most, and :math:`\lambda` says how much: the smaller it is, the fewer
-    negatives count. It is found from the budget, for each class and in each call: with it the effective number of
-    negatives, the perplexity of their weights for the mean positive, is nearest to ``beta`` times their number.
-    Positives beyond the negatives are moved to their ends for that. :math:`1 / \lambda` is a whole number from 1 to 12.
-    At 12 more than ``beta`` of the negatives count where logits lie close together; at 1 fewer do where they spread
-    over several units, and a larger ``beta`` then changes nothing. It is a constant for the gradient, which all
-    negatives have. With ``tau_scale=None`` :math:`s = 1`: the scores are logits as in cross-entropy. L may exceed 1.
+    negatives count. It is found from the budget, for each class and in each call, so that the effective number of
+    negatives is nearest to ``beta`` times their number. The effective number is the perplexity of the weights of the
+    negatives for the mean positive, where positives outside the range of the negatives count as being at its ends.
+    :math:`1 / \lambda` is a whole number from 1 to 12. At 12 more than ``beta`` of the negatives count where logits lie
+    close together. At 1 fewer count where logits spread over several units, and a larger ``beta`` changes nothing.
+    :math:`\lambda` is a constant for the gradient, and all negatives have a gradient. With ``tau_scale=None``
+    :math:`s = 1`: the scores are logits as in cross-entropy. L may exceed 1.
 
     ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
     the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
@@ -81,7 +82,7 @@ def pauc_at_budget(
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
     ``"pairwise"``: the points are the negatives inside the band, both ends included, with equal weights, and have the
-    gradient themselves; the band edges have none, whatever ``threshold_gradient`` is. ``"trapezoid"``: the points are
+    gradient themselves; the band edges never have one. ``"trapezoid"``: the points are
     the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid rule. Each passes its gradient
     to the reference rows, as a quantile of the smoothed scores does.
 
@@ -126,17 +127,17 @@ def pauc_at_budget(
         meets DRO, ICML 2022, SOPA-s (``"dro"``). Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS
         2012; Eban et al., AISTATS 2017; Mackey, Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
     """
-    budget = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
-    area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *budget), temperature)
-    given = logits, targets, temperature, reduction, ignore_index, False
+    others = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
+    area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *others), temperature)
+    shared = logits, targets, temperature, reduction, ignore_index, False
     pool = local_pool(
-        *given, iid_mask=iid_mask, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args
+        *shared, iid_mask=iid_mask, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args
     )
     per_class = missed_area(pool, area, temperature, with_stats=False).per_class
     return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
-_AREA_OF = attrgetter(*PartialArea._fields)
+_area_of = attrgetter(*PartialArea._fields)
 
 
 @completed(pauc_at_budget)
@@ -153,18 +154,14 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
     most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
-    knots of the trapezoid, not the balance: they carry the slope of the live positives, and the gradient of the live
-    rows adds up to 0. In a step without a live reference row of finite score no row of the class has a gradient then,
+    knots of the trapezoid, not this balance: they carry the slope of the live positives, and the gradient of the live
+    rows adds up to 0. In a step without a live reference row of finite score no row of the class then has a gradient,
     because nothing would fall while the positives rise.
 
     Args:
         temperature: > 0, a multiple of the scale of the reference scores, usually 0.25 to 0.1. Not for ``"dro"``.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
-
-    Distributed:
-        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue.
 
     Example:
         >>> import torch
@@ -204,30 +201,30 @@ class PAUCAtBudgetLoss(RankingLoss):
         threshold_gradient: bool = True,
         **options: Unpack[PoolOptions],
     ) -> None:
-        given = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
-        super().__init__(*given, gather_distributed, max_pool_size, **options)
+        shared = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
+        super().__init__(*shared, gather_distributed, max_pool_size, **options)
         self.alpha, self.beta, self.surrogate, self.n_knots = alpha, beta, surrogate, n_knots
         self.tau_scale, self.pos_numerator, self.budget_basis = tau_scale, pos_numerator, budget_basis
         self.quantile_interpolation = quantile_interpolation
         self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
         self._tilts: Tensor | None = None  # of the last call
-        self._checked = check_area(self._area, self.temperature)
+        self._checked_area = check_area(self._area, self.temperature)
 
     @property
     def current_hardness(self) -> float | tuple[float, ...] | None:
-        """The lambda of ``"dro"``: ``dro_lambda`` if it is a number, else what the last call found from ``beta``.
+        """The lambda of ``"dro"``: ``dro_lambda`` if it is a number, else the one the last call found from ``beta``.
 
-        One number, or a tuple with that of each class for several classes. None before the first call, after a compiled
-        one, and with the other surrogates. To read it waits for an accelerator.
+        One number, or with several classes a tuple with one for each. None before the first call, after a compiled
+        call, and with the other surrogates. Reading it waits for an accelerator.
         """
         if self.surrogate != "dro" or self.dro_lambda is not None:
             return self.dro_lambda
-        found = None if self._tilts is None else tuple(self._tilts.tolist())
-        return found[0] if found and self.num_classes == 1 else found
+        tilts = None if self._tilts is None else tuple(self._tilts.tolist())
+        return tilts[0] if tilts and self.num_classes == 1 else tilts
 
     @property
     def _area(self) -> PartialArea:
-        return PartialArea(*_AREA_OF(self))
+        return PartialArea(*_area_of(self))
 
     @overload  # type: ignore[override]
     def forward(
@@ -307,20 +304,19 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        live = self._rows_of_all(Given(logits, targets, iid_mask, sample_weight))
-        pool = self._join(live)
-        per_class, flat_class, stats, tilts = missed_area(
-            pool, self._area, self.temperature, with_stats=return_diagnostics
-        )
-        is_number = tilts is not None and has_values(tilts) and not func_transforms_are_active()
-        self._tilts = tilts if is_number else None
+        live = self._check_and_gather(Given(logits, targets, iid_mask, sample_weight))
+        pool = self._make_pool(live)
+        result = missed_area(pool, self._area, self.temperature, with_stats=return_diagnostics)
+        per_class, flat_class, stats, tilts = result
+        has_numbers = tilts is not None and has_values(tilts) and not func_transforms_are_active()
+        self._tilts = tilts if has_numbers else None
         if flat_class is not None and self.validate_args:
             self._warn_of_flat(flat_class)
         loss = self._reduce_and_enqueue(live, pool, per_class)
         if not return_per_class:
             return loss if stats is None else LossWithStats(loss, stats)
-        result = LossWithClasses.of(loss, per_class)
-        return result if stats is None else LossWithClassesAndStats(*result, stats)
+        with_classes = LossWithClasses.of(loss, per_class)
+        return with_classes if stats is None else LossWithClassesAndStats(*with_classes, stats)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
@@ -335,15 +331,18 @@ class PAUCAtBudgetLoss(RankingLoss):
         )
 
     def _setting(self, num_rows: int) -> Setting:
-        if self.surrogate == "dro":  # which has no temperature, and no band that can be empty
+        if self.surrogate == "dro":  # it has no temperature, and no band that could be empty
             return Setting(None, None)
-        small = (
-            f"a band up to beta={self.beta:g} holds less than one of the {num_rows} rows of the pool. Make the pool "
-            f"several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
-        )
-        return super()._setting(num_rows)._replace(small_pool=small if num_rows * self.beta < 1 else None)
+        small_pool = None
+        if num_rows * self.beta < 1:
+            small_pool = (
+                f"a band up to beta={self.beta:g} holds less than one of the {num_rows} rows of the pool. Make the "
+                f"pool several times 1/beta = {1 / self.beta:.0f} rows, by larger batches or queue_size, or raise beta."
+            )
+        return super()._setting(num_rows)._replace(small_pool=small_pool)
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        if self._area != self._checked:  # a schedule may have assigned a temperature, which "dro" does not use
-            self._checked = check_area(self._area)
+        # Without the temperature: a schedule may have assigned one, although "dro" does not use it.
+        if self._area != self._checked_area:
+            self._checked_area = check_area(self._area)

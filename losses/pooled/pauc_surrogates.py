@@ -12,9 +12,8 @@ from ...kernels.entropic_risk import entropic_risk, tilts_of_budget
 from ...kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ...kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..rows import has_values
-from .pool import PerClass, Pool, positive_shares, spread_nan
-from .rectangles import list_both
-from .threshold import hold_others, threshold_with_gradient
+from .balanced_thresholds import detach_outside, threshold_with_gradient
+from .pool import PerClass, Pool, positive_shares, propagate_nan
 
 Surrogate = Literal["trapezoid", "pairwise", "dro"]
 TauScale = Literal["iqr", "band"]
@@ -22,7 +21,7 @@ PosNumerator = Literal["pool", "live"]
 BudgetBasis = Literal["fpr", "population"]
 
 TEMPERATURE = 0.1  # by default
-SMALLEST_SCALE = 1e-12  # at or below it the reference scores do not differ, and no temperature follows from them
+SMALLEST_SCALE = 1e-12  # at or below it the reference scores do not differ, and give no temperature
 
 
 class PartialArea(NamedTuple):
@@ -32,8 +31,8 @@ class PartialArea(NamedTuple):
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
         threshold_gradient: let the threshold, or the knots of ``"trapezoid"``, carry a gradient to the rows of which
-            they are quantiles. The loss has the same value without; then the gradient raises positives and lowers no
-            negative. If that is the only loss, all scores can rise together: combine it with a pointwise loss, such as
+            they are quantiles. With False the loss has the same value, but its gradient raises positives and lowers no
+            negative. If it is the only loss, all scores can rise together: combine it with a pointwise loss, such as
             ``LossWarmupWrapper(..., final_main_weight=0.5)``.
     """
 
@@ -82,20 +81,20 @@ def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialAr
     check_choice("pos_numerator", area.pos_numerator, get_args(PosNumerator))
     check_choice("budget_basis", area.budget_basis, get_args(BudgetBasis))
     check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
-    given = {**area._asdict(), "temperature": temperature}
+    arguments = {**area._asdict(), "temperature": temperature}
     for name, (surrogates, default) in _USED_BY.items():
-        if area.surrogate not in surrogates and given[name] != default:
+        if area.surrogate not in surrogates and arguments[name] != default:
             fix = f"It acts with surrogate={' and '.join(map(repr, surrogates))} alone: leave it out, or choose one."
-            raise ValueError(expected(name, f"{default!r} with surrogate={area.surrogate!r}", given[name], fix))
+            raise ValueError(expected(name, f"{default!r} with surrogate={area.surrogate!r}", arguments[name], fix))
     return area
 
 
-class Outcome(NamedTuple):
+class MissedArea(NamedTuple):
     """The loss of each class, and what is reported next to it."""
 
     per_class: PerClass
-    # The first class that has positives and reference rows, but whose scores do not differ. None if there is none, and
-    # where no value may be read.
+    # The first class that has positives and reference rows, but whose scores do not differ. None without such a class,
+    # and where no value may be read.
     flat_class: int | None
     stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
     tilts: Tensor | None = None  # [C] the lambda of each class, under "dro"
@@ -110,8 +109,8 @@ class Thresholds(NamedTuple):
     has_reference: Tensor  # [C] bool: the class has reference rows
 
 
-def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> Outcome:
-    """Return the loss of each class of ``pool``, with diagnostics if they are asked for."""
+def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> MissedArea:
+    """Return the loss of each class of ``pool``, with diagnostics if ``with_stats``."""
     negative = pool.negative
     iid_negative = negative if pool.iid is None else negative & pool.iid
     by_rate = area.budget_basis == "fpr"
@@ -122,31 +121,32 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
     if fractions:
         levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation, num_reference)
-        found = thresholds_of(levels, area, temperature, has_reference)
+        thresholds = thresholds_of(levels, area, temperature, has_reference)
     else:
-        one = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
-        found = Thresholds(None, one, has_reference, has_reference)
+        ones = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
+        thresholds = Thresholds(None, ones, has_reference, has_reference)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
-    valid = has_positive & found.resolved
+    valid = has_positive & thresholds.resolved
     if not by_rate:
         valid = valid & negative.any(dim=1)
-    scale = area.scale
-    if scale is not None:  # the scale between two equal infinities is NaN, and must not reach a class left out
-        found = found._replace(tau=found.tau.masked_fill(~valid, 1.0))
-    flat = None if scale is None else has_positive & (found.has_reference ^ found.resolved)
+    flat = None
+    if area.scale is not None:
+        # The scale between two equal infinities is NaN, which must not reach an invalid class.
+        thresholds = thresholds._replace(tau=thresholds.tau.masked_fill(~valid, 1.0))
+        flat = has_positive & (thresholds.has_reference ^ thresholds.resolved)
     tilts: Tensor | None = None
     if area.surrogate == "trapezoid":
-        missed, flat_class = _trapezoid(pool, reference, numerator, found, valid, area), first_flat(flat)
+        missed, flat_class = _trapezoid(pool, reference, numerator, thresholds, valid, area), first_flat(flat)
         mask: Tensor | None = numerator
     else:
-        rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, found)
-        if not (by_rate and area.surrogate == "dro"):  # then the rivals are the reference
+        rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, thresholds)
+        if not (by_rate and area.surrogate == "dro"):  # there the rivals are the reference, which `valid` requires
             valid = valid & rivals.any(dim=1)
-        (mask, queries, share), (inside, points), flat_class = list_both(pool.scores, numerator, share, rivals, flat)
-        # What does not count is put where it has no effect.
-        filling: Tensor | float = 0.0 if found.edges is None else _filling(found, valid)
+        (mask, queries, share), (inside, points), flat_class = _compact(pool.scores, numerator, share, rivals, flat)
+        # Entries that do not count get a value that has no effect.
+        filling: Tensor | float = 0.0 if thresholds.edges is None else _filling(thresholds, valid)
         kept = valid[:, None]
         queries = torch.where(kept if mask is None else mask & kept, queries, filling)
         points = torch.where(kept if inside is None else inside & kept, points, filling)
@@ -155,32 +155,32 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         if area.surrogate == "dro":
             counted = torch.ones_like(points, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
             if area.dro_lambda is None:
-                tilts = tilts_of_budget(queries, share, points, counted, found.tau, area.beta)
+                tilts = tilts_of_budget(queries, share, points, counted, thresholds.tau, area.beta)
             else:
                 tilts = torch.full((len(queries),), area.dro_lambda, dtype=torch.float64, device="cpu")
-            missed = entropic_risk(queries, points, counted, found.tau, tilts)  # [C, P]
+            missed = entropic_risk(queries, points, counted, thresholds.tau, tilts)  # [C, P]
             # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
             missed = torch.where(share > 0, missed, 0.0)
         else:
             weights = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # equal, with a sum of 1 in each class
             if inside is not None:
                 weights = (inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)).to(points)
-            missed = sigmoid_sums_of_classes(queries, points, weights[:, :, None], found.tau).squeeze(2)
-    per_class = PerClass(spread_nan((missed * share).sum(dim=1) * valid, pool), valid)
+            missed = sigmoid_sums_of_classes(queries, points, weights[:, :, None], thresholds.tau).squeeze(2)
+    per_class = PerClass(propagate_nan((missed * share).sum(dim=1) * valid, pool), valid)
     if not with_stats:
-        return Outcome(per_class, flat_class, None, tilts)
-    assert found.edges is not None
-    band = _in_band(pool, negative, found)
+        return MissedArea(per_class, flat_class, None, tilts)
+    assert thresholds.edges is not None
+    band = _in_band(pool, negative, thresholds)
     missed, inside = missed.detach(), torch.ones_like(share, dtype=torch.bool) if mask is None else mask
     count, inside = inside.sum(dim=1).clamp_min(1), inside.to(missed)
     mean = (missed * inside).sum(dim=1) / count  # [C], over the positives
     variance = ((missed - mean[:, None]) ** 2 * inside).sum(dim=1) / count
-    ends = found.edges.value
-    floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": found.tau, "pauc_var": variance.to(ends)}
+    ends = thresholds.edges.value
+    floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": thresholds.tau, "pauc_var": variance.to(ends)}
     counts = {"band_neg_count": (band & iid_negative).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
     stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
-    return Outcome(per_class, flat_class, stats, tilts)
+    return MissedArea(per_class, flat_class, stats, tilts)
 
 
 def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:
@@ -195,58 +195,94 @@ def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:
 
 
 def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_reference: Tensor) -> Thresholds:
-    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`, any without a reference."""
+    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`.
+
+    A class without a reference may have any numbers for levels.
+    """
     levels = levels.where(has_reference)
     num_edges = levels.base.shape[1] - (2 if area.scale == "iqr" else 0)
-    one = torch.ones(has_reference.shape, dtype=levels.base.dtype, device=levels.base.device)
+    ones = torch.ones(has_reference.shape, dtype=levels.base.dtype, device=levels.base.device)
     edges = levels.take(slice(0, num_edges)) if num_edges else None
     if area.scale is None:
-        return Thresholds(edges, one, has_reference, has_reference)
+        return Thresholds(edges, ones, has_reference, has_reference)
     upper, lower = (num_edges, num_edges + 1) if area.scale == "iqr" else (0, num_edges - 1)
     scale = levels.take(upper).minus(levels.take(lower))[:, 0]
     # A NaN scale counts as usable: the loss is then NaN instead of being left out.
     usable = ~((scale <= SMALLEST_SCALE) | scale.isinf())
     if area.surrogate != "dro":
         scale = scale * temperature
-    return Thresholds(edges, torch.where(usable, scale.to(one), one), has_reference & usable, has_reference)
-
-
-def _in_band(pool: Pool, negative: Tensor, found: Thresholds) -> Tensor:
-    """Return the negatives between the edges of the band, both ends included, (C, M) bool."""
-    assert found.edges is not None
-    at_least_beta, _ = found.edges.take(slice(-1, None)).compare(pool.scores)
-    _, at_most_alpha = found.edges.take(0).compare(pool.scores)
-    return negative & at_least_beta & at_most_alpha
+    return Thresholds(edges, torch.where(usable, scale.to(ones), ones), has_reference & usable, has_reference)
 
 
 def _trapezoid(
-    pool: Pool, reference: Tensor, numerator: Tensor, found: Thresholds, valid: Tensor, area: PartialArea
+    pool: Pool, reference: Tensor, numerator: Tensor, thresholds: Thresholds, valid: Tensor, area: PartialArea
 ) -> Tensor:
     """Return (C, M) the area that each positive misses, by the trapezoid rule over the knots."""
-    assert found.edges is not None
-    filling = _filling(found, valid)
+    assert thresholds.edges is not None
+    filling = _filling(thresholds, valid)
     queries = torch.where(numerator & valid[:, None], pool.scores, filling)
     step = 1.0 / (area.n_knots - 1)  # on an interval of length 1
     rule = [step / 2, *[step] * (area.n_knots - 2), step / 2]
-    weights = torch.tensor(rule, dtype=found.edges.base.dtype, device="cpu").to(queries.device, non_blocking=True)
-    weights = weights.expand_as(found.edges.base)
-    knots, drawing = found.edges.where(valid), None
-    points, tau = knots.movable.to(queries.dtype), found.tau
+    weights = torch.tensor(rule, dtype=thresholds.edges.base.dtype, device="cpu").to(queries.device, non_blocking=True)
+    weights = weights.expand_as(thresholds.edges.base)
+    knots, with_slope = thresholds.edges.where(valid), None
+    points, tau = knots.movable.to(queries.dtype), thresholds.tau
     if area.threshold_gradient:
-        points, drawing = threshold_with_gradient(knots, pool, reference, numerator, tau)
+        points, with_slope = threshold_with_gradient(knots, pool, reference, numerator, tau)
     if knots.offset is None:
-        return hold_others(sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau).squeeze(2), drawing)
-    # Each knot is a class of its own, on a line with its base in 0.
+        sums = sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau).squeeze(2)
+        return detach_outside(sums, with_slope)
+    # Each knot is a class of its own, whose scores are shifted so that the base of the knot is 0.
     distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
     taus = tau.repeat_interleave(weights.shape[1])
     sums = sigmoid_sums_of_classes(distances, points.reshape(-1, 1), weights.reshape(-1, 1, 1), taus)
-    return hold_others(sums.view(*weights.shape, -1).sum(dim=1), drawing)
+    return detach_outside(sums.view(*weights.shape, -1).sum(dim=1), with_slope)
 
 
-def _filling(found: Thresholds, valid: Tensor) -> Tensor:
-    """Return (C, 1) the lower edge of the band, where what does not count neither widens the range nor gives NaN."""
-    assert found.edges is not None
-    lowest = found.edges.base[:, -1:]
+def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
+    """Return the negatives between the edges of the band, both ends included, (C, M) bool."""
+    assert thresholds.edges is not None
+    at_least_beta, _ = thresholds.edges.take(slice(-1, None)).compare(pool.scores)
+    _, at_most_alpha = thresholds.edges.take(0).compare(pool.scores)
+    return negative & at_least_beta & at_most_alpha
+
+
+def _compact(
+    scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, flat: Tensor | None
+) -> tuple[tuple[Tensor | None, Tensor, Tensor], tuple[Tensor | None, Tensor], int | None]:
+    """Return the scores of the positives in ``numerator`` with their share, those of the rivals, and the flat class.
+
+    In (C, K) the entries of a class come first, then padding; K is the largest number of entries of any class. A mask
+    says which are entries, None without padding. All numbers are read at once, so the device is waited for once. Where
+    values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
+    """
+    if scores.shape[0] == 0 or not has_values(numerator):
+        return (numerator, scores, share), (rivals, scores), None
+    counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
+    numbers = torch.stack([count.max() for count in counts] + ([] if flat is None else [flat.any()]))
+    (*sizes, is_flat) = numbers.tolist() if flat is not None else (*numbers.tolist(), 0)
+    first = int(flat.nonzero()[0, 0]) if flat is not None and is_flat else None
+    if scores.shape[0] == 1:
+        both = torch.cat([numerator[0], rivals[0]])
+        rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
+        queries, points = scores.index_select(1, rows).split(sizes, dim=1)
+        return (None, queries, share.index_select(1, rows[: sizes[0]])), (None, points), first
+    (index, mask), (rival_index, inside) = (_places(*group) for group in zip((numerator, rivals), counts, sizes))
+    return (mask, scores.gather(1, index), share.gather(1, index)), (inside, scores.gather(1, rival_index)), first
+
+
+def _places(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return where the entries of a mask (C, M) are, (C, width) with padding, and the mask of those without padding."""
+    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
+    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
+    return index, torch.arange(width, device=mask.device)[None] < count[:, None]
+
+
+def _filling(thresholds: Thresholds, valid: Tensor) -> Tensor:
+    """Return (C, 1) the lower edge of the band, a score that neither widens the range of the scores nor gives NaN."""
+    assert thresholds.edges is not None
+    lowest = thresholds.edges.base[:, -1:]
     is_finite = lowest - lowest == 0  # isfinite takes four operators
     return torch.where(is_finite & valid[:, None], lowest, 0.0)
 

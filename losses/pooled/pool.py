@@ -1,4 +1,8 @@
-"""The pool that a ranking loss is computed over, one binary problem per class, and the reduction to a loss."""
+"""The pool that a ranking loss is computed over, and what every formula does with it.
+
+:class:`Pool` is the rows as one binary problem per class; :func:`local_pool` makes that of a pure function. Then the
+steps that formulas share, up to the reduction of a :class:`PerClass` to a loss, and what a call returns.
+"""
 
 from __future__ import annotations
 
@@ -36,32 +40,33 @@ class _Once(Generic[T]):
 
 
 class Pool:
-    """Rows, and one binary problem per class, which is made of them when a formula first asks for it.
+    """M rows, and one binary problem for each of C classes, whose tensors are made when they are first read.
 
     Scores outside ``member`` are 0, so that a NaN there cannot reach a sum.
 
     Args:
         rows: the checked rows, live ones and then queued ones.
-        live: (M,) bool, not from the queue; None for all True.
+        live: (M,) bool, False for queued rows; None for all True.
         queue_keep: with ``"negatives"`` a queued row takes no part in the classes of which it is a positive.
 
     Attributes:
         iid: (M,) bool, None for all True.
         indexes: (M,) int64, the query of each row, with C = 1; None for one query.
         num_positive: of a single class; None if the host does not know.
-        is_watched: a hint looks at this call.
+        is_observed: True if :class:`~fullrank.losses.pooled.hints.Hints` looks at this call.
     """
 
     def __init__(self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all") -> None:
         self.rows, self.live = rows, live
         self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
-        self.leaves_out_queued = live is not None and queue_keep == "negatives"
-        self.is_watched, self._with_grad = False, torch.is_grad_enabled()  # as in the call, whoever asks for the scores
+        self.drops_queued_positives = live is not None and queue_keep == "negatives"
+        self.is_observed = False
+        self._with_grad = torch.is_grad_enabled()  # the scores are made later, in the grad mode of the call
 
     @property
-    def is_in_rows(self) -> bool:
-        """Whether no formula has asked for the scores of the classes yet."""
-        return "scores" not in self.__dict__
+    def has_scores(self) -> bool:
+        """Whether the scores of the classes have been made."""
+        return "scores" in self.__dict__
 
     @_Once
     def scores(self) -> Tensor:
@@ -75,13 +80,13 @@ class Pool:
     @_Once
     def positive(self) -> Tensor:
         """(C, M) bool, a subset of member."""
-        positive, self.member = self._sides()
+        positive, self.member = self._positive_and_member()
         return positive
 
     @_Once
     def member(self) -> Tensor | None:
         """(C, M) bool: the row takes part in the class; None for all True."""
-        self.positive, member = self._sides()
+        self.positive, member = self._positive_and_member()
         return member
 
     @_Once
@@ -106,8 +111,7 @@ class Pool:
         other.scores = scores
         return other
 
-    def _sides(self) -> tuple[Tensor, Tensor | None]:
-        """Return the positives and the members of each class."""
+    def _positive_and_member(self) -> tuple[Tensor, Tensor | None]:
         rows, rule, live = self.rows, self.rows.rule, self.live
         member: Tensor | None
         if rule.multi_hot:
@@ -118,72 +122,18 @@ class Pool:
             if rule.num_classes > 1:
                 classes = torch.arange(rule.num_classes, device=rows.targets.device)[:, None]
                 positive = rows.targets.unsqueeze(0) == classes  # [C, M]
-            elif is_host and has_values(rows.targets) and not func_transforms_are_active():  # a fifth of torch's time
-                positive = torch.from_numpy(rows.targets.numpy() == 1)[None]
+            elif is_host and has_values(rows.targets) and not func_transforms_are_active():
+                positive = torch.from_numpy(rows.targets.numpy() == 1)[None]  # takes a fifth of the time of torch
             else:
-                positive = rows.targets.unsqueeze(0) == 1  # binary mode has this class alone
-            # A mask that is not needed takes less than to wait for an accelerator.
+                positive = rows.targets.unsqueeze(0) == 1
+            # On an accelerator a mask that may not be needed is cheaper than waiting to find out.
             if not rows.complete and (not is_host or may_hold(rows.targets, rule.ignore_index)):
-                part = (rows.targets != rule.ignore_index)[None]
-                positive, member = positive & part, part.expand_as(positive)
-        if live is not None and self.leaves_out_queued:
+                valid = (rows.targets != rule.ignore_index)[None]
+                positive, member = positive & valid, valid.expand_as(positive)
+        if live is not None and self.drops_queued_positives:
             kept = live | ~positive
             positive, member = positive & live, kept if member is None else member & kept
         return positive, member
-
-
-class PerClass(NamedTuple):
-    """A loss before its reduction."""
-
-    values: Tensor  # [C]: NaN where a score of the class is NaN; else 0, without a gradient, where not valid
-    valid: Tensor  # [C] bool
-
-
-class PoolCounts:
-    """Sums over the training calls of a loss, for a logger. Nothing waits for an accelerator until they are read."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        # Of each call: positives in the pool, a mean over the classes, and the share of classes without a loss.
-        self.sums = torch.zeros(2, dtype=torch.float64)
-
-    def add(self, positives: Tensor | float, per_class: PerClass) -> None:
-        """Add a call whose pool has ``positives``, a mean over the classes."""
-        valid = per_class.valid.detach()
-        missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
-        self.calls += 1
-        counts = torch.as_tensor(positives, dtype=missing.dtype, device=missing.device)
-        self.sums = self.sums.to(valid.device) + torch.stack([counts, missing])
-
-
-class LossWithClasses(NamedTuple):
-    """``loss``, with the loss of each class (NaN where the class is not valid) and which classes are valid."""
-
-    loss: Tensor
-    per_class: Tensor  # [C]
-    valid: Tensor  # [C] bool
-
-    @staticmethod
-    def of(loss: Tensor, per_class: PerClass) -> LossWithClasses:
-        """Return ``loss`` with the classes that it was reduced from."""
-        values, valid = per_class
-        return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
-
-
-class LossWithStats(NamedTuple):
-    """``loss``, with diagnostics of each class."""
-
-    loss: Tensor
-    stats: dict[str, Tensor]
-
-
-class LossWithClassesAndStats(NamedTuple):
-    """``loss``, with the loss of each class, which are valid, and diagnostics of each class."""
-
-    loss: Tensor
-    per_class: Tensor
-    valid: Tensor
-    stats: dict[str, Tensor]
 
 
 @completed(DistributedLoss)
@@ -212,7 +162,7 @@ def local_pool(
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         iid_mask: (N,) bool, the rows that may set thresholds in partial AUC; None for all.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P; other weights have no effect.
+        sample_weight: (N,) >= 0, weights of the positives in the mean over P; the weights of negatives have no effect.
         indexes: (N,) integers, with C = 1: the query of each row.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         automatic: the temperature may be None.
@@ -225,13 +175,12 @@ def local_pool(
     check_int("ignore_index", ignore_index)
     has_columns = isinstance(logits, Tensor) and logits.ndim == 2
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
-    given = (logits, targets, iid_mask, sample_weight)
-    batch = check_batch(*given, rule, indexes=indexes, validate_args=validate_args)
-    return Pool(batch)
+    rows = logits, targets, iid_mask, sample_weight
+    return Pool(check_batch(*rows, rule, indexes=indexes, validate_args=validate_args))
 
 
 def check_temperature(temperature: float | None, automatic: bool) -> float | None:
-    """Return ``temperature`` unchanged, or raise when it is no finite number > 0, and not None with ``automatic``."""
+    """Return ``temperature`` unchanged. Raise unless it is a finite number > 0, or None and ``automatic``."""
     if temperature is not None:
         return check_positive("temperature", temperature)
     if not automatic:
@@ -243,14 +192,14 @@ def check_temperature(temperature: float | None, automatic: bool) -> float | Non
 def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tuple[Pool, float]:
     """Return the pool and the temperature to compute a loss with; None is ``multiple`` times the spread of the scores.
 
-    Where no value may be read, the scores of the returned pool are multiples of the spread instead.
+    Where no value may be read, the scores of the returned pool are in units of their spread instead.
 
     Automatic temperature:
         With None the loss does not depend on the scale of the scores. A number is an absolute width. In a module either
         may be assigned between steps, and ``current_temperature`` is that of the last call. The spread is the
-        interquartile range over 1.349, averaged over the classes, of a sample of about 4,096 scores, and a constant for
-        the gradient; the standard deviation of the central scores where most of them are tied, and 1 where all scores
-        are equal, up to rounding. Infinite scores and ignored rows are left out.
+        interquartile range over 1.349 of a sample of about 4,096 scores, averaged over the classes. It is a constant
+        for the gradient. Where most scores are tied it is the standard deviation of the central scores, and 1 where all
+        scores are equal up to rounding. Infinite scores and ignored rows are left out.
     """
     if temperature is not None:
         return pool, temperature
@@ -260,9 +209,9 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
 
 
 def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of each positive of ``numerator`` in the mean of its class (C, M), and which have any (C,).
+    """Return the share of each positive of ``numerator`` in the mean of its class (C, M), and the valid classes (C,).
 
-    The weights of a class add up to 1. A class whose positives all have sample weight 0 has none.
+    The shares of a valid class add up to 1. A class without a positive of positive weight is not valid.
     """
     mass = numerator.to(pool.scores.dtype)
     if pool.weight is not None:
@@ -272,13 +221,20 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
     return mass / torch.where(valid, total, 1.0)[:, None], valid
 
 
-def spread_nan(values: Tensor, pool: Pool) -> Tensor:
+def propagate_nan(values: Tensor, pool: Pool) -> Tensor:
     """Return ``values`` (C,), with NaN for the classes that have a NaN among their scores."""
     if pool.scores.shape[1] == 0:
         return values
     # The maximum is NaN if any score is. This takes one pass and stores no mask.
     one_or_nan = pool.scores.detach().amax(dim=1).clamp(1.0, 1.0)  # [C]
     return values * one_or_nan.to(values)
+
+
+class PerClass(NamedTuple):
+    """The loss of each class, or of each query, before the reduction."""
+
+    values: Tensor  # [C]: NaN where a score of the class is NaN; else 0, without a gradient, where not valid
+    valid: Tensor  # [C] bool
 
 
 def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Tensor:
@@ -292,10 +248,57 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
     if reduction == "none":
         return values.masked_fill(~valid, math.nan).to(dtype)
     if values.numel() == 1:
-        # Not a view of float64 values: a kernel has saved them, and the loss may be changed in place.
+        # Not a view of float64 values: a kernel has saved them, and the caller may change the loss in place.
         loss = values.sum(dtype=dtype) if values.dtype == torch.float64 else values.reshape(())
     elif reduction == "mean":
         loss = values.sum() / (valid | values.isnan()).sum().clamp_min(1)
     else:
         loss = values.sum()
     return note_kind(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)
+
+
+class LossWithClasses(NamedTuple):
+    """``loss``, with the loss of each class (NaN where the class is not valid) and which classes are valid."""
+
+    loss: Tensor
+    per_class: Tensor  # [C]
+    valid: Tensor  # [C] bool
+
+    @staticmethod
+    def of(loss: Tensor, per_class: PerClass) -> LossWithClasses:
+        """Return ``loss`` with the loss of each class that it was reduced from."""
+        values, valid = per_class
+        return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
+
+
+class LossWithStats(NamedTuple):
+    """``loss``, with diagnostics of each class."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+
+
+class LossWithClassesAndStats(NamedTuple):
+    """``loss``, with the loss of each class, which are valid, and diagnostics of each class."""
+
+    loss: Tensor
+    per_class: Tensor
+    valid: Tensor
+    stats: dict[str, Tensor]
+
+
+class PoolCounts:
+    """Sums over the training calls of a loss, for a logger. An accelerator is waited for only when they are read."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        # Of each call: the positives of a class in the pool, averaged over the classes; the share of invalid classes.
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, positives: Tensor | float, per_class: PerClass) -> None:
+        """Add a call whose pool has ``positives`` in a class, averaged over the classes."""
+        valid = per_class.valid.detach()
+        missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
+        self.calls += 1
+        counts = torch.as_tensor(positives, dtype=missing.dtype, device=missing.device)
+        self.sums = self.sums.to(valid.device) + torch.stack([counts, missing])

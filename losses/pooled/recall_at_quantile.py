@@ -11,11 +11,11 @@ from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ...kernels.sigmoid_sums import sigmoid_sums_of_checked
 from ..arguments import completed
 from ..rows import has_values
+from .balanced_thresholds import detach_outside, threshold_with_gradient
 from .base import PoolOptions, RankingLoss
 from .hints import Setting
 from .pauc_surrogates import PartialArea
-from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values, spread_nan
-from .threshold import hold_others, threshold_with_gradient
+from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, propagate_nan, reduce_values
 
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
 
@@ -55,7 +55,8 @@ def recall_at_quantile(
     Degenerate:
         A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
         ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer than 1 / q rows the threshold is
-        the top score, and often no positive is near enough to have a gradient. An infinite one carries none.
+        the top score, and often no positive is near enough to have a gradient. An infinite threshold carries no
+        gradient.
 
     Numerics:
         Half precision is computed in float32. The shares of the threshold's gradient add up to 1 even where every
@@ -73,10 +74,10 @@ def recall_at_quantile(
     """
     check_quantile(quantile)
     check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
-    given = logits, targets, temperature, reduction, ignore_index
-    pool = local_pool(*given, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args)
-    scaled, width = at_temperature(pool, temperature, SPREAD_MULTIPLE)
-    per_class = _per_class(scaled, quantile, width, quantile_interpolation, threshold_gradient)
+    shared = logits, targets, temperature, reduction, ignore_index
+    pool = local_pool(*shared, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args)
+    pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
+    per_class = _per_class(pool, quantile, temperature, quantile_interpolation, threshold_gradient)
     return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
@@ -91,26 +92,27 @@ def check_quantile(quantile: float) -> float:
 def _per_class(
     pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool
 ) -> PerClass:
+    """Return one minus the smooth recall of each class."""
     share, valid = positive_shares(pool, pool.positive)
     threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
-    # Positives alone. They are few, and an infinite negative at an infinite threshold gives NaN, even times 0.
+    # The positives alone, which are few. An infinite negative at an infinite threshold would give NaN, even times 0.
     rows: Tensor | None = None
     if pool.scores.shape[0] == 1 and has_values(pool.scores):
         rows = pool.positive[0].nonzero()[:, 0]
         scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
     else:
         scores = pool.scores.masked_fill(~pool.positive, 0.0)
-    point, drawing = threshold.movable.to(pool.scores.dtype), None
+    point, with_slope = threshold.movable.to(pool.scores.dtype), None
     if threshold_gradient:
         taus = threshold.base.new_full(threshold.base.shape[:1], temperature)
-        point, drawing = threshold_with_gradient(threshold, pool, pool.member, pool.positive, taus)
-        if rows is not None and drawing is not None:
-            drawing = drawing.index_select(1, rows)
+        point, with_slope = threshold_with_gradient(threshold, pool, pool.member, pool.positive, taus)
+        if rows is not None and with_slope is not None:
+            with_slope = with_slope.index_select(1, rows)
     if threshold.offset is not None:
         scores = scores - threshold.base
     below = sigmoid_sums_of_checked(scores, point, torch.ones_like(point)[:, :, None], temperature).squeeze(2)
-    below = hold_others(below, drawing)
-    return PerClass(spread_nan((below * share).sum(dim=1), pool), valid)
+    below = detach_outside(below, with_slope)
+    return PerClass(propagate_nan((below * share).sum(dim=1), pool), valid)
 
 
 @completed(recall_at_quantile)
@@ -121,12 +123,8 @@ class RecallAtQuantileLoss(RankingLoss):
     queue. Give it many more rows than ``1 / quantile``, 200 by default.
 
     The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
-    threshold, not the balance: the threshold carries the slope of the live positives, and the gradient of the live rows
-    adds up to 0; in a class without a live row of finite score no row has one.
-
-    Distributed:
-        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue.
+    threshold, not this balance: the threshold carries the slope of the live positives, and the gradient of the live
+    rows adds up to 0. In a class without a live row of finite score no row has a gradient.
 
     Example:
         >>> import torch
@@ -154,27 +152,27 @@ class RecallAtQuantileLoss(RankingLoss):
         threshold_gradient: bool = True,
         **options: Unpack[PoolOptions],
     ) -> None:
-        given = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
-        super().__init__(*given, gather_distributed, max_pool_size, **options)
+        shared = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
+        super().__init__(*shared, gather_distributed, max_pool_size, **options)
         self.quantile, self.threshold_gradient = check_quantile(quantile), threshold_gradient
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth recall of each class."""
-        scaled, temperature = self._at_temperature(pool)
-        return _per_class(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
+        pool, temperature = self._at_temperature(pool)
+        return _per_class(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
     def _setting(self, num_rows: int) -> Setting:
-        small = (
-            f"the threshold of quantile={self.quantile:g} is the top score of a pool of {num_rows} rows, so that "
-            "hardly any positive gets a gradient. Make the pool several times 1/quantile = "
-            f"{1 / self.quantile:.0f} rows, by larger batches or queue_size, or raise quantile."
-        )
-        rest = f"{100 * (1 - self.quantile):.4g} %"
-        wide = (
-            f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the {rest} with the "
-            f"highest scores pass quantile={1 - self.quantile:.4g}."
-        )
-        small_pool, argument = num_rows * self.quantile < 1, self.quantile > 0.5
-        setting = super()._setting(num_rows)
-        return setting._replace(small_pool=small if small_pool else None, argument=wide if argument else None)
+        small_pool = argument = None
+        if num_rows * self.quantile < 1:
+            small_pool = (
+                f"the threshold of quantile={self.quantile:g} is the top score of a pool of {num_rows} rows, so that "
+                "hardly any positive gets a gradient. Make the pool several times 1/quantile = "
+                f"{1 / self.quantile:.0f} rows, by larger batches or queue_size, or raise quantile."
+            )
+        if self.quantile > 0.5:
+            argument = (
+                f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the "
+                f"{100 * (1 - self.quantile):.4g} % with the highest scores pass quantile={1 - self.quantile:.4g}."
+            )
+        return super()._setting(num_rows)._replace(small_pool=small_pool, argument=argument)

@@ -12,7 +12,7 @@ from ..arguments import completed
 from ..rows import compute_dtype
 from .base import RankingLoss
 from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
-from .rectangles import group_rows
+from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
@@ -38,10 +38,10 @@ def smooth_ap(
 
     With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. One
     minus the loss is what torchmetrics' ``RetrievalMAP`` measures with ``empty_target_action="skip"``, except for
-    queries without a negative: they are left out here, and count as an AP of 1 there.
+    queries without a negative: this loss leaves them out, torchmetrics counts them as an AP of 1.
 
     Args:
-        indexes: (N,) integers, with C = 1: rows with the same one belong to the same query, in any order and number.
+        indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.
             ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
 
     Degenerate:
@@ -64,50 +64,49 @@ def smooth_ap(
     Reference:
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020, eq. 6.
     """
-    given = logits, targets, temperature, reduction, ignore_index
+    shared = logits, targets, temperature, reduction, ignore_index
     pool = local_pool(
-        *given, sample_weight=sample_weight, indexes=indexes, multi_hot=multi_hot, validate_args=validate_args
+        *shared, sample_weight=sample_weight, indexes=indexes, multi_hot=multi_hot, validate_args=validate_args
     )
-    per_class, _ = _loss_of(pool, temperature, SPREAD_MULTIPLE)
+    per_class, _ = _of_pool(pool, temperature)
     return reduce_values(per_class, reduction, compute_dtype(pool.rows.logits.dtype))
 
 
-def _loss_of(pool: Pool, temperature: float | None, multiple: float) -> tuple[PerClass, float]:
-    """Return the loss of each class, or of each query, and the temperature, which follows the spread if it is None."""
+def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPREAD_MULTIPLE) -> tuple[PerClass, float]:
+    """Return the loss of each class, or of each query, and the temperature; None follows the spread of the scores."""
     rows, rule = pool.rows, pool.rows.rule
-    if pool.is_in_rows and rows.indexes is None and not (rule.multi_hot or pool.leaves_out_queued):
+    if not (pool.has_scores or rows.indexes is not None or rule.multi_hot or pool.drops_queued_positives):
+        # A kernel for the common case reads the rows as they are. It returns None where it does not apply.
         weight = None if rows.sample_weight is None else pool.weight
-        found = smooth_ap_of_rows(rows.logits, rows.targets, weight, rule.ignore_index, temperature, multiple)
-        if found is not None:
-            loss, valid, width = found
-            return PerClass(loss, valid), width
-    scores, width = at_temperature(pool, temperature, multiple)
-    return _per_class(scores, width), width
-
-
-def _per_class(pool: Pool, temperature: float) -> PerClass:
-    """Return one minus the smooth average precision of each class of ``pool``, or of each query if it has indexes."""
+        result = smooth_ap_of_rows(rows.logits, rows.targets, weight, rule.ignore_index, temperature, spread_multiple)
+        if result is not None:
+            loss, valid, temperature = result
+            return PerClass(loss, valid), temperature
+    pool, temperature = at_temperature(pool, temperature, spread_multiple)
     if pool.indexes is not None:
-        if pool.indexes.is_meta:
-            fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
-            raise RuntimeError(expected("indexes", "a tensor with values", pool.indexes, fix))
-        return _per_query(pool, pool.indexes, temperature)
-    given = (pool.scores, pool.positive, pool.member, pool.weight, temperature)
-    return PerClass(*smooth_ap_sums(*given, num_positive=pool.num_positive))
+        return _of_queries(pool, pool.indexes, temperature), temperature
+    arguments = pool.scores, pool.positive, pool.member, pool.weight, temperature
+    return PerClass(*smooth_ap_sums(*arguments, num_positive=pool.num_positive)), temperature
 
 
 @not_compiled
-def _per_query(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
+def _of_queries(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
+    """Return the loss of each query, in the order of ``indexes.unique()``."""
+    if indexes.is_meta:
+        fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
+        raise RuntimeError(expected("indexes", "a tensor with values", indexes, fix))
     scores, positive = pool.scores[0], pool.positive[0]
-    num_queries, blocks = group_rows(indexes)
+    num_queries, blocks = query_blocks(indexes)
     values, valid = scores.new_zeros(num_queries, dtype=torch.float64), positive.new_zeros(num_queries)
     values = values + scores[:0].sum()  # connects the loss to the rows even without a block
     for block in blocks:
         member = block.present if pool.member is None else block.take(pool.member[0])
         weight = None if pool.weight is None else block.take(pool.weight)
-        loss, holds = smooth_ap_sums(block.take(scores), block.take(positive), member, weight, temperature)
-        values = values.index_copy(0, block.queries, loss)
-        valid[block.queries] = holds
+        block_values, block_valid = smooth_ap_sums(
+            block.take(scores), block.take(positive), member, weight, temperature
+        )
+        values = values.index_copy(0, block.queries, block_values)
+        valid[block.queries] = block_valid
     return PerClass(values, valid)
 
 
@@ -117,10 +116,6 @@ class SmoothAPLoss(RankingLoss):
 
     The formula is that of :func:`~fullrank.losses.smooth_ap`. The pool is the rows of all ranks and of the queue. With
     ``indexes`` there is one loss for each query instead, without the queue.
-
-    Distributed:
-        The collectives of :func:`~fullrank.gather_rows` forward, one or two. None backward. Every rank gets
-        the same value and holds the same queue.
 
     Example:
         >>> import torch
@@ -134,6 +129,6 @@ class SmoothAPLoss(RankingLoss):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return one minus the smooth average precision of each class, or of each query."""
-        per_class, temperature = _loss_of(pool, self.temperature, self.spread_multiple)
+        per_class, temperature = _of_pool(pool, self.temperature, self.spread_multiple)
         self._note_temperature(pool, temperature)
         return per_class

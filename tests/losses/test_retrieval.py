@@ -23,7 +23,7 @@ import fullrank
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import retrieval_smooth_ap, smooth_ap
 from fullrank.losses.embeddings import retrieval
-from fullrank.losses.pooled.rectangles import group_rows
+from fullrank.losses.pooled.query_blocks import query_blocks
 
 IGNORED = -100
 
@@ -190,7 +190,7 @@ def test_padding_at_most_doubles_the_rows_and_no_query_costs_an_operator(simulat
         lengths = 1 + torch.arange(num_queries) % 63
         indexes = torch.arange(num_queries).repeat_interleave(lengths)
         indexes = indexes[torch.randperm(indexes.numel(), generator=generator)]
-        found, blocks = group_rows(indexes)
+        found, blocks = query_blocks(indexes)
         assert found == num_queries
         assert sum(block.rows.numel() for block in blocks) <= 2 * indexes.numel()
         held = torch.cat([block.rows[block.present] for block in blocks])
@@ -199,7 +199,7 @@ def test_padding_at_most_doubles_the_rows_and_no_query_costs_an_operator(simulat
             own = block.queries[:, None].expand(block.rows.shape)[block.present]
             assert torch.equal(indexes[block.rows[block.present]], own)  # here a query is called by its place
         with simulated_device.count() as counts:
-            group_rows(indexes.to(simulated_device.DEVICE))
+            query_blocks(indexes.to(simulated_device.DEVICE))
         launches.append(counts.launches)
     assert launches[0] == launches[1] > 0
 

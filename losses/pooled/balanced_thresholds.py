@@ -1,4 +1,4 @@
-"""Thresholds that carry a gradient, in balance with the positives that are compared with them."""
+"""Thresholds with a gradient that balances the gradient of the positives compared with them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def threshold_with_gradient(
     """Return ``levels.movable`` (C, L) with a gradient, and the positives (C, M) that may have one; None for all.
 
     The levels are quantiles of the rows in ``reference`` (C, M), None for all, and are compared with the ``positives``
-    (C, M). The live rows of the reference carry the gradient of a threshold. Only positives that are live too may have
-    one, see :func:`hold_others`. Their slopes then add up to what the threshold carries, so the gradient of the live
-    rows adds up to 0. In a class without a live reference row of finite score nothing could carry it, and no positive
-    has one: all scores would rise together.
+    (C, M). The live rows of the reference carry the gradient of a threshold. Only live positives may have a gradient,
+    see :func:`detach_outside`: the threshold then carries the sum of their slopes, and the gradient of the live rows
+    adds up to 0. In a class without a live reference row of finite score nothing can carry the gradient of the
+    threshold. There no positive has one either, because otherwise all scores would rise together.
     """
     if pool.live is None:
         # A finite level is at or between scores of its reference, all of which are live.
@@ -28,14 +28,14 @@ def threshold_with_gradient(
     point = carry_gradient(levels, pool.scores, carriers, taus, levels_are_rows=False)
     if not point.requires_grad:
         return point, None
-    # At an infinite level, which nothing carries either, no finite positive has a slope.
+    # Nothing carries an infinite level either, but there no positive of finite score has a slope.
     carried = are_carried(levels, pool.scores.detach(), carriers)
     return point, positives & pool.live & carried.any(dim=1, keepdim=True)
 
 
-def hold_others(values: Tensor, drawing: Tensor | None) -> Tensor:
-    """Return ``values``, detached outside of ``drawing``; None is everywhere."""
-    if drawing is None:
+def detach_outside(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return ``values``, detached where ``mask`` is False; None for all True."""
+    if mask is None:
         return values
-    # In the layout of the values, which decides the order in which they are added up: the loss keeps its last bit.
-    return torch.empty_like(values).copy_(torch.where(drawing, values, values.detach()))
+    # In the memory layout of the values, which decides the order in which they are added up: the last bit of the loss.
+    return torch.empty_like(values).copy_(torch.where(mask, values, values.detach()))
