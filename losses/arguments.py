@@ -1,4 +1,4 @@
-"""Arguments that losses share are described once; ``@completed`` lets ``help`` and signatures show them everywhere.
+"""``@completed`` completes docstrings and signatures, so that arguments that losses share are described once.
 
 docs/tools/docstrings.py does the same for the site, which is made without importing the package.
 """
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable
 from textwrap import dedent, indent
 from typing import Any, TypeVar
 
-# The sections of a docstring, in their order. All but OWN are taken over as a whole where they are missing.
+# The sections of a docstring, in their order. A missing one is taken over as a whole, unless it is in OWN.
 _ORDER = "Args, Shape, Returns, Raises, Degenerate, Automatic temperature, Numerics, Distributed, Example, Reference"
 SECTIONS = _ORDER.split(", ")
 OWN = ("Args", "Returns", "Example")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):.*\n(?:(?: .*)?\n)*", re.MULTILINE)
 _ENTRY = re.compile(r"^(?=[\w*])", re.MULTILINE)
+_PACKAGE = __name__.partition(".")[0]
 
 T = TypeVar("T")
 
@@ -35,27 +36,27 @@ def completed(*sources: Any) -> Callable[[T], T]:
             _complete_signature(item, bases)
         if item.__doc__:  # not under python -OO
             parameters = inspect.signature(item).parameters.values()  # type: ignore[arg-type]
-            names = [f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters]
-            given = [source.__doc__ or "" for source in (*bases, *sources)]
-            item.__doc__ = complete_docstring(item.__doc__, [name for name in names if name != "self"], given)
+            names = [f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in parameters if p.name != "self"]
+            docstrings = [source.__doc__ or "" for source in (*bases, *sources)]
+            item.__doc__ = complete_docstring(item.__doc__, names, docstrings)
         return item
 
     return complete
 
 
 def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[str]) -> str:
-    """Return ``docstring`` with what it lacks and one of ``sources`` has, the first of them before the others.
+    """Return ``docstring`` with the arguments and sections that it lacks, each from the first of ``sources`` with it.
 
-    Each argument of ``names``, which are in the order of the signature, must be described.
+    The docstring or a source must describe each argument of ``names``, which are in the order of the signature.
     """
     entries: dict[str, str] = {}
     sections: dict[str, str] = {}
     for text in (docstring, *sources):
-        found = {match[1]: match[0].strip() for match in _SECTION.finditer(inspect.cleandoc(text) + "\n")}
-        for entry in _ENTRY.split(dedent(found.get("Args", "").partition("\n")[2])):
+        parts = {match[1]: match[0].strip() for match in _SECTION.finditer(inspect.cleandoc(text) + "\n")}
+        for entry in _ENTRY.split(dedent(parts.get("Args", "").partition("\n")[2])):
             for name in entry.partition(":")[0].split(", "):
                 entries.setdefault(name, entry.rstrip())
-        sections = {name: body for name, body in found.items() if text is docstring or name not in OWN} | sections
+        sections = {name: body for name, body in parts.items() if text is docstring or name not in OWN} | sections
     described = indent("\n".join(dict.fromkeys(entries[name] for name in names)), "    ")
     sections["Args"] = f"Args:\n{described}"
     head = _SECTION.sub("", inspect.cleandoc(docstring) + "\n").strip()
@@ -63,23 +64,22 @@ def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[s
 
 
 def _complete_signature(cls: type, bases: Iterable[type]) -> None:
-    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of its bases in Options.
+    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of Options, from its bases.
 
-    An argument that it does not take raises TypeError with the name of the class that is constructed, not of a base.
+    An unknown argument raises TypeError with the name of the class that is constructed, not of a base.
     """
     init: Any = cls.__dict__.get("__init__")
     if init is None:
         return
-    *own, options = inspect.signature(init).parameters.values()
-    found = re.fullmatch(r"Unpack\[(\w+)\]", str(options.annotation))
-    if found is None:
+    *parameters, options = inspect.signature(init).parameters.values()
+    unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(options.annotation))
+    if unpacked is None:
         return
-    named = init.__globals__[found[1]].__annotations__
-    base = next(
-        inspect.signature(base.__dict__["__init__"]).parameters for base in bases if "__init__" in base.__dict__
-    )
-    given = [base[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in named]
-    signature = inspect.Signature([*own, *given])
+    names = init.__globals__[unpacked[1]].__annotations__
+    base_init = next(base.__dict__["__init__"] for base in bases if "__init__" in base.__dict__)
+    of_base = inspect.signature(base_init).parameters
+    inherited = [of_base[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
+    signature = inspect.Signature([*parameters, *inherited])
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,6 +91,3 @@ def _complete_signature(cls: type, bases: Iterable[type]) -> None:
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
     cls.__init__ = checked  # type: ignore[misc]
-
-
-_PACKAGE = __name__.partition(".")[0]

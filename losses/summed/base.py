@@ -1,4 +1,4 @@
-"""What focal losses and cross-entropy share: a sum over elements divided by a count. Logits never travel."""
+"""The base of focal losses and cross-entropy: a sum over elements divided by a count. Logits never travel."""
 
 from __future__ import annotations
 
@@ -15,91 +15,6 @@ from ...errors import check_tensor, expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, weight_unit
-
-
-class Elements(NamedTuple):
-    """Element losses, weighted, 0 where ignored; and the divisor of their sum. Both are in units of ``unit``."""
-
-    values: Tensor  # [N, *], compute dtype
-    divisor: Tensor | float  # scalar: number of elements, or their mass of weights; 0 for a plain sum
-    unit: Tensor | None = None  # scalar, what the weights were divided by; None without weights
-    check: DeviceCheck | None = None  # checks of values that have not been read
-
-    @staticmethod
-    def of(
-        values: Tensor,
-        number: int,
-        counted: Tensor | None,
-        given: tuple[Tensor, DeviceCheck | None] | None,
-        is_mean: bool,
-        checks: list[DeviceCheck],
-    ) -> Elements:
-        """Return ``number`` losses, or their sum, times the ``given`` weights if there are any, and the divisor.
-
-        An element adds what is ``counted``, or 1, to the divisor. With the weights comes the check of their values.
-        """
-        unit = None
-        if given is not None:
-            weight, check = given
-            checks = checks if check is None else [*checks, check]
-            unit = weight_unit(weight)
-            weight = weight / unit
-            values, counted = values * weight, weight if counted is None else counted * weight
-        divisor = float(number) if counted is None else counted.sum()
-        return Elements(values, divisor if is_mean else 0.0, unit, combined(checks))
-
-
-def local_loss(elements: Elements, reduction: str) -> Tensor:
-    """Return the loss over the elements of this rank, or raise what a check of values has found."""
-    if elements.check is not None:
-        elements.check.read()
-    return reduce_elements(elements, reduction)
-
-
-def reduce_elements(elements: Elements, reduction: str) -> Tensor:
-    """Return the loss over the elements of this rank."""
-    values, divisor, unit, _ = elements
-    if reduction == "none":
-        return values if unit is None else values * unit
-    mean = local_mean(values.sum(), divisor)
-    return mean * unit if unit is not None and reduction == "sum" else mean
-
-
-def focus(log_p: Tensor, gamma: float) -> Tensor:
-    """Return ``(1 - p)^gamma``, to full accuracy for p near 1, with a finite slope there."""
-    if gamma == 0:
-        return torch.ones_like(log_p)
-    return power(-torch.expm1(log_p), gamma)
-
-
-def power(distance: Tensor, gamma: float) -> Tensor:
-    """Return ``distance^gamma`` for numbers >= 0, with a finite slope at 0."""
-    if gamma == 0:
-        return torch.ones_like(distance)
-    # For gamma < 1 the slope of x^gamma at 0 is infinite. At the smallest normal number it is finite.
-    return distance.clamp_min(torch.finfo(distance.dtype).tiny) ** gamma if gamma < 1 else distance**gamma
-
-
-def check_inputs(inputs: Tensor, targets: Tensor) -> None:
-    """Raise when the inputs are not floating-point, or the two tensors are on different devices."""
-    check_tensor("inputs", inputs)
-    check_tensor("targets", targets)
-    if not inputs.is_floating_point():
-        raise TypeError(expected("inputs", "a floating-point tensor", inputs, "Pass raw logits."))
-    check_device("targets", targets, inputs, "inputs")
-
-
-def aligned(targets: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return ``targets`` in ``shape`` if all that differs is a last dimension of one element, else as they are."""
-    given = tuple(targets.shape)
-    return targets.reshape(shape) if given == (*shape, 1) or (*given, 1) == shape else targets
-
-
-def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
-    """Return the fix if ``value`` differs from ``shape`` by a last dimension of one element, else an empty text."""
-    if tuple(value.shape) == (*shape, 1):
-        return f"Use {name}.squeeze({len(shape)})."
-    return f"Use {name}.unsqueeze({value.ndim})." if (*value.shape, 1) == shape else ""
 
 
 @completed()
@@ -137,16 +52,16 @@ class FocalLoss(DistributedLoss):
         group = self._resolve_group()
         if group is None:
             return self._noted(local_loss(self.elements(inputs, targets, sample_weight), self.reduction))
-        own: list[Elements] = []
+        elements: list[Elements] = []  # one entry, once the checks have passed
 
         def bring() -> Offer[Tensor]:
-            if self.reduction == "sum":  # in a mean the rows of all ranks count W times above and below the line
+            if self.reduction == "sum":  # a mean is right for gathered rows too: both its sums are W times as large
                 self._check_not_gathered(group, inputs=inputs, targets=targets)
-            own.append(self.elements(inputs, targets, sample_weight))
+            elements.append(self.elements(inputs, targets, sample_weight))
             dtype = str(inputs.dtype).removeprefix("torch.")
             weighted = sample_weight is not None
             facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
-            values, divisor, unit, check = own[0]
+            values, divisor, unit, check = elements[0]
             if unit is None:
                 return part_of_mean(values.sum(), divisor, facts, check)
             # The units may differ between ranks. In float64 nothing overflows.
@@ -154,11 +69,97 @@ class FocalLoss(DistributedLoss):
 
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":
-            return reduce_elements(own[0], self.reduction)
-        return self._noted(mean.to(own[0].values.dtype))
+            return reduce_elements(elements[0], self.reduction)
+        return self._noted(mean.to(elements[0].values.dtype))
 
     def _noted(self, loss: Tensor) -> Tensor:
+        """Return ``loss``, marked as a mean if it is one."""
         return note_kind(loss) if self.reduction.startswith("mean") else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
+
+
+class Elements(NamedTuple):
+    """Element losses, weighted, 0 where ignored; and the divisor of their sum. Both are in units of ``unit``."""
+
+    values: Tensor  # [N, *], compute dtype
+    divisor: Tensor | float  # scalar: number of elements, or their mass of weights; 0 for a plain sum
+    unit: Tensor | None = None  # scalar, the weights were divided by it; None without weights
+    check: DeviceCheck | None = None  # checks of values that have not been read
+
+    @staticmethod
+    def of(
+        values: Tensor,
+        number: int,
+        counted: Tensor | None,
+        weight_with_check: tuple[Tensor, DeviceCheck | None] | None,
+        is_mean: bool,
+        checks: list[DeviceCheck],
+    ) -> Elements:
+        """Return the losses of ``number`` elements, or their sum, times the weights if there are any, and the divisor.
+
+        ``counted`` is what each element adds to the divisor, None for 1. The check of the weights joins ``checks``.
+        """
+        unit = None
+        if weight_with_check is not None:
+            weight, check = weight_with_check
+            checks = checks if check is None else [*checks, check]
+            unit = weight_unit(weight)
+            weight = weight / unit
+            values, counted = values * weight, weight if counted is None else counted * weight
+        divisor = float(number) if counted is None else counted.sum()
+        return Elements(values, divisor if is_mean else 0.0, unit, combined(checks))
+
+
+def local_loss(elements: Elements, reduction: str) -> Tensor:
+    """Return the loss over the elements of this rank, or raise the error of a failed check of values."""
+    if elements.check is not None:
+        elements.check.read()
+    return reduce_elements(elements, reduction)
+
+
+def reduce_elements(elements: Elements, reduction: str) -> Tensor:
+    """Return the loss over the elements of this rank."""
+    values, divisor, unit, _ = elements
+    if reduction == "none":
+        return values if unit is None else values * unit
+    mean = local_mean(values.sum(), divisor)
+    return mean * unit if unit is not None and reduction == "sum" else mean
+
+
+def check_inputs(inputs: Tensor, targets: Tensor) -> None:
+    """Raise when the inputs are not floating-point, or the two tensors are on different devices."""
+    check_tensor("inputs", inputs)
+    check_tensor("targets", targets)
+    if not inputs.is_floating_point():
+        raise TypeError(expected("inputs", "a floating-point tensor", inputs, "Pass raw logits."))
+    check_device("targets", targets, inputs, "inputs")
+
+
+def aligned(targets: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``targets`` in ``shape`` if only a last dimension of one element differs, else unchanged."""
+    current = tuple(targets.shape)
+    return targets.reshape(shape) if current == (*shape, 1) or (*current, 1) == shape else targets
+
+
+def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
+    """Return the fix if only a last dimension of one element differs from ``shape``, else an empty text."""
+    if tuple(value.shape) == (*shape, 1):
+        return f"Use {name}.squeeze({len(shape)})."
+    return f"Use {name}.unsqueeze({value.ndim})." if (*value.shape, 1) == shape else ""
+
+
+def focus(log_p: Tensor, gamma: float) -> Tensor:
+    """Return ``(1 - p)^gamma``, to full accuracy for p near 1, with a finite slope there."""
+    if gamma == 0:
+        return torch.ones_like(log_p)
+    return power(-torch.expm1(log_p), gamma)
+
+
+def power(distance: Tensor, gamma: float) -> Tensor:
+    """Return ``distance^gamma`` for numbers >= 0, with a finite slope at 0."""
+    if gamma == 0:
+        return torch.ones_like(distance)
+    # For gamma < 1 the slope of x^gamma at 0 is infinite. At the smallest normal number it is finite.
+    return distance.clamp_min(torch.finfo(distance.dtype).tiny) ** gamma if gamma < 1 else distance**gamma

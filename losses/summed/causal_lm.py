@@ -48,7 +48,7 @@ def causal_lm_loss(
         logits: (..., T, V) raw logits; the one at t predicts token t + 1.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
         vocab_size: V, if it is to be checked; transformers passes it.
-        reduction: ``"mean"``, or ``"sum"``, which divides by nothing and takes no ``num_items``.
+        reduction: ``"mean"``, or ``"sum"``, which does not divide and takes no ``num_items``.
         num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. With 0 the
             sum, which is 0 then, is not divided.
         num_items_in_batch: the name of ``num_items`` in transformers.
@@ -59,7 +59,7 @@ def causal_lm_loss(
         shift: move the labels by one. The logits are not cut, because that would copy them; those at the last t get no
             gradient. False for labels that are shifted already, as they must be before a sequence is cut over ranks.
         shift_labels: (..., T) shifted ``labels`` in their place; transformers passes them under sequence parallelism.
-        **unused: what transformers passes to every loss function has no effect.
+        **unused: other arguments that transformers passes to every loss function; without effect.
 
     Returns:
         Scalar, float32, or float64 for float64 logits.
@@ -83,7 +83,7 @@ def causal_lm_loss(
         tensor(1.3863)
     """
     check_int("ignore_index", ignore_index)
-    for name in unused:  # a keyword that is almost one of ours is a slip, not one of transformers
+    for name in unused:  # a keyword that is almost one of ours is a typing mistake, not one of transformers
         for ours in difflib.get_close_matches(name, causal_lm_loss.__kwdefaults__ or (), n=1, cutoff=0.85):
             raise TypeError(f"causal_lm_loss: got the keyword {name}. Use {ours}.")
     if shift_labels is not None:
@@ -109,8 +109,8 @@ def causal_lm_loss(
         if bool(bad.any()):
             what = f"token indices in [0, {logits.shape[-1]}) or ignore_index={ignore_index}"
             raise ValueError(expected("labels", what, int(targets[bad][0]), "Give padding the label ignore_index."))
-    # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. No tensor is larger than
-    # the logits, so they are overwritten in place if they are a copy.
+    # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. The logits are the largest
+    # tensor, so a copy of them is overwritten in place.
     x, ignored = logits.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
     x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
     total = F.cross_entropy(x.reshape(-1, x.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum")

@@ -23,7 +23,7 @@ from .softmax_focal import check_classes, check_element_weight
 TorchReduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
-_FEW = 8  # weights that a text lists; of more it gives the shape and a hash
+_FEW = 8  # up to so many weights are listed in the text that the ranks compare; of more, it has the shape and a hash
 
 
 class TorchLikeLoss(FocalLoss):
@@ -31,7 +31,7 @@ class TorchLikeLoss(FocalLoss):
 
     Distributed:
         One collective forward, the header, and none backward. Logits do not travel. The loss of torch averages on each
-        rank, which is another loss under data parallelism: a row on a rank with few valid rows counts more than others.
+        rank, which under data parallelism is a different loss: a row on a rank with few valid rows counts more.
     """
 
     def _register_weights(self, **weights: Tensor | None) -> None:
@@ -41,21 +41,21 @@ class TorchLikeLoss(FocalLoss):
                 if weight.is_complex() or not bool((weight.isfinite() & (weight >= 0)).all()):
                     raise ValueError(expected(name, "finite numbers >= 0", weight.tolist()))
             self.register_buffer(name, weight)
-        self._texts: dict[str, tuple[Tensor, int, str]] = {}
+        self._texts: dict[str, tuple[Tensor, int, str]] = {}  # of a weight: the tensor, its version, the text
 
     def _text_of(self, name: str) -> str:
         weight = getattr(self, name)
         if not isinstance(weight, Tensor):
             return repr(weight)
-        version, known = version_of(weight), self._texts.get(name)
-        if known is None or known[0] is not weight or known[1] != version:
+        version, cached = version_of(weight), self._texts.get(name)
+        if cached is None or cached[0] is not weight or cached[1] != version:
             values = weight.detach().cpu().double()
             text = str(values.tolist())
             if values.numel() > _FEW:
-                found = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=4).hexdigest()
-                text = f"{tuple(weight.shape)} with hash {found}"
-            known = self._texts[name] = (weight, version, text)
-        return known[2]
+                digest = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=4).hexdigest()
+                text = f"{tuple(weight.shape)} with hash {digest}"
+            cached = self._texts[name] = (weight, version, text)
+        return cached[2]
 
 
 @completed()
@@ -131,13 +131,13 @@ class CrossEntropyLoss(TorchLikeLoss):
             weight, counted = self._weights_of(x), valid
             if weight is not None:
                 counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
-        given = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
-        # A sum of torch rather than of its elements: that has the bits of its mean.
-        reduction = "none" if given is not None or self.reduction == "none" else "sum"
+        weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
+        # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
+        reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
         values = F.cross_entropy(
             x, y, weight, ignore_index=self.ignore_index, reduction=reduction, label_smoothing=self.label_smoothing
         )
-        return Elements.of(values, math.prod(shape), counted, given, self.reduction == "mean", checks)
+        return Elements.of(values, math.prod(shape), counted, weight_with_check, self.reduction == "mean", checks)
 
     def _weights_of(self, x: Tensor) -> Tensor | None:
         if self.weight is None:
@@ -161,7 +161,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
             buffer, as in torch. Weights of the rows of a batch are the ``sample_weight`` of the forward.
         pos_weight: >= 0, broadcast to the shape of the inputs: the factor on the positives, the same on every rank;
-            None for all 1. The number of negatives over that of positives lets both weigh the same. A buffer.
+            None for all 1. With the number of negatives over that of positives both weigh the same. A buffer.
         reduction: ``"mean"`` over the elements of all ranks, whose weights are not in the divisor, ``"sum"`` over all
             ranks, or ``"none"`` for this rank's elements.
 
@@ -201,19 +201,19 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
         x = inputs.to(compute_dtype(inputs.dtype))
         weight, pos_weight = self._weight_of("weight", x), self._weight_of("pos_weight", x)
-        given = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args)
-        # A sum of torch rather than of its elements: that has the bits of its mean.
-        reduction = "none" if given is not None or self.reduction == "none" else "sum"
+        weight_with_check = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args)
+        # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
+        reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
         values = F.binary_cross_entropy_with_logits(
             x, targets.to(x.dtype), weight, pos_weight=pos_weight, reduction=reduction
         )
-        return Elements.of(values, x.numel(), None, given, self.reduction == "mean", checks)
+        return Elements.of(values, x.numel(), None, weight_with_check, self.reduction == "mean", checks)
 
     def _weight_of(self, name: str, x: Tensor) -> Tensor | None:
         weight: Tensor | None = getattr(self, name)
         if weight is None:
             return None
-        fits = weight.ndim <= x.ndim and all(own in (1, n) for own, n in zip(weight.shape[::-1], x.shape[::-1]))
+        fits = weight.ndim <= x.ndim and all(size in (1, n) for size, n in zip(weight.shape[::-1], x.shape[::-1]))
         if not fits:
             fix = "Pass weights of the rows as sample_weight."
             raise ValueError(expected(name, f"a shape that can be broadcast to {tuple(x.shape)}", weight, fix))

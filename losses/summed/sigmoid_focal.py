@@ -92,7 +92,7 @@ def _elements(
         x_soft = torch.where(is_hard, torch.zeros_like(x), x)
         missed = torch.sigmoid(x_soft) * (1 - y) + torch.sigmoid(-x_soft) * y  # 1 - p_t, a sum of numbers >= 0
         values = torch.where(is_hard, -hard, -y * F.logsigmoid(x_soft) - (1 - y) * F.logsigmoid(-x_soft))
-        # Hard elements read 0.5 here and soft ones log 0.5, so that neither branch has an infinite slope for the other.
+        # Each branch gets 0.5, or log 0.5, for the elements of the other one, so that no slope there is infinite.
         focus_of_hard = focus(torch.where(is_hard, hard, torch.full_like(x, -math.log(2))), gamma)
         focus_of_soft = power(torch.where(is_hard, torch.full_like(x, 0.5), missed), gamma)
         values = torch.where(is_hard, focus_of_hard, focus_of_soft) * values
@@ -101,8 +101,8 @@ def _elements(
         alpha_t = (1 - alpha) + (2 * alpha - 1) * y
         values = values * alpha_t
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
-    given = expanded_weight(sample_weight, inputs, x.dtype, validate_args)
-    return Elements.of(values, values.numel(), counted, given, reduction.startswith("mean"), checks)
+    weight_with_check = expanded_weight(sample_weight, inputs, x.dtype, validate_args)
+    return Elements.of(values, values.numel(), counted, weight_with_check, reduction.startswith("mean"), checks)
 
 
 def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def soft_target_check(targets: Tensor) -> DeviceCheck:
-    """Return whether a target is not in [0, 1]."""
+    """Return the check that every target is in [0, 1]."""
     bad = ~((targets >= 0) & (targets <= 1))
 
     def error() -> Exception:
@@ -128,7 +128,7 @@ def soft_target_check(targets: Tensor) -> DeviceCheck:
 def expanded_weight(
     sample_weight: Tensor | None, inputs: Tensor, dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None] | None:
-    """Return the weights, aligned with dim 0, in the shape of ``inputs``, and whether one is negative or not finite."""
+    """Return the weights, aligned with dim 0, in the shape of ``inputs``, and the check that they are in range."""
     if sample_weight is None:
         return None
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"

@@ -83,7 +83,7 @@ class _Rule(NamedTuple):
 
 
 def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
-    """Return ``rule`` unchanged, or raise; a tensor ``alpha`` is read if ``read_alpha``, which waits for the device."""
+    """Return ``rule`` unchanged, or raise; ``read_alpha`` checks the values of a tensor too, and waits for the device."""
     check_choice("reduction", rule.reduction, REDUCTIONS)
     alpha = rule.alpha
     if isinstance(alpha, Tensor):
@@ -133,16 +133,16 @@ def _elements(
     if valid is not None:
         kept = valid.to(x.dtype)
         values, counted = values * kept, kept if counted is None else counted * kept
-    given = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
-    return Elements.of(values, values.numel(), counted, given, rule.reduction.startswith("mean"), checks)
+    weight_with_check = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
+    return Elements.of(values, values.numel(), counted, weight_with_check, rule.reduction.startswith("mean"), checks)
 
 
 def check_classes(
     inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
 ) -> tuple[Tensor, Tensor | None, list[DeviceCheck]]:
-    """Return the targets as int64 (N, *), which of them are classes, and whether others than ignored ones are not.
+    """Return the targets as int64 (N, *), the mask of those that are classes, and the check of their range.
 
-    None in place of the second if the host knows that all of them are.
+    The mask is None if the host knows that all targets are classes, so that none is ignored.
     """
     check_inputs(inputs, targets)
     if inputs.ndim < 2:
@@ -157,22 +157,22 @@ def check_classes(
         fix = squeeze_advice("targets", targets, shape)
         raise ValueError(expected("targets", f"shape {shape} for inputs (N, C, *)", targets, fix))
     check_exact(targets, inputs.shape[1])
-    given, targets = targets, targets.to(torch.int64)
-    if targets.device.type == "cpu" and has_values(targets) and targets.numel() and not given.is_floating_point():
+    raw, targets = targets, targets.to(torch.int64)
+    if targets.device.type == "cpu" and has_values(targets) and targets.numel() and not raw.is_floating_point():
         low, high = (int(end) for end in targets.aminmax())
         if low >= 0 and high < inputs.shape[1] and not low <= ignore_index <= high:
             return targets, None, []
     if not (validate_args and has_values(targets)):
         return targets, targets != ignore_index, []
     ignored, outside = targets == ignore_index, (targets < 0) | (targets >= inputs.shape[1])
-    check = class_range_check(given, targets, outside & ~ignored, inputs.shape[1], ignore_index)
+    check = class_range_check(raw, targets, outside & ~ignored, inputs.shape[1], ignore_index)
     return targets, ~(ignored | outside), [check]
 
 
 def check_element_weight(
     sample_weight: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None] | None:
-    """Return the weights of the elements, and whether one is negative or not finite."""
+    """Return the weights of the elements, and the check that they are in range."""
     if sample_weight is None:
         return None
     check_tensor("sample_weight", sample_weight, "a tensor or None")
