@@ -623,7 +623,8 @@ CLASSES = (nn.Module(), torchmetrics.SumMetric(), DistributedDataParallel)  # a 
 OWNERS = [*CLASSES, torch, nn, dist, fsdp, torch.compiler, Tensor, DeviceMesh, dist.ProcessGroup, dist.distributed_c10d]
 OWNERS += [torch.autograd.graph.Node, forward_ad, forward_ad.UnpackedDualTensor, copy, functools, inspect, sys]
 OWNERS += [inspect.Signature, property, Exception, dict, set, list, str]
-STANDARD = {*dir(namedtuple("Empty", "")), *dir(sys), "kwargs", "_"}
+# "_backward" ends the names of the operators of kernels/registration.py.
+STANDARD = {*dir(namedtuple("Empty", "")), *dir(sys), "kwargs", "_", "_backward"}
 
 
 def of(*owners: object) -> set[str]:
