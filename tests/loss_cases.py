@@ -55,6 +55,7 @@ KINDS = {
     "elements": Kind(lambda x, t, q: {"inputs": x, "targets": as_elements(x, t)}, ignores=False),
     "embeddings": Kind(lambda x, t, q: {"embeddings": x, "labels": t}, columns=8),
     "pairs": Kind(lambda x, t, q: {"queries": x, "keys": x.roll(1, 1)}, columns=8, ignores=False),
+    "parts": Kind(lambda x, t, q: {"logits": x, "targets": t}, columns=3),
     "tokens": Kind(lambda x, t, q: {"logits": x[None], "labels": t[None]}, columns=3),
 }
 
@@ -112,7 +113,6 @@ class Loss:
         parts: returns the losses that it is made of, from the options of their constructors.
         needs: the rows without which a class is not valid.
         of_order: only differences of scores count, in units of a temperature, and the loss is in [0, 1].
-        columns: the least number of columns, where it is not that of the kind.
         left_out: why a family of tests cannot hold for it, by the name of the family in ``FAMILIES``, or for one of its
             forms, by that and the name of the form.
     """
@@ -130,7 +130,6 @@ class Loss:
     parts: Callable[..., Settings] | None = None
     needs: frozenset[str] = frozenset({"positives", "negatives"})
     of_order: bool = False
-    columns: int | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -154,7 +153,7 @@ class Loss:
     @property
     def is_pooled(self) -> bool:
         """Whether it ranks a pool of rows, one class against the rest."""
-        return self.kind == "scores" and self.parts is None
+        return self.kind == "scores"
 
     @property
     def is_automatic(self) -> bool:
@@ -226,7 +225,7 @@ class Form(NamedTuple):
     @property
     def columns(self) -> int:
         """The least number of columns."""
-        return self.loss.columns or KINDS[self.loss.kind].columns
+        return KINDS[self.loss.kind].columns
 
     def arguments(self, x: Tensor, targets: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Return the arguments of a call for rows (N, C), the class of each, and its query, which is one of four."""
@@ -528,7 +527,7 @@ ROWS = (
     ),
     Loss(
         "combined",
-        "scores",
+        "parts",
         losses.CombinedLoss,
         forms={"": {"weights": {"ap": 0.5, "ce": 2.0}}},
         own={
@@ -542,7 +541,6 @@ ROWS = (
             ),
         },
         parts=combined,
-        columns=3,
         left_out={
             "reference": "It is compared with the sum of its parts in tests/losses/test_combined.py.",
             "graph": KEEPS_STATE,
@@ -551,7 +549,7 @@ ROWS = (
     ),
     Loss(
         "warm_up",
-        "scores",
+        "parts",
         losses.LossWarmupWrapper,
         forms={"": {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}},
         own={
@@ -574,7 +572,6 @@ ROWS = (
             ("warmup_epochs", {}, "main_loss alone"),  # nothing to do
         ],
         parts=warm_up,
-        columns=3,
         left_out={
             "reference": "Its course is compared in tests/losses/test_warmup.py.",
             "graph": KEEPS_STATE,

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from device import DEVICE, count, deterministic, no_float64, no_waits
-from loss_cases import INPUTS, LOSSES, Form, normal
+from loss_cases import FORMS, INPUTS, Form, normal
 from scripts import run_script
 from subjects import error
 from torch import nn
@@ -52,46 +51,39 @@ def test_it_is_as_strict_as_a_device() -> None:
 # The losses
 
 
-class Subject(NamedTuple):
-    """A loss, and its arguments in a step; the first requires a gradient."""
-
-    make: Callable[[], nn.Module]
-    arguments: Callable[[int, torch.dtype], dict[str, torch.Tensor]]
+Given = dict[str, torch.Tensor]
 
 
-def pool_of(inputs: str, step: int, dtype: torch.dtype, num_rows: int | None = None) -> dict[str, torch.Tensor]:
+def pool_of(inputs: str, step: int, dtype: torch.dtype, num_rows: int | None = None) -> Given:
     """Return rows of a pool, in the second step with weights, in the third with a mask too."""
     rows = INPUTS[inputs].rows(step, num_rows=num_rows, weighted=step > 0, masked=step == 2)
     given = rows._replace(logits=rows.logits.to(dtype))._asdict()
     return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
-def rows_of(form: Form, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def rows_of(form: Form, step: int, dtype: torch.dtype) -> Given:
     """Return rows of another loss, from the second step on with weights where it takes them."""
-    weighted = step > 0 and form.loss.takes("sample_weight")
     rows, targets = normal(24, form.columns, seed=step).to(dtype), torch.arange(24) * 7 % max(2, form.columns)
-    given = form.arguments(rows, targets)
-    return given | ({"sample_weight": normal(24, seed=9).abs()} if weighted else {})
+    weights = {"sample_weight": normal(24, seed=9).abs()} if step and form.loss.takes("sample_weight") else {}
+    return form.arguments(rows, targets) | weights
 
 
-def subjects() -> dict[str, Subject]:
-    """Return a module of each loss by name."""
-    kept = {"queue_size": 30, "queue_keep": "negatives", "max_pool_size": 20}
-    drawn = partial(INPUTS["classes"].module, LOSSES["smooth_ap"].first, **kept)
-    found = {"a drawn pool": Subject(drawn, partial(pool_of, "classes"))}
-    for name, loss in LOSSES.items():
-        for inputs in ("binary", "multi_hot") if loss.is_pooled else ():
-            make = partial(INPUTS[inputs].module, loss.first, queue_size=30)
-            found[f"{name} of {inputs}"] = Subject(make, partial(pool_of, inputs))
-        if loss.module is not None and not loss.is_pooled:
-            found[name] = Subject(partial(loss.first.make, queue_size=30), partial(rows_of, loss.first))
-    return found
+# A module of each loss, and what returns its arguments in a step.
+SUBJECTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Given]]] = {
+    "a drawn pool": (
+        partial(INPUTS["classes"].module, FORMS["smooth_ap"], queue_size=30, queue_keep="negatives", max_pool_size=20),
+        partial(pool_of, "classes"),
+    )
+}
+for _name, _form in FORMS.items():
+    for _inputs in ("binary", "multi_hot") if _form.loss.is_pooled and _form.is_first else ():
+        _make = partial(INPUTS[_inputs].module, _form, queue_size=30)
+        SUBJECTS[f"{_name} of {_inputs}"] = _make, partial(pool_of, _inputs)
+    if _form.is_first and _form.loss.module and not _form.loss.is_pooled:
+        SUBJECTS[_name] = partial(_form.make, queue_size=30), partial(rows_of, _form)
 
 
-SUBJECTS = subjects()
-
-
-def put(given: dict[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
+def put(given: Given, device: torch.device | str) -> Given:
     """Return arguments on a device, the first as a leaf that requires a gradient."""
     moved = {name: tensor.detach().to(device) for name, tensor in given.items()}
     next(iter(moved.values())).requires_grad_()
@@ -128,11 +120,12 @@ def test_steps_of_a_loss_equal_those_of_the_cpu(
 ) -> None:
     results = []
     for device in ("cpu", DEVICE):
-        loss, found = SUBJECTS[name].make().to(device), []
+        make, arguments = SUBJECTS[name]
+        loss, found = make().to(device), []
         for step in range(3):
             if hasattr(loss, "on_train_batch_start"):
                 loss.on_train_batch_start(step)
-            given = put(SUBJECTS[name].arguments(step, dtype), device)
+            given = put(arguments(step, dtype), device)
             value, first = loss(**given), next(iter(given.values()))
             value.backward()
             assert first.grad.device.type == torch.device(device).type
@@ -231,7 +224,7 @@ def test_focal_needs_no_float64() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if " of " in name])
 def test_deterministic_algorithms(name: str) -> None:
-    loss = SUBJECTS[name].make().to(DEVICE)
+    loss = SUBJECTS[name][0]().to(DEVICE)
     with deterministic():
         for step in range(3):
             given = pool_of(name.partition(" of ")[2], step, torch.float32, num_rows=2_000)

@@ -267,7 +267,7 @@ def _loss(form: Form) -> Call:
         rows = _rows(generator, rank)
         return form.arguments(rows["logits"], rows["targets"], torch.randint(0, 3, (7 + rank,), generator=generator))
 
-    keeps_rows = form.loss.is_pooled or form.loss.name == "combined"
+    keeps_rows = form.loss.kind in ("scores", "parts")
     make = partial(form.make, num_classes=CLASSES, queue_size=64 if keeps_rows else 0, queue_keep=keep)
     own = (form.loss.name if form.is_first else "", form.loss.kind)
     heads, faults = _HEADS.get(form.loss.name, (head,)), next(_FAULTS[name] for name in own if name in _FAULTS)
@@ -355,7 +355,7 @@ _FAULTS = {
     "classes": (_CLASSES, _DIFFERENT_ELEMENTS),
     "elements": (_BINARY, _DIFFERENT_ELEMENTS),
     "softmax_focal": (_CLASSES, _DIFFERENT_CLASSES),
-    "combined": (_BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
+    "parts": (_BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
 }
 _HEADS = {"combined": ("CrossEntropyLoss", _MAIN)}
 

@@ -129,7 +129,7 @@ ARGUMENTS = [
     (loss.name, argument)
     for loss in LOSSES.values()
     for argument in sorted(loss.arguments)
-    if loss.kind != "queries" and loss.parts is None and not loss.argument(argument).apart
+    if loss.kind not in ("queries", "parts") and not loss.argument(argument).apart
 ]
 
 

@@ -151,9 +151,7 @@ def refusals(loss: Loss, is_module: bool) -> Iterator[tuple[Form, Refusal]]:
     for argument, changes, given in loss.together:
         if is_module or changes.keys() <= loss.of_function:
             yield loss.first, Refusal(V, argument, changes, given)
-    kinds = (
-        [] if loss.parts else [loss.kind, loss.name, *["no queries"] * (loss.is_pooled and loss.module not in QUERIED)]
-    )
+    kinds = [loss.kind, loss.name, *["no queries"] * (loss.is_pooled and loss.module not in QUERIED)]
     for argument, error, values in (row for kind in kinds for row in VALUES.get(kind, [])):
         if loss.takes(argument) if is_module else argument in loss.of_function:
             yield from ((loss.first, Refusal(error, argument, {argument: bad}, given)) for bad, given in values)
@@ -427,9 +425,7 @@ def answers(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> lis
 
 
 @pytest.mark.parametrize("form", GIVEN)
-@pytest.mark.parametrize(
-    "name", [n for n, loss in LOSSES.items() if loss.kind in ("scores", "classes", "elements") and loss.parts is None]
-)
+@pytest.mark.parametrize("name", [n for n, loss in LOSSES.items() if loss.kind in ("scores", "classes", "elements")])
 def test_targets_and_scores_of_every_form_are_those_of_integers(name: str, form: str, device: torch.device) -> None:
     """Scores of one class may lack the dimension of the classes."""
     for loss, scores, targets in cases_of(name, device):
