@@ -1,4 +1,4 @@
-"""Losses that are made of other losses: what they share, and a weighted sum as one module."""
+"""A weighted sum of losses as one module, and the base of the losses that are made of other losses."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class LossOfParts(nn.Module):
         modules = (module for part in self._members() for module in part.modules())
         return [module for module in modules if hasattr(module, "gather_distributed")]
 
-    def _state_fact(self, name: str, fact: State) -> None:
-        """Let the losses of this package compare ``fact`` between the ranks, including those inside adapters."""
+    def _compare_over_ranks(self, name: str, fact: State) -> None:
+        """Let the losses of this package, including those inside adapters, compare ``fact`` between the ranks."""
         for module in self.modules():
             if isinstance(module, DistributedLoss):
                 module._surrounding_facts[name] = fact
@@ -64,7 +64,7 @@ class LossOfParts(nn.Module):
 
 
 def check_module(name: str, loss: object) -> nn.Module:
-    """Return ``loss``, or raise TypeError when it is no module."""
+    """Return ``loss``, or raise TypeError when it is not an instance of a module."""
     if not isinstance(loss, nn.Module):
         fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
         raise TypeError(expected(name, "an instance of torch.nn.Module", loss, fix))
@@ -74,11 +74,11 @@ def check_module(name: str, loss: object) -> nn.Module:
 def takes(loss: nn.Module, name: str) -> bool:
     """Return whether the forward of ``loss`` has an argument ``name``, or takes any."""
     parameters = inspect.signature(loss.forward).parameters
-    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def targets_for(loss: nn.Module, logits: Tensor, targets: Tensor, *, validate_args: bool) -> Tensor:
-    """Return the targets in the form that a loss of torch needs; those of another loss as they are."""
+    """Return the targets in the form that a loss of torch requires, and unchanged for another loss."""
     if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
         return targets
     if isinstance(loss, nn.BCEWithLogitsLoss):
@@ -106,18 +106,19 @@ class CombinedLoss(LossOfParts):
 
     Equal to ``weights["ce"] * losses["ce"](logits, targets) + weights["ap"] * losses["ap"](logits, targets) + ...``,
     as one module. After a call, the dict ``parts`` has the value of each part by name, without its weight and its
-    graph, for logging. The calls of a training loop are passed on to the parts that have them.
+    graph, for logging. The calls of a training loop are passed on to the parts that have such methods.
 
     With several ranks, the gradient equals that of one process only if each part is a loss of this package. The losses
     of torch average on each rank: use :class:`~fullrank.CrossEntropyLoss` and :class:`~fullrank.BCEWithLogitsLoss`
-    instead. They are allowed, and given the targets in the form they need, as in :class:`~fullrank.LossWarmupWrapper`.
+    instead. The losses of torch are allowed, and get the targets in the form they require, as in
+    :class:`~fullrank.LossWarmupWrapper`.
 
     Args:
         losses: the parts, modules that are called with ``(logits, targets)``, by name. The names have no dots.
         weights: a number >= 0 for each name; None for all 1. May be assigned between steps, the same on every rank.
 
     Shape:
-        Inputs as for the parts, which must take the same. Output a scalar, if those of the parts are.
+        Inputs as for the parts, which must all take the same. Output a scalar, if those of the parts are.
 
     Raises:
         TypeError: for a part that is no module or does not return a tensor, and for an argument that no part takes.
@@ -157,7 +158,7 @@ class CombinedLoss(LossOfParts):
                 raise ValueError(expected("losses", "names of attributes", name, f"{error.args[0]}.")) from None
         self.weights = dict.fromkeys(losses, 1.0) if weights is None else weights
         self.parts = {}
-        self._takes = {name: [one for one in _OPTIONAL if takes(loss, one)] for name, loss in losses.items()}
+        self._takes = {name: [option for option in _OPTIONAL if takes(loss, option)] for name, loss in losses.items()}
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -191,37 +192,40 @@ class CombinedLoss(LossOfParts):
 
         Args:
             logits, targets: passed to all parts.
-            iid_mask, sample_weight, indexes: passed to the parts that take it, which losses of torch do not; or None.
+            iid_mask, sample_weight, indexes: passed to the parts that take them; losses of torch do not. Or None.
 
         Raises:
             TypeError: when no part takes an argument that is given.
         """
         optional = {"iid_mask": iid_mask, "sample_weight": sample_weight, "indexes": indexes}
-        given = {name: value for name, value in optional.items() if value is not None}
-        for name, value in given.items():
-            if not any(name in taken for taken in self._takes.values()):
+        options = {name: value for name, value in optional.items() if value is not None}
+        for name, value in options.items():
+            if not any(name in names for names in self._takes.values()):
                 raise TypeError(expected(name, "None, because no part takes it", value))
-        self._state_fact("weights", State(self._weights, _SAME_WEIGHTS))
+        self._compare_over_ranks("weights", State(self._weights, _SAME_WEIGHTS))
 
         def evaluate() -> Offer[dict[str, Tensor]]:
             values = {}
             validate_args = all(getattr(module, "validate_args", True) for module in self._members())
             # Parts without a queue come first. If one of them raises, nothing has been enqueued.
-            has_queue = {k: any(hasattr(one, "reset_queue") for one in self.losses[k].modules()) for k in self.losses}
+            has_queue = {
+                name: any(hasattr(module, "reset_queue") for module in part.modules())
+                for name, part in self.losses.items()
+            }
             for name in sorted(self.losses, key=lambda name: has_queue[name]):
                 part = self.losses[name]
-                own = targets_for(part, logits, targets, validate_args=validate_args)
-                value = part(logits, own, **{one: given[one] for one in self._takes[name] if one in given})
+                of_part = targets_for(part, logits, targets, validate_args=validate_args)
+                value = part(logits, of_part, **{key: options[key] for key in self._takes[name] if key in options})
                 if not isinstance(value, Tensor):
-                    found = Words(type(value).__name__)
-                    raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", found))
+                    returned = Words(type(value).__name__)
+                    raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
                 values[name] = value
             return Offer(values)
 
-        own = [module for module in self.modules() if isinstance(module, DistributedLoss)]
-        if own and not all(isinstance(part, DistributedLoss) for part in self._members()):
-            values = agree_on(type(self).__name__, own[0]._resolve_group(), evaluate).value
-        else:  # each part raises what it raises on every rank
+        of_package = [module for module in self.modules() if isinstance(module, DistributedLoss)]
+        if of_package and not all(isinstance(part, DistributedLoss) for part in self._members()):
+            values = agree_on(type(self).__name__, of_package[0]._resolve_group(), evaluate).value
+        else:  # a loss of this package raises on every rank by itself
             values = evaluate().value
         self.parts = {name: values[name].detach() for name in self.losses}
         first, *others = (weight * values[name] for name, weight in self._weights.items())

@@ -19,15 +19,15 @@ _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the sa
 class LossWarmupWrapper(LossOfParts):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
-    A ranking loss gives little gradient while scores are not yet spread, and a pointwise loss spreads them. Blend unit
-    k of n, from 0, has
+    A ranking loss gives little gradient while all scores are close together, and a pointwise loss spreads them. Blend
+    unit k of n, from 0, has
 
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
 
     The switch is at step ``warmup_steps``, or at the first step after ``warmup_epochs``. There the queue of
-    ``main_loss`` is reset. The temperature of ``main_loss`` stays as it is, unless ``temp_start`` and ``temp_end`` are
-    given. Then, whatever it was constructed with, it is from the switch on
+    ``main_loss`` is reset. The temperature of ``main_loss`` does not change, unless ``temp_start`` and ``temp_end`` are
+    passed. Then, from the switch on, the temperature is
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
@@ -38,19 +38,20 @@ class LossWarmupWrapper(LossOfParts):
 
     With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks, as
     :class:`~fullrank.BCEWithLogitsLoss` and :class:`~fullrank.CrossEntropyLoss` do. The losses of torch average on each
-    rank. They are given the targets in the form they need: floats in the shape of the logits for
-    ``torch.nn.BCEWithLogitsLoss``, which knows no ``ignore_index``, class indices for ``torch.nn.CrossEntropyLoss``.
+    rank. They get the targets in the form they require: floats in the shape of the logits for
+    ``torch.nn.BCEWithLogitsLoss``, which has no ``ignore_index``, class indices for ``torch.nn.CrossEntropyLoss``.
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
         main_loss: called with ``(logits, targets, **kwargs)``.
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
         temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``, both or
-            neither. None, the default, leaves the temperature alone. Usual is a hundredth to a tenth of the spread of
-            the scores; for a band of ``PAUCAtBudgetLoss``, whose temperature is a multiple of a scale, 0.25 to 0.1.
+            neither. None, the default, does not change the temperature. Common values are a hundredth to a tenth of the
+            spread of the scores; for a band of ``PAUCAtBudgetLoss``, whose temperature is a multiple of a scale, 0.25
+            to 0.1.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
-        warmup_steps, blend_steps: the lengths in steps instead of epochs; ``blend_steps`` needs ``warmup_steps``.
+        warmup_steps, blend_steps: the lengths in steps instead of epochs; ``blend_steps`` requires ``warmup_steps``.
         final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
         reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch, once per epoch.
         gather_distributed: None leaves the settings of the two losses; another value is set on both, also when it is
@@ -80,7 +81,7 @@ class LossWarmupWrapper(LossOfParts):
         0.111
     """
 
-    warmup_loss: Any  # modules; Any, since the attributes they have besides forward are looked up
+    warmup_loss: Any  # a module; Any because optional attributes besides `forward` are looked up
     main_loss: Any
 
     def __init__(
@@ -102,7 +103,7 @@ class LossWarmupWrapper(LossOfParts):
         super().__init__()
         self.warmup_loss = check_module("warmup_loss", warmup_loss)
         self.main_loss = check_module("main_loss", main_loss)
-        self._weights_warmup = takes(warmup_loss, "sample_weight")
+        self._warmup_takes_weight = takes(warmup_loss, "sample_weight")
         check_count("warmup_epochs", warmup_epochs, 0)
         check_count("blend_epochs", blend_epochs, 0)
         for name, steps in (("warmup_steps", warmup_steps), ("blend_steps", blend_steps)):
@@ -194,8 +195,8 @@ class LossWarmupWrapper(LossOfParts):
 
     def on_train_epoch_start(self, epoch: int) -> None:
         """Set the epoch, counted from 0. Call it on every rank, and after a restart in the middle of an epoch too."""
-        begins, self._epoch = epoch != self._epoch, epoch
-        if begins and self.reset_queue_each_epoch and not self.in_warmup:
+        is_new, self._epoch = epoch != self._epoch, epoch
+        if is_new and self.reset_queue_each_epoch and not self.in_warmup:
             self._reset_queue()
 
     def on_train_batch_start(self, global_step: int) -> None:
@@ -228,18 +229,18 @@ class LossWarmupWrapper(LossOfParts):
             blended and the others are those of ``main_loss``.
         """
         weight = self.main_weight
-        self._state_fact("schedule", State(weight, _SAME_SCHEDULE))
+        self._compare_over_ranks("schedule", State(weight, _SAME_SCHEDULE))
         if self.training:
             self._warn_of_missing_calls(weight)
         validate_args = getattr(self.main_loss, "validate_args", True)
         if weight < 1.0:  # The loss without a queue comes first. If it raises, nothing has been enqueued.
-            weights = {"sample_weight"} & kwargs.keys() if self._weights_warmup else ()
-            of_warmup = targets_for(self.warmup_loss, logits, targets, validate_args=validate_args)
-            warmup = self.warmup_loss(logits, of_warmup, **{name: kwargs[name] for name in weights})
+            options = {"sample_weight"} & kwargs.keys() if self._warmup_takes_weight else ()
+            warmup_targets = targets_for(self.warmup_loss, logits, targets, validate_args=validate_args)
+            warmup = self.warmup_loss(logits, warmup_targets, **{name: kwargs[name] for name in options})
             if weight == 0.0:
                 return warmup
-        of_main = targets_for(self.main_loss, logits, targets, validate_args=validate_args)
-        main = self.main_loss(logits, of_main, **kwargs)
+        main_targets = targets_for(self.main_loss, logits, targets, validate_args=validate_args)
+        main = self.main_loss(logits, main_targets, **kwargs)
         if weight == 1.0:
             return main
         first = main[0] if isinstance(main, tuple) else main
@@ -275,9 +276,9 @@ class LossWarmupWrapper(LossOfParts):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the position in the schedule, and the temperature for a ``main_loss`` that does not save its own."""
         temperature = getattr(self.main_loss, "temperature", None)
-        now = {"epoch": self._epoch, "step": self._step, "switch_step": self._switch_step}
-        now = {name: -1 if number is None else number for name, number in now.items()}  # numbers alone can be saved
-        return {**now, "temperature": -1.0 if temperature is None else float(temperature)}
+        position = {"epoch": self._epoch, "step": self._step, "switch_step": self._switch_step}
+        state = {name: -1 if number is None else number for name, number in position.items()}  # saves numbers only
+        return {**state, "temperature": -1.0 if temperature is None else float(temperature)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""

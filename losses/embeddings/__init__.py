@@ -1,1 +1,1 @@
-"""Losses of embeddings: own rows against the rows of all ranks, block by block."""
+"""Losses of embeddings: this rank's rows against the rows of all ranks, block by block."""

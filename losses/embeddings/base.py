@@ -1,6 +1,7 @@
-"""What the contrastive losses share: own rows against the rows of all ranks, block by block, and a queue of past rows.
+"""The base of the contrastive losses: this rank's rows against the rows of all ranks and of a queue, block by block.
 
-The gradient of own rows as candidates of other ranks' rows comes back by one reduce-scatter, which the forward makes.
+This rank's rows are anchors here, and candidates on all ranks. One reduce-scatter in the forward brings the part of
+their gradient that the other ranks have computed.
 """
 
 from __future__ import annotations
@@ -25,78 +26,12 @@ from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
 from ..rows import checked_embeddings, compute_dtype, unit_rows
 
-FEWEST_ANCHORS = 64  # in a block: fewer would make products too thin to be fast, and add up the candidates' too often
-
-
-class Sums(NamedTuple):
-    """A sum of losses of anchors, with its gradients; None for those that are not needed."""
-
-    total: Tensor  # () float64
-    of_anchors: Tensor | None  # [n, D]
-    of_candidates: Tensor | None  # [K, D]
-    of_scale: Tensor  # () float64
-
-
-def sum_of_blocks(
-    anchors: Tensor,
-    candidates: Tensor,
-    scale: Tensor,
-    needs: tuple[bool, bool, bool],
-    terms: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
-) -> Sums:
-    r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j` and its gradients, in blocks of anchors.
-
-    Anchors (n, D), candidates (K, D) and the scale s have one dtype; ``needs`` says which of their gradients to return.
-    ``terms`` returns the sum of the losses of a block, float64, and its gradient (b, K), from its scores (b, K), which
-    it may overwrite, and its place among the anchors.
-    """
-    total = anchors.new_zeros((), dtype=torch.float64)
-    of_anchors, of_candidates = (
-        torch.zeros_like(one) if need else None for one, need in zip((anchors, candidates), needs)
-    )
-    of_scale = torch.zeros_like(total)
-    step = max(FEWEST_ANCHORS, costs_of(anchors.device).similarities_at_once // max(1, len(candidates)))
-    for begin in range(0, len(anchors), step):
-        place = slice(begin, min(begin + step, len(anchors)))
-        block = anchors[place]
-        value, slope = terms((block * scale) @ candidates.t(), place)
-        total += value
-        if not any(needs):
-            continue
-        mean = slope @ candidates  # [b, D]
-        of_scale += (mean * block).sum(dtype=torch.float64)
-        if of_anchors is not None:
-            of_anchors[place] = mean
-        if of_candidates is not None:
-            of_candidates.addmm_(slope.t(), block)
-    for gradient in (of_anchors, of_candidates):
-        if gradient is not None:
-            gradient *= scale
-    return Sums(total, of_anchors, of_candidates, of_scale)
-
-
-def log_sum_exp(scores: Tensor) -> Tensor:
-    """Return the logarithm (b,) of the sum of exp of (b, K); the lowest finite number where all are -inf."""
-    return scores.logsumexp(dim=1).clamp_min(torch.finfo(scores.dtype).min)
-
-
-def softplus(gaps: Tensor) -> Tensor:
-    """Return log(1 + exp(gaps)) in float64, with all digits."""
-    return F.softplus(gaps.double(), threshold=40.0)  # that of torch rounds above 20
-
-
-class Part(NamedTuple):
-    """A rank's part of a loss, and its gradients; None for those that are not needed."""
-
-    total: Tensor  # () float64
-    of_scale: Tensor  # () float64
-    of_own: list[Tensor | None]  # [N, D] each: of the own rows alone
-    of_all: list[Tensor | None]  # [sum of N, D] each: of the rows of all ranks, to be added up over the ranks
+FEWEST_ANCHORS = 64  # in a block: with fewer, the products are too thin to be fast, and the blocks too many
 
 
 @completed()
 class ContrastiveLoss(HoldsQueue):
-    """Base of the contrastive losses: the arguments that they share, and what is made of the ranks' parts.
+    """Base of the contrastive losses: the arguments that they share, and the sum over the ranks.
 
     Args:
         normalize: compare by cosine: the loss divides each row by its length. False compares by the dot product, for
@@ -108,9 +43,9 @@ class ContrastiveLoss(HoldsQueue):
         A row that is not finite makes the loss NaN on every rank.
 
     Numerics:
-        Half precision is computed in float32, sums in float64. Rows with one positive that are far from all others keep
-        all digits, where the cross-entropy of the matrix rounds the loss to 0 and its gradient to noise. O(N M D) time
-        for M candidates and O(M D) memory.
+        Half precision is computed in float32, sums in float64. A row with one positive that is far from all others
+        keeps all digits, where the cross-entropy of the matrix rounds the loss to 0 and its gradient to noise. O(N M D)
+        time for M candidates and O(M D) memory.
 
     Distributed:
         Three collectives forward: the header with the rows of all ranks, one reduce-scatter of their gradients if they
@@ -140,8 +75,8 @@ class ContrastiveLoss(HoldsQueue):
         check_rows([rows])
         if func_transforms_are_active() or has_tangent(rows):
             fix = "The loss of one call has a first derivative alone."
-            what, found = "backward() or torch.autograd.grad", Words("a transform of torch.func or forward mode")
-            raise RuntimeError(expected("differentiation", what, found, fix))
+            what, other = "backward() or torch.autograd.grad", Words("a transform of torch.func or forward mode")
+            raise RuntimeError(expected("differentiation", what, other, fix))
         return rows
 
     def _comparable(self, rows: Tensor) -> Tensor:
@@ -155,40 +90,105 @@ class ContrastiveLoss(HoldsQueue):
             return rows, targets
         return torch.cat([rows, queued.logits.to(rows)]), torch.cat([targets, queued.targets.to(targets)])
 
-    def _add_up(
+    def _sum_over_ranks(
         self,
-        part: Part,
-        own: Sequence[Tensor],
+        local: LocalLoss,
+        rows: Sequence[Tensor],
         agreed: Agreement[Any],
         exchange: Exchange | None,
         learned: Sequence[Tensor] = (),
-        is_held: Tensor | None = None,
+        is_clamped: Tensor | None = None,
         is_sharded: bool = False,
     ) -> Tensor:
-        """Return the loss, which is the sum of the ranks' parts, with the gradients of ``own`` and of a learned scale.
+        """Return the loss, the sum of those of the ranks, with the gradients of this rank's ``rows`` and of the scale.
 
-        The gradient of the scale is added up over the ranks: on every rank it is that of one process, whether or not a
-        wrapper averages it. Of a wrapper that adds gradients up, each rank gets an equal share of it; of one that
-        ``is_sharded`` the rank that has it gets all, because nothing adds it up. Where ``is_held`` the scale is at its
-        limit, and its gradient may only lower it.
+        ``learned`` is the learned scale, if there is one. Its gradient is summed over the ranks: on every rank it is
+        that of one process, whether or not a wrapper averages it. If the wrapper sums gradients, each rank gets an
+        equal share of it. If the scale ``is_sharded``, the rank that has it gets all of it, because nothing sums it.
+        Where ``is_clamped`` the scale is above its limit, and its gradient may only lower it.
         """
-        sums, of_all, k, share = torch.stack([part.total, part.of_scale]), part.of_all, 1, 1.0
-        with_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (*own, *learned))
+        sums, grad_all, k, share = torch.stack([local.total, local.grad_scale]), local.grad_all, 1, 1.0
+        with_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*rows, *learned))
         if exchange is not None:
-            if present := [one for one in of_all if one is not None]:
+            if present := [gradient for gradient in grad_all if gradient is not None]:
                 summed = exchange.sum_own(torch.cat(present, dim=1), agreed.rows, "the gradients")
-                arrived = iter(summed.chunk(len(present), dim=1))
-                of_all = [None if one is None else next(arrived) for one in of_all]
+                of_own_rows = iter(summed.chunk(len(present), dim=1))
+                grad_all = [None if gradient is None else next(of_own_rows) for gradient in grad_all]
             sums = exchange.each(sums, "the sums").sum(dim=0)
             k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
             share = 1.0 if is_sharded else min(1.0, k / exchange.group.size())
-        value = sums[0].to(own[0].dtype)
+        value = sums[0].to(rows[0].dtype)
         if with_grad:
-            found: list[Tensor | None] = []
-            for gradients in zip(part.of_own, of_all):
-                present = [one for one in gradients if one is not None]
-                found.append(k * sum(present[1:], present[0]) if present else None)
-            slope = sums[1] if is_held is None else torch.where(is_held, sums[1].clamp_min(0.0), sums[1])
-            found += [(slope * share).to(one).reshape(one.shape) for one in learned]
-            value = with_gradients(type(self).__name__, value, found, *own, *learned)
+            gradients: list[Tensor | None] = []
+            for of_tensor in zip(local.grad_own, grad_all):
+                present = [gradient for gradient in of_tensor if gradient is not None]
+                gradients.append(k * sum(present[1:], present[0]) if present else None)
+            slope = sums[1] if is_clamped is None else torch.where(is_clamped, sums[1].clamp_min(0.0), sums[1])
+            gradients += [(slope * share).to(scale).reshape(scale.shape) for scale in learned]
+            value = with_gradients(type(self).__name__, value, gradients, *rows, *learned)
         return note_kind(value, over_ranks=exchange is not None)
+
+
+class LocalLoss(NamedTuple):
+    """This rank's terms of the loss, summed, with their gradients; None for those that are not needed."""
+
+    total: Tensor  # () float64
+    grad_scale: Tensor  # () float64
+    grad_own: list[Tensor | None]  # [N, D] each: of this rank's rows as anchors
+    grad_all: list[Tensor | None]  # [sum of N, D] each: of the rows of all ranks as candidates
+
+
+class SumOfBlocks(NamedTuple):
+    """A sum of losses of anchors, with its gradients; None for those that are not needed."""
+
+    total: Tensor  # () float64
+    grad_anchors: Tensor | None  # [n, D]
+    grad_candidates: Tensor | None  # [K, D]
+    grad_scale: Tensor  # () float64
+
+
+def sum_of_blocks(
+    anchors: Tensor,
+    candidates: Tensor,
+    scale: Tensor,
+    needs: tuple[bool, bool, bool],
+    block_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+) -> SumOfBlocks:
+    r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j` and its gradients, in blocks of anchors.
+
+    Anchors (n, D), candidates (K, D) and the scale s have one dtype; ``needs`` says which of their gradients to return.
+    ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and the place of the block among the
+    anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K).
+    """
+    total = anchors.new_zeros((), dtype=torch.float64)
+    grad_anchors = torch.zeros_like(anchors) if needs[0] else None
+    grad_candidates = torch.zeros_like(candidates) if needs[1] else None
+    grad_scale = torch.zeros_like(total)
+    step = max(FEWEST_ANCHORS, costs_of(anchors.device).similarities_at_once // max(1, len(candidates)))
+    for begin in range(0, len(anchors), step):
+        place = slice(begin, min(begin + step, len(anchors)))
+        block = anchors[place]
+        value, slope = block_loss((block * scale) @ candidates.t(), place)
+        total += value
+        if not any(needs):
+            continue
+        mean = slope @ candidates  # [b, D]
+        grad_scale += (mean * block).sum(dtype=torch.float64)
+        if grad_anchors is not None:
+            grad_anchors[place] = mean
+        if grad_candidates is not None:
+            grad_candidates.addmm_(slope.t(), block)
+    for gradient in (grad_anchors, grad_candidates):
+        if gradient is not None:
+            gradient *= scale
+    return SumOfBlocks(total, grad_anchors, grad_candidates, grad_scale)
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """Return the logarithm (b,) of the sum of exp of (b, K); the lowest finite number where all are -inf."""
+    return scores.logsumexp(dim=1).clamp_min(torch.finfo(scores.dtype).min)
+
+
+def softplus(gaps: Tensor) -> Tensor:
+    """Return log(1 + exp(gaps)) in float64, with all digits."""
+    return F.softplus(gaps.double(), threshold=40.0)  # the default threshold of 20 rounds

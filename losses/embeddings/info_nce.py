@@ -20,7 +20,7 @@ from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, has_values
-from .base import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
+from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 
 
 @completed()
@@ -43,8 +43,9 @@ class InfoNCELoss(ContrastiveLoss):
             give it to the optimizer, inside the model that DDP or FSDP2 wraps or outside of it. With
             ``gradient_reduction="sum"`` it must be added up with the others. Assign ``loss.logit_scale =
             model.logit_scale`` to use the parameter of a model. One that FSDP2 has sharded takes two more collectives.
-        max_logit_scale: the largest factor on the similarities with a learned temperature, which is at least 1 / it. A
-            ``logit_scale`` above its logarithm counts as that, and has a gradient only if that lowers it.
+        max_logit_scale: the largest factor on the similarities with a learned temperature, whose smallest value is then
+            1 / ``max_logit_scale``. A ``logit_scale`` above its logarithm is clamped to it, and has a gradient only if
+            that lowers it.
 
     Example:
         >>> import torch
@@ -125,7 +126,7 @@ class InfoNCELoss(ContrastiveLoss):
         call, group = type(self).__name__, self._resolve_group()
         learned: Tensor | None = self.logit_scale
         refuse_in_backward(call)
-        # FSDP2 has sharded it, and this call is not inside of the forward of its module.
+        # True for a parameter that FSDP2 has sharded, if this call is outside the forward of its module.
         is_sharded = hasattr(learned, "full_tensor")
 
         def bring() -> Offer[None]:
@@ -150,60 +151,62 @@ class InfoNCELoss(ContrastiveLoss):
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        levels = [level for level, *_ in agreed.totals]  # of a learned scale
+        logit_scales = [total for total, *_ in agreed.totals]  # of each rank, if it is learned
         if learned is not None and hasattr(learned, "full_tensor"):
-            learned = learned.full_tensor()  # which communicates: not before the ranks agree
+            learned = learned.full_tensor()  # this communicates, so the ranks must have agreed
             if exchange is not None:
-                levels = exchange.each(learned.detach().reshape(1), "the scale")[:, 0].tolist()
-        if len(set(map(repr, levels))) > 1:
+                logit_scales = exchange.each(learned.detach().reshape(1), "the scale")[:, 0].tolist()
+        if len(set(map(repr, logit_scales))) > 1:
             fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
-            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", levels, fix))
-        own = [self._comparable(keys), self._comparable(queries)]
-        of_all = [one.detach() for one in (own if self.symmetric else own[:1])]
-        if group is not None:  # rows travel as they were given, which may be in half precision
+            raise RankRuntimeError(expected(f"{call}: logit_scale", "the same on every rank", logit_scales, fix))
+        rows = [self._comparable(keys), self._comparable(queries)]
+        all_rows = [tensor.detach() for tensor in (rows if self.symmetric else rows[:1])]
+        if group is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
-                of_all = [self._comparable(one) for one in gather_after(call, group, agreed)]
-        scale, is_held = own[0].new_tensor(1.0), None
+                all_rows = [self._comparable(tensor) for tensor in gather_after(call, group, agreed)]
+        scale, is_clamped = rows[0].new_tensor(1.0), None
         if learned is None:
             scale = scale / self.temperature
         else:
-            level, highest = learned.detach().reshape(()).to(scale), math.log(self.max_logit_scale)
-            scale, is_held = level.clamp_max(highest).exp(), level > highest
+            logit_scale, limit = learned.detach().reshape(()).to(scale), math.log(self.max_logit_scale)
+            scale, is_clamped = logit_scale.clamp_max(limit).exp(), logit_scale > limit
         with_grad = torch.is_grad_enabled()
         first = 0 if exchange is None else sum(agreed.rows[: exchange.rank])
-        needs = [with_grad and one.requires_grad for one in own]
-        part = self._part(own, of_all, sum(agreed.rows), first, scale, needs)
-        loss = self._add_up(part, own, agreed, exchange, [] if learned is None else [learned], is_held, is_sharded)
+        needs = [with_grad and tensor.requires_grad for tensor in rows]
+        local = self._local_loss(rows, all_rows, sum(agreed.rows), first, scale, needs)
+        scales = [] if learned is None else [learned]
+        loss = self._sum_over_ranks(local, rows, agreed, exchange, scales, is_clamped, is_sharded)
         if self._enqueues and has_values(loss):
-            self.queue.enqueue(of_all[0], torch.zeros(len(of_all[0]), dtype=torch.int64, device=keys.device))
+            self.queue.enqueue(all_rows[0], torch.zeros(len(all_rows[0]), dtype=torch.int64, device=keys.device))
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
     @torch.no_grad()
-    def _part(
-        self, own: list[Tensor], of_all: list[Tensor], count: int, first: int, scale: Tensor, needs: list[bool]
-    ) -> Part:
-        """Return this rank's part of the loss, with the gradient of the logarithm of the scale.
+    def _local_loss(
+        self, rows: list[Tensor], all_rows: list[Tensor], count: int, first: int, scale: Tensor, needs: list[bool]
+    ) -> LocalLoss:
+        """Return this rank's terms of the loss, with the gradient of the logarithm of the scale.
 
-        ``own`` and ``of_all`` are keys and queries, as ``needs`` is; ``of_all`` has queries if the loss is symmetric.
-        Of the ``count`` pairs of all ranks, those of this rank begin at ``first``.
+        ``rows`` are this rank's keys and queries, and ``needs`` says which of their gradients are needed. ``all_rows``
+        are the keys of all ranks, and their queries if the loss is symmetric. Of the ``count`` pairs of all ranks those
+        of this rank begin at ``first``.
         """
-        total = of_scale = own[0].new_zeros((), dtype=torch.float64)
-        of_own: list[Tensor | None] = [None, None]
-        of_others: list[Tensor | None] = [None, None]
-        terms = partial(_terms, first=first, weight=1 / max(1, count) / (1 + self.symmetric))
+        total = grad_scale = rows[0].new_zeros((), dtype=torch.float64)
+        grad_own: list[Tensor | None] = [None, None]
+        grad_all: list[Tensor | None] = [None, None]
+        block_loss = partial(_block_loss, first=first, weight=1 / max(1, count) / (1 + self.symmetric))
         for anchors, candidates in ((1, 0), (0, 1))[: 1 + self.symmetric]:
-            rows = of_all[candidates]
+            others = all_rows[candidates]
             if candidates == 0:
-                rows, _ = self._with_queue(rows, rows.new_zeros(len(rows), dtype=torch.int64))
+                others, _ = self._with_queue(others, others.new_zeros(len(others), dtype=torch.int64))
             wanted = needs[anchors], needs[candidates], self.logit_scale is not None
-            found = exact(sum_of_blocks)(own[anchors].detach(), rows, scale, wanted, terms)
-            of_own[anchors] = found.of_anchors
-            of_others[candidates] = None if found.of_candidates is None else found.of_candidates[:count]
-            total, of_scale = total + found.total, of_scale + found.of_scale * scale
-        return Part(total, of_scale, of_own, of_others)
+            result = exact(sum_of_blocks)(rows[anchors].detach(), others, scale, wanted, block_loss)
+            grad_own[anchors] = result.grad_anchors
+            grad_all[candidates] = None if result.grad_candidates is None else result.grad_candidates[:count]
+            total, grad_scale = total + result.total, grad_scale + result.grad_scale * scale
+        return LocalLoss(total, grad_scale, grad_own, grad_all)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the temperature, unless it is learned here or was where the state was saved."""
@@ -211,19 +214,19 @@ class InfoNCELoss(ContrastiveLoss):
             super().set_extra_state(state)
 
 
-def _terms(scores: Tensor, place: slice, first: int, weight: float) -> tuple[Tensor, Tensor]:
+def _block_loss(scores: Tensor, place: slice, first: int, weight: float) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
     With :math:`g = \log \sum_{j \ne i} \exp x_{ij} - x_{ii}` the loss of a pair is :math:`\log (1 + e^g)`, and its
     gradient of :math:`x_{ii}` is :math:`-\sigma(g)`. Nothing is subtracted from a number close to it, so pairs that are
     far apart keep all digits. Query i of the block has the key ``first + place.start + i``.
     """
-    positive = scores.diagonal(first + place.start)
-    own = positive.clone()  # [b]
-    positive.fill_(-math.inf)
+    diagonal = scores.diagonal(first + place.start)
+    positives = diagonal.clone()  # [b]
+    diagonal.fill_(-math.inf)
     others = log_sum_exp(scores)  # [b]
-    gap = others - own
+    gap = others - positives
     share = gap.sigmoid() * weight
     slope = scores.sub_(others[:, None]).exp_().mul_(share[:, None])
-    positive.copy_(-share)
+    diagonal.copy_(-share)
     return softplus(gap).sum() * weight, slope

@@ -26,7 +26,7 @@ from ..rows import check_device, checked_embeddings, has_values, is_integer, uni
 from .retrieval_queries import Split, SplitQueries, queries
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
-FEWEST_SPLIT = 256  # rows of all ranks: with fewer, each rank computes all queries before the others' would arrive
+FEWEST_SPLIT = 256  # rows of all ranks: with fewer, computing all queries on each rank is faster than an exchange
 
 
 @completed(local_pool)
@@ -60,7 +60,7 @@ def retrieval_smooth_ap(
     Degenerate:
         A query without another row of its label, or without one of another label, is invalid: left out of the mean and
         the sum, NaN under ``"none"``. Ignored rows are NaN under ``"none"`` too. With no valid query the loss is 0 with
-        zero gradients. An embedding of zeros has a cosine of 0 with all others, and the gradient of one of length 1.
+        zero gradients. An embedding of zeros has a cosine of 0 with all others, and a gradient as if its length were 1.
 
     Numerics:
         Half precision is computed in float32. O(N^2) time for the similarities and the sums, O(N D) memory. If the
@@ -94,10 +94,11 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         validate_args: no effect: every integer is a valid label. Types, shapes and devices are always checked.
 
     Distributed:
-        Those of :func:`~fullrank.gather_rows` forward, one or two, and then the losses of the queries, and one
-        reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every rank gets
-        the same value. With fewer than 256 rows in all, only the first: every rank computes all queries. The same
-        holds in backward after ``reduction="none"``, if the incoming gradient differs between queries.
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two, then a gather of the losses of the queries
+        and one reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every
+        rank gets the same value. With fewer than 256 rows in all, every rank computes all queries, and only the rows
+        are gathered. Every rank also computes all queries in a backward after ``reduction="none"``, if the incoming
+        gradient differs between queries.
 
     Example:
         >>> import torch
@@ -139,9 +140,9 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
-            own = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
+            checked = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
             facts = {} if group is None else self._facts({})
-            return Offer(own, facts, checksum=self._checksum, tensors=own)
+            return Offer(checked, facts, checksum=self._checksum, tensors=checked)
 
         agreed, split = agree_on(call, group, bring), None
         rows = agreed.value
@@ -149,13 +150,13 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             rows = gather_after(call, group, agreed, self.gradient_reduction)
             if sum(agreed.rows) >= FEWEST_SPLIT:
                 split = Split(Exchange(call, group), agreed.rows)
-        loss, used, unit, names = _loss(
+        loss, temperature, live, live_labels = _loss(
             *rows, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
         )
         if has_values(loss):
-            self._last_temperature = used
+            self._last_temperature = temperature
             if self._enqueues:
-                self.queue.enqueue(unit, names)
+                self.queue.enqueue(live, live_labels)
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -176,8 +177,8 @@ def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
     if tuple(labels.shape) == (count, 1):
         labels = labels[:, 0]
     if tuple(labels.shape) != (count,):
-        wanted = f"shape ({count},) or ({count}, 1), one entry per row of embeddings"
-        raise ValueError(expected("labels", wanted, labels))
+        what = f"shape ({count},) or ({count}, 1), one entry per row of embeddings"
+        raise ValueError(expected("labels", what, labels))
     check_device("labels", labels, embeddings, "embeddings")
     return labels.to(torch.int64)
 
@@ -193,35 +194,36 @@ def _loss(
     queued: QueueRows | None = None,
 ) -> tuple[Tensor, float, Tensor, Tensor]:
     """Return the loss of checked rows, the temperature, and the rows of length 1 that took part with their labels."""
-    rows = torch.arange(labels.shape[0], device=labels.device)
-    kept = rows[labels != ignore_index] if has_values(labels) else rows  # on the meta device the shapes of all rows
-    live, names = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
-    unit, of_unit = live, names
+    kept = torch.arange(labels.shape[0], device=labels.device)
+    if has_values(labels):
+        kept = kept[labels != ignore_index]
+    live, live_labels = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
+    unit, unit_labels = live, live_labels
     if queued is not None:
         unit = torch.cat([live, queued.logits.to(live)])
-        of_unit = torch.cat([names, queued.targets.to(names)])
+        unit_labels = torch.cat([live_labels, queued.targets.to(live_labels)])
     with_grad = unit.requires_grad and torch.is_grad_enabled()
     if temperature is None:
         count = unit.shape[0]
         pairs, spread = count * (count - 1), 1.0
         if pairs and has_values(unit):  # an even sample of the ordered pairs
-            chosen = evenly_spaced(min(pairs, MOST_SCORES), pairs, unit.device)
-            query, other = chosen // (count - 1), chosen % (count - 1)
+            pair = evenly_spaced(min(pairs, MOST_SCORES), pairs, unit.device)
+            query, other = pair // (count - 1), pair % (count - 1)
             other = other + (other >= query)  # a query does not rank itself
             rows = unit.detach()
             spread = spread_of((rows.index_select(0, query) * rows.index_select(0, other)).sum(dim=1)[None], None)
         temperature = SPREAD_MULTIPLE * spread
     if split is None:
-        values, valid, _ = queries(unit, of_unit, temperature, with_grad, len(live))
+        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, len(live))
         values, valid = values[: len(live)], valid[: len(live)]
     else:
-        # The rows kept of all ranks together are read at once, whatever the number of ranks.
+        # How many rows of each rank are kept. One read for all ranks, so the device is waited for once.
         so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
         ends = torch.tensor([0, *itertools.accumulate(split.rows)], device=labels.device)
         counts = tuple(so_far[ends].diff().tolist())
-        values, valid = SplitQueries.apply(split._replace(rows=counts), unit, of_unit, temperature, with_grad)
+        values, valid = SplitQueries.apply(split._replace(rows=counts), unit, unit_labels, temperature, with_grad)
     per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype)
     if reduction == "none":
         loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
-    return loss, temperature, live.detach(), names
+    return loss, temperature, live.detach(), live_labels

@@ -1,6 +1,7 @@
-"""Every row as a query that ranks all others, a few queries at a time, and their gradient added up at once.
+"""Every row as a query that ranks all others, in one process (``queries``) or split over ranks (``SplitQueries``).
 
-The (M, M) similarities are never in memory together.
+A few queries are computed at a time, and their gradient is added up at once, so the (M, M) similarities are never in
+memory together.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ...kernels.registration import exact, register
 from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
 
 
-def _with_gradient(
+def _loss_and_gradient(
     unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one minus the smooth average precision of each row as a query, and which are valid, and the gradient.
+    """Return one minus the smooth average precision of each row as a query, which queries are valid, and the gradient.
 
-    A query is valid if it has a positive, which is another row of its label, and a negative.
+    A query is valid if it has a positive, which is another row with its label, and a negative.
 
     ======== ========= ====================================================================
     tensor   shape     meaning
@@ -30,11 +31,11 @@ def _with_gradient(
     z        (M, D)    rows of length 1, float32 or float64
     y        (M,)      their labels, int64
     L        (M,)      loss of each query, float64; 0 where not valid, NaN if a similarity is
-    G        (M, M)    dL_q / dx_qj, of which a few rows are held at a time
+    G        (M, M)    dL_q / dx_qj, of which a few rows are in memory at a time
     dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
     ======== ========= ====================================================================
 
-    Only the first ``num_queries`` rows are queries; the others are ranked.
+    Only the first ``num_queries`` rows are queries; the others are only ranked.
 
     The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
     a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
@@ -44,7 +45,7 @@ def _with_gradient(
     return values, valid, unit.new_empty(0) if gradient is None else gradient
 
 
-def _scaled_or_again(
+def _scaled_or_recomputed(
     grad_values: Tensor,
     unit: Tensor,
     labels: Tensor,
@@ -57,9 +58,9 @@ def _scaled_or_again(
     factors = grad_values[counted]
     if factors.numel() == 0 or bool((factors == factors[0]).all()):
         return (gradient * factors[:1].sum().to(gradient.dtype),)
-    again = _sums_of_queries(unit, labels, temperature, grad_values, slice(num_queries))[2]
-    assert again is not None
-    return (again,)
+    recomputed = _sums_of_queries(unit, labels, temperature, grad_values, slice(num_queries))[2]
+    assert recomputed is not None
+    return (recomputed,)
 
 
 def _sums_of_queries(
@@ -75,30 +76,30 @@ def _sums_of_queries(
     step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
     begin, end, _ = queries.indices(count)
     for first in range(begin, end, step):
-        own = slice(first, min(first + step, end))
-        scores = unit[own] @ unit.t()  # [q, M]
-        same = labels[own, None] == labels
+        block = slice(first, min(first + step, end))
+        scores = unit[block] @ unit.t()  # [q, M]
+        same = labels[block, None] == labels
         others = torch.ones_like(same)
         for mask in (same, others):
             mask.diagonal(first).fill_(False)  # a query does not rank itself
-        given = scores, same, others, None, temperature, factors is not None
-        values[own], slope, valid[own] = smooth_ap_and_gradient(*given)
+        arguments = scores, same, others, None, temperature, factors is not None
+        values[block], slope, valid[block] = smooth_ap_and_gradient(*arguments)
         if gradient is not None and factors is not None:
-            slope *= factors[own, None].to(slope.dtype)  # [q, M]
-            gradient[own] += slope @ unit
-            gradient += slope.t() @ unit[own]
+            slope *= factors[block, None].to(slope.dtype)  # [q, M]
+            gradient[block] += slope @ unit
+            gradient += slope.t() @ unit[block]
     return values, valid, gradient
 
 
 queries = register(
     "retrieval_smooth_ap",
-    forward=_with_gradient,
+    forward=_loss_and_gradient,
     fake=lambda unit, labels, temperature, with_grad, num_queries: (
         *(unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool)),
         torch.empty_like(unit) if with_grad else unit.new_empty(0),
     ),
     saved=lambda inputs, out: ((inputs[0], inputs[1], out[1] | out[0].isnan(), out[2]), (inputs[2], inputs[4])),
-    backward=_scaled_or_again,
+    backward=_scaled_or_recomputed,
     fake_backward=lambda grad_values, unit, *saved: (torch.empty_like(unit),),
 )
 
@@ -111,19 +112,20 @@ class Split(NamedTuple):
 
 
 class SplitQueries(torch.autograd.Function):
-    """Do what ``queries`` does, with the queries of this rank alone.
+    """The same as ``queries``, where each rank computes the queries of its own rows.
 
     ======== ========== ==========================================================================
     tensor   shape      meaning
     ======== ========== ==========================================================================
-    z        (M, D)     rows of length 1, those of all ranks
-    L        (M,)       loss of each query, computed on the rank whose row it is and gathered; queued rows are none
+    z        (M, D)     rows of length 1, those of all ranks and then those of the queue
+    L        (M,)       loss of each query, computed on its rank and gathered; queued rows are no queries
     G        (N_r, M)   dL_q / dx_qj for the queries of this rank
     dz       (N_r, D)   this rank's rows of the sum over the ranks of G z + G^T z: a reduce-scatter
     ======== ========== ==========================================================================
 
     The forward makes both exchanges, so the backward communicates nothing. The gradient of the rows of other ranks is
-    0 here, because those ranks have it. If the incoming gradient differs between queries, they are all computed again.
+    0 here, because those ranks have it. If the incoming gradient differs between queries, every rank computes all
+    queries again.
     """
 
     @staticmethod
@@ -132,14 +134,14 @@ class SplitQueries(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         exchange, rows = split
         first = sum(rows[: exchange.rank])
-        own = slice(first, first + rows[exchange.rank])
+        own_rows = slice(first, first + rows[exchange.rank])
         factors = unit.new_ones(unit.shape[0], dtype=torch.float64) if with_grad else None
-        values, valid, gradient = exact(_sums_of_queries)(unit, labels, temperature, factors, own)
-        values, valid = exchange.rows([values[own], valid[own]], rows)
+        values, valid, gradient = exact(_sums_of_queries)(unit, labels, temperature, factors, own_rows)
+        values, valid = exchange.rows([values[own_rows], valid[own_rows]], rows)
         if gradient is not None:
             gradient = exchange.sum_own(gradient[: sum(rows)], rows, "the gradients")
             ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient)
-        ctx.own, ctx.temperature, ctx.call, ctx.count = own, temperature, exchange.call, sum(rows)
+        ctx.own_rows, ctx.temperature, ctx.call, ctx.count = own_rows, temperature, exchange.call, sum(rows)
         ctx.mark_non_differentiable(valid)
         return values, valid
 
@@ -147,9 +149,8 @@ class SplitQueries(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         unit, labels, counted, gradient = ctx.saved_tensors
-        (of_own,) = exact(_scaled_or_again)(grad_values, unit, labels, counted, gradient, ctx.temperature, ctx.count)
-        if of_own.shape != unit.shape:
-            of_all = torch.zeros_like(unit)
-            of_all[ctx.own] = of_own
-            of_own = of_all
-        return None, of_own, None, None, None
+        (grad,) = exact(_scaled_or_recomputed)(grad_values, unit, labels, counted, gradient, ctx.temperature, ctx.count)
+        if grad.shape != unit.shape:
+            grad_own, grad = grad, torch.zeros_like(unit)
+            grad[ctx.own_rows] = grad_own
+        return None, grad, None, None, None

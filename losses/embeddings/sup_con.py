@@ -1,4 +1,4 @@
-"""The supervised contrastive loss: the rows of a label attract each other, all others are kept away."""
+"""The supervised contrastive loss: rows with the same label attract each other, and rows of other labels repel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_values
-from .base import ContrastiveLoss, Part, log_sum_exp, softplus, sum_of_blocks
+from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 from .retrieval import checked_labels
 
 
@@ -27,7 +27,8 @@ from .retrieval import checked_labels
 class SupConLoss(ContrastiveLoss):
     r"""Cross-entropy of finding the rows of the same label among the rows of all ranks.
 
-    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows that have the label of i, V the rows that have any,
+    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows with the label of i, and V the rows for which there
+    are any,
 
     .. math:: L = -\frac{1}{|V|} \sum_{i \in V} \frac{1}{|P_i|} \sum_{p \in P_i}
         \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
@@ -83,54 +84,53 @@ class SupConLoss(ContrastiveLoss):
 
         def bring() -> Offer[tuple[Tensor, Tensor]]:
             check_positive("temperature", self.temperature)
-            rows, names = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
+            rows, targets = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
             check_values("embeddings", rows)
-            ignored = names == self.ignore_index
+            ignored = targets == self.ignore_index
             if bool(ignored.any()):
                 kept = (~ignored).nonzero()[:, 0]
-                rows, names = rows.index_select(0, kept), names.index_select(0, kept)
+                rows, targets = rows.index_select(0, kept), targets.index_select(0, kept)
             facts = {} if group is None else self._facts({})
-            return Offer((rows, names), facts, checksum=self._checksum, tensors=(rows, names))
+            return Offer((rows, targets), facts, checksum=self._checksum, tensors=(rows, targets))
 
         agreed = agree_on(call, group, bring)
-        rows, names = agreed.value
-        own, exchange, first = self._comparable(rows), None, 0
-        everyone = own.detach(), names
+        rows, targets = agreed.value
+        rows = self._comparable(rows)
+        live, exchange, first = rows.detach(), None, 0
         if group is not None:
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
             with torch.no_grad():
-                arrived, names = gather_after(call, group, agreed)
-                everyone = self._comparable(arrived), names
-        needs_grad = torch.is_grad_enabled() and own.requires_grad
-        loss = self._add_up(self._part(own, *everyone, first, needs_grad), [own], agreed, exchange)
+                live, targets = gather_after(call, group, agreed)
+                live = self._comparable(live)
+        needs_grad = torch.is_grad_enabled() and rows.requires_grad
+        local = self._local_loss(rows.detach(), live, targets, first, needs_grad)
+        loss = self._sum_over_ranks(local, [rows], agreed, exchange)
         if self._enqueues:
-            self.queue.enqueue(*everyone)
+            self.queue.enqueue(live, targets)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
     @torch.no_grad()
-    def _part(self, own: Tensor, live: Tensor, labels: Tensor, first: int, needs_grad: bool) -> Part:
-        """Return this rank's part of the loss; ``first`` is the place of its first row among the live ones of all."""
-        mine = own.detach()
-        candidates, names = self._with_queue(live, labels)
-        _, label, count = names.unique(return_inverse=True, return_counts=True)
-        labels_of = _Labels(label, count, label.argsort(stable=True), count.cumsum(0) - count)
-        weight = 1 / (count[label[: len(live)]] > 1).sum().clamp_min(1).to(mine)
-        terms = partial(
-            _terms, labels=labels_of, most=int(count.max()) if len(label) else 0, weight=weight, first=first
-        )
-        scale, needs = mine.new_tensor(1.0 / self.temperature), (needs_grad, needs_grad, False)
-        total, of_own, of_all, _ = exact(sum_of_blocks)(mine, candidates, scale, needs, terms)
-        of_all = None if of_all is None else of_all[: len(live)]
-        # NaN is seen also where no row counts.
-        total = total + 0.0 * mine.sum(dtype=torch.float64)
-        return Part(total, torch.zeros_like(total), [of_own], [of_all])
+    def _local_loss(self, rows: Tensor, live: Tensor, targets: Tensor, first: int, needs_grad: bool) -> LocalLoss:
+        """Return this rank's terms of the loss; ``rows`` begin at ``first`` of the ``live`` rows of all ranks."""
+        candidates, labels = self._with_queue(live, targets)
+        _, label, count = labels.unique(return_inverse=True, return_counts=True)
+        groups = _LabelGroups(label, count, label.argsort(stable=True), count.cumsum(0) - count)
+        weight = 1 / (count[label[: len(live)]] > 1).sum().clamp_min(1).to(rows)
+        largest = int(count.max()) if len(label) else 0
+        block_loss = partial(_block_loss, groups=groups, largest=largest, weight=weight, first=first)
+        scale, needs = rows.new_tensor(1.0 / self.temperature), (needs_grad, needs_grad, False)
+        total, grad_own, grad_all, _ = exact(sum_of_blocks)(rows, candidates, scale, needs, block_loss)
+        grad_all = None if grad_all is None else grad_all[: len(live)]
+        # A NaN reaches the loss even if no row counts.
+        total = total + 0.0 * rows.sum(dtype=torch.float64)
+        return LocalLoss(total, torch.zeros_like(total), [grad_own], [grad_all])
 
 
-class _Labels(NamedTuple):
+class _LabelGroups(NamedTuple):
     """The candidates of each label: the first ``number`` of ``order`` from ``start`` on."""
 
     label: Tensor  # [K] of each candidate, from 0 on
@@ -139,31 +139,31 @@ class _Labels(NamedTuple):
     start: Tensor  # [L]
 
 
-def _terms(
-    scores: Tensor, place: slice, labels: _Labels, most: int, weight: Tensor, first: int
+def _block_loss(
+    scores: Tensor, place: slice, groups: _LabelGroups, largest: int, weight: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
-    With a the logarithm of the sum of exp over :math:`P_i`, and g that over the other labels less a, the loss of a row
-    is :math:`\log (1 + e^g)`, and a less the mean over :math:`P_i`. The latter is 0 for a single positive. Rows far
-    apart keep all digits. Row i of the block is candidate ``first + place.start + i``. Labels have up to ``most``.
+    With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the other labels less a, the loss of a
+    row is :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far
+    apart keep all digits. Row i of the block is candidate ``first + place.start + i``. S is the ``largest`` group.
     """
-    own = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]  # [b, 1]
-    label, index = labels.label[own], torch.arange(most, device=scores.device)
-    inside = index < labels.number[label]  # [b, S]
-    same = labels.order[(labels.start[label] + index).clamp_max_(len(labels.order) - 1)]
-    same = torch.where(inside, same, own)  # the row itself where the label has no more
-    inside &= same != own
-    number = labels.number[label[:, 0]] - 1  # [b] |P_i|
+    anchor = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]  # [b, 1]
+    label, index = groups.label[anchor], torch.arange(largest, device=scores.device)
+    inside = index < groups.number[label]  # [b, S]
+    same = groups.order[(groups.start[label] + index).clamp_max_(len(groups.order) - 1)]
+    same = torch.where(inside, same, anchor)  # the row itself where the label has no more
+    inside &= same != anchor
+    number = groups.number[label[:, 0]] - 1  # [b] |P_i|
     share, weight = 1 / number.clamp_min(1).to(scores), weight * (number > 0)
-    found = scores.gather(1, same)
-    near = log_sum_exp(found.masked_fill(~inside, -math.inf))  # [b]
+    positives = scores.gather(1, same)
+    near = log_sum_exp(positives.masked_fill(~inside, -math.inf))  # [b]
     away = log_sum_exp(scores.scatter_(1, same, -math.inf))
     gap = away - near
-    spread = ((near[:, None] - found) * inside).sum(dim=1) * share
+    spread = ((near[:, None] - positives) * inside).sum(dim=1) * share
     total = (softplus(gap) + spread.double()) @ weight.double()
     push = gap.sigmoid()[:, None]
-    inner = (found - near[:, None]).exp()
+    inner = (positives - near[:, None]).exp()
     inner = torch.where(inside, inner - share[:, None] - inner * push, 0.0) * weight[:, None]
     slope = scores.sub_(away[:, None]).exp_().mul_(push * weight[:, None])
     return total, slope.scatter_(1, same, inner)

@@ -83,7 +83,7 @@ class _Rule(NamedTuple):
 
 
 def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
-    """Return ``rule`` unchanged, or raise; ``read_alpha`` checks the values of a tensor too, which waits for them."""
+    """Return ``rule`` unchanged, or raise; ``read_alpha`` checks a tensor too, and waits for the device."""
     check_choice("reduction", rule.reduction, REDUCTIONS)
     alpha = rule.alpha
     if isinstance(alpha, Tensor):

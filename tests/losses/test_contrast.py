@@ -20,7 +20,7 @@ from workers import error_of
 
 from fullrank import InfoNCELoss, SupConLoss
 from fullrank.kernels.costs import TABLE
-from fullrank.losses.embeddings import base as contrast
+from fullrank.losses.embeddings import base as embeddings_base
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
 
@@ -135,7 +135,7 @@ def test_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return *values, *torch.autograd.grad(sum(values), inputs)
 
     whole = outcome()
-    monkeypatch.setattr(contrast, "FEWEST_ANCHORS", 7)
+    monkeypatch.setattr(embeddings_base, "FEWEST_ANCHORS", 7)
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=1))
     assert_close(outcome(), whole, **EXACT)
 
