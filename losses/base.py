@@ -270,8 +270,9 @@ class HoldsQueue(CurrentTemperature):
         values += [self.temperature] if self.has_temperature else []
         types = [*map(type, values)]
         last_values, last_types, facts = self._last_facts
-        # The types are compared because 1 == True. Values of other types, such as lists, may have changed in place.
-        if values != last_values or types != last_types or not _FIXED.issuperset(types):
+        # The types are compared because 1 == True. Values of other types, such as lists, may have changed in place, and
+        # tensors have no single answer.
+        if not _FIXED.issuperset(types) or types != last_types or values != last_values:
             facts = {**self._state(), **of_call}
             # Not setattr: that of nn.Module takes as long as an operator.
             vars(self)["_last_facts"] = values, types, facts
