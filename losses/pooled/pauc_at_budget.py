@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
@@ -137,9 +136,6 @@ def pauc_at_budget(
     return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
-_area_of = attrgetter(*PartialArea._fields)
-
-
 @completed(pauc_at_budget)
 class PAUCAtBudgetLoss(RankingLoss):
     """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
@@ -224,7 +220,10 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     @property
     def _area(self) -> PartialArea:
-        return PartialArea(*_area_of(self))
+        budget = self.alpha, self.beta, self.surrogate, self.n_knots, self.tau_scale, self.pos_numerator
+        return PartialArea(
+            *budget, self.budget_basis, self.quantile_interpolation, self.dro_lambda, self.threshold_gradient
+        )
 
     @overload  # type: ignore[override]
     def forward(

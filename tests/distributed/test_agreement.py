@@ -44,7 +44,8 @@ CHECKPOINTED: dict[str, Any] = {
     "smooth_ap": lambda x, y: fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5)(x, y),
     "focal": lambda x, y: fullrank.SigmoidFocalLoss()(x, y[:, None].to(x)),
     "gather": lambda x, y: fullrank.all_gather_with_grad(x).square().sum(),
-    "global_mean": lambda x, y: fullrank.global_mean(x.square().sum(), 4),
+    # What comes after the mean is saved: else the non-re-entrant form stops before it, and there is nothing to refuse.
+    "global_mean": lambda x, y: fullrank.global_mean(x.square().sum(), 4).exp(),
 }
 
 

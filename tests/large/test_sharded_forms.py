@@ -179,7 +179,7 @@ def test_calls_without_gradient(rank: int, form: str) -> None:
                 assert value.item() == expected
 
 
-POPULATION = (("budget_basis", "population"),)  # of which positives alone are a reference too
+POPULATION = {"budget_basis": "population"}  # of which positives alone are a reference too
 # Rows of all ranks, classes, the target of every row, and whether two scores are infinite.
 DEGENERATE = {
     "no rows": (0, 1, 0, False),
