@@ -1,14 +1,17 @@
-"""How a kernel with an analytic gradient becomes a differentiable function, in each form that torch asks for.
+"""Kernels with analytic gradients as differentiable functions.
 
-:func:`register` makes three forms from one description:
+:func:`register` makes three forms of a function from its forward and its backward:
 
 - Eager code calls a ``torch.autograd.Function``.
-- A graph of ``torch.compile`` calls an operator of ``torch.library``, and the compiler does not trace into it. Tensors
-  on the meta device, which have shapes only, take the same operator. An eager call of it would take 0.2 ms longer.
-- The transforms of ``torch.func`` call a ``torch.autograd.Function`` with a separate ``setup_context``. They require
-  that form. An eager call of it would take 20 us longer.
+- A graph of ``torch.compile`` calls an operator of ``torch.library``, into which the compiler does not trace. Tensors
+  on the meta device take the same operator. In eager code it would add 0.2 ms to each call.
+- The transforms of ``torch.func`` call a ``torch.autograd.Function`` with a separate ``setup_context``, which they
+  require. In eager code it would add 20 us to each call.
 
-In all forms a second derivative raises RuntimeError. So do forward-mode differentiation and ``torch.vmap``.
+In all forms a second derivative, forward-mode differentiation and ``torch.vmap`` raise RuntimeError.
+
+:func:`exact` runs a function with full-precision matrix products, and :func:`full_products` sets their precision.
+:func:`with_gradients` connects a value to its inputs when its gradients have been computed already.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from .torch_private import func_transforms_are_active, is_batched, may_overwrite
 T = TypeVar("T")
 Outputs = tuple[Tensor, ...]
 
-# The operators read values, so no CUDA graph can hold them. With the tag, a compiled graph is cut around them.
+# The operators read values, so CUDA graphs cannot capture them. The tag makes the compiler split its graph around them.
 _has_tags = "tags" in inspect.signature(torch.library.custom_op).parameters and hasattr(torch.Tag, "cudagraph_unsafe")
 OPAQUE: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if _has_tags else {}
 
@@ -54,20 +57,20 @@ def register(
 ) -> Callable[..., Any]:
     """Return ``forward`` as a differentiable function of the same positional arguments.
 
-    Only the first output is differentiable. ``forward`` and ``backward`` run as :func:`exact` says.
+    Only the first output is differentiable. ``forward`` and ``backward`` run under :func:`exact`.
 
     Args:
         name: name of the operator in the namespace ``fullrank``.
         forward: the computation. Its annotations are the schema of the operator.
-        fake: returns empty tensors in the shapes and dtypes of the outputs of ``forward``, for the compiler and for
+        fake: returns empty tensors with the shapes and dtypes of the outputs of ``forward``, for the compiler and for
             tensors on the meta device.
         saved: takes the inputs and the output of ``forward``; returns the tensors and the other values that
-            ``backward`` needs. One of the tensors must be an input or the first output: a second derivative finds a
-            path to the inputs through it, and raises.
+            ``backward`` needs. One of the tensors must be an input or the first output, so that a second derivative
+            reaches the inputs through it and raises.
         backward: takes the gradient of the first output, then what ``saved`` returned; returns the gradients of the
             leading inputs. The remaining inputs have no gradient.
-        fake_backward: the same as ``fake`` for ``backward``. With it ``backward`` is an operator too, which it must be
-            if it looks at values; without it the compiler traces into ``backward``.
+        fake_backward: the same as ``fake`` for ``backward``, which then is an operator too. It is required if
+            ``backward`` reads values, because without it the compiler traces into ``backward``.
     """
     forward, backward = exact(forward), exact(backward)
     num_inputs = len(inspect.signature(forward).parameters)
@@ -86,15 +89,15 @@ def register(
             ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the outputs without a gradient
 
-    def gradients(compute: Callable[..., Outputs]) -> Backward:
+    def of_context(compute: Callable[..., Outputs]) -> Backward:
         @first_order_only
-        def of_inputs(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-            found = () if grad is None else compute(grad, *ctx.saved_tensors, *ctx.values)
-            return *found, *[None] * (num_inputs - len(found))
+        def gradients_of_inputs(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+            gradients = () if grad is None else compute(grad, *ctx.saved_tensors, *ctx.values)
+            return *gradients, *[None] * (num_inputs - len(gradients))
 
-        return of_inputs
+        return gradients_of_inputs
 
-    eager_backward = gradients(backward)
+    eager_backward = of_context(backward)
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -106,7 +109,7 @@ def register(
         backward = staticmethod(eager_backward)
         jvp = staticmethod(refuse_forward_mode)
 
-    operator.register_autograd(gradients(compiled_backward), setup_context=setup_context)
+    operator.register_autograd(of_context(compiled_backward), setup_context=setup_context)
     transformed = _for_transforms(forward, saved, backward, num_inputs)
 
     def differentiable(*inputs: Any) -> Any:
@@ -127,9 +130,9 @@ def _for_transforms(
 ) -> Callable[..., Any]:
     """Return ``forward`` as a function that the transforms of ``torch.func`` can differentiate once.
 
-    They differentiate with ``create_graph=True`` at all times, so that cannot be what gives a second derivative away,
-    as in :func:`first_order_only`. Here the gradients are a function of their own, also of the first input of
-    ``forward``, and the derivative of that function raises.
+    :func:`first_order_only` recognises a second derivative by ``create_graph=True``, which the transforms always use.
+    So the gradients are computed by a second Function, which also takes the first input of ``forward``, and the
+    derivative of that Function raises.
     """
 
     class Gradients(torch.autograd.Function):
@@ -163,8 +166,8 @@ def _for_transforms(
         @staticmethod
         def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
             first_input, *tensors = ctx.saved_tensors
-            found = Gradients.apply(first_input, grad, *tensors, *ctx.values)
-            return *found, *[None] * (num_inputs - len(found))
+            gradients = Gradients.apply(first_input, grad, *tensors, *ctx.values)
+            return *gradients, *[None] * (num_inputs - len(gradients))
 
         jvp = staticmethod(refuse_forward_mode)
         vmap = staticmethod(_refuse_vmap)
@@ -181,7 +184,7 @@ def _refuse_vmap(*_: Any, **__: Any) -> Any:
 
 
 def check_not_batched(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError when one of ``tensors`` is a batch of ``torch.vmap``, whose values no branch may depend on."""
+    """Raise RuntimeError if one of ``tensors`` is a batch of ``torch.vmap``: no branch may depend on its values."""
     if torch.compiler.is_compiling() or not func_transforms_are_active():
         return
     for tensor in tensors:
@@ -190,21 +193,21 @@ def check_not_batched(*tensors: Tensor | None) -> None:
 
 
 def exact(function: Callable[..., T]) -> Callable[..., T]:
-    """Turn off inside ``function`` what would round its matrix products.
+    """Return ``function`` with full-precision matrix products.
 
-    That is autocast, which computes them in half precision, and :func:`torch.set_float32_matmul_precision` below
-    ``"highest"``, which computes float32 products from TF32 or bfloat16 parts.
+    Autocast is off inside it, which would compute products in half precision. So is
+    :func:`torch.set_float32_matmul_precision` below ``"highest"``, which computes them from TF32 or bfloat16 parts.
     """
 
     @functools.wraps(function)
     def guarded(first: Tensor, *args: Any) -> T:
         if not torch.compiler.is_compiling():
             try:
-                # While another thread has raised the precision it reads "highest", until that thread restores it.
-                is_rounded = _calls > 0 or torch.get_float32_matmul_precision() != "highest"
+                # A call in another thread may have set "highest" until it ends, so this call must count too.
+                must_set = _calls > 0 or torch.get_float32_matmul_precision() != "highest"
             except RuntimeError:  # torch raises if the newer settings, torch.backends.*, have lowered the precision
-                is_rounded = True
-            if is_rounded:
+                must_set = True
+            if must_set:
                 with full_products():
                     return without_autocast(first, *args)
         if first.is_meta or not torch.is_autocast_enabled(first.device.type):
@@ -220,8 +223,56 @@ def exact(function: Callable[..., T]) -> Callable[..., T]:
     return guarded
 
 
+_FULL = ("none", "ieee")  # values of torch.backends.*.fp32_precision that compute float32 products in float32
+_lock = threading.Lock()
+_calls = 0  # running calls of :func:`full_products`
+_before: list[tuple[Any, str]] = []  # the settings that the last of them restores, with their values
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Compute float32 matrix products in float32, as with ``torch.set_float32_matmul_precision("highest")``."""
+    global _calls
+    with _lock:
+        if _calls == 0:
+            backends: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+            backends = tuple(backend for backend in backends if hasattr(backend, "fp32_precision"))  # from torch 2.9 on
+            if backends:
+                _before[:] = [
+                    (backend, backend.fp32_precision) for backend in backends if backend.fp32_precision not in _FULL
+                ]
+                for backend, _ in _before:
+                    backend.fp32_precision = "ieee"
+            else:
+                _before[:] = [(None, torch.get_float32_matmul_precision())]
+                torch.set_float32_matmul_precision("highest")
+        _calls += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _calls -= 1
+            for backend, value in _before if _calls == 0 else []:
+                if backend is None:
+                    torch.set_float32_matmul_precision(value)
+                    continue
+                # "none" inherits from torch.backends.fp32_precision, which may have been the origin of the value.
+                backend.fp32_precision = "none"
+                if backend.fp32_precision != value:
+                    backend.fp32_precision = value
+
+
+def with_gradients(call: str, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
+    """Return ``value`` as a function of ``inputs`` with the given ``gradients``.
+
+    The error about a second derivative names ``call``.
+    """
+    result: Tensor = _WithGradients.apply(call, (value, gradients), *inputs)
+    return result
+
+
 class _WithGradients(torch.autograd.Function):
-    """A value with the gradients of its inputs.
+    """A value whose gradients are known.
 
     ======== =================== =====================================
     tensor   shape               meaning
@@ -235,7 +286,7 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: str, computed: tuple[Tensor, Sequence[Tensor | None]], *inputs: Tensor) -> Tensor:
-        value, gradients = computed  # in a tuple, in which autograd does not look for inputs
+        value, gradients = computed  # a tuple, because autograd would take plain tensors for inputs
         ctx.call, ctx.witnesses = call, inputs
         ctx.save_for_backward(*gradients)
         return value
@@ -249,54 +300,15 @@ class _WithGradients(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
 
-def with_gradients(call: str, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
-    """Return ``value`` with these ``gradients`` of the ``inputs``; ``call`` is named in the error of a second one."""
-    attached: Tensor = _WithGradients.apply(call, (value, gradients), *inputs)
-    return attached
-
-
 def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
-    """Return ``gradient``, which a forward has saved, times ``grad``: one number, or (C,) for a gradient (..., C)."""
+    """Return ``gradient``, saved by a forward, times ``grad``: one number, or (C,) for a gradient (..., C).
+
+    A backward that frees its graph overwrites ``gradient``.
+    """
     if grad.numel() != 1:
         return gradient * grad.to(gradient.dtype)
     if may_overwrite(gradient, grad):
         if grad.is_cpu and grad.item() == 1:  # as from loss.backward()
             return gradient
-        return gradient.mul_(grad.reshape(()))  # new pages would take longer
+        return gradient.mul_(grad.reshape(()))  # fresh memory pages would take longer
     return gradient * grad.reshape(())  # a scalar needs no conversion
-
-
-_FULL = ("none", "ieee")  # values of torch.backends.*.fp32_precision with which float32 products are float32
-_lock = threading.Lock()
-_calls = 0  # that run with full products because of :func:`full_products`
-_before: list[tuple[Any, str]] = []  # what they restore: settings and their values
-
-
-@contextmanager
-def full_products() -> Iterator[None]:
-    """Compute float32 matrix products in float32, as with ``torch.set_float32_matmul_precision("highest")``."""
-    global _calls
-    with _lock:
-        if _calls == 0:
-            found: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-            settings = [setting for setting in found if hasattr(setting, "fp32_precision")]  # from torch 2.9 on
-            if settings:
-                _before[:] = [(one, one.fp32_precision) for one in settings if one.fp32_precision not in _FULL]
-                for setting, _ in _before:
-                    setting.fp32_precision = "ieee"
-            else:
-                _before[:] = [(None, torch.get_float32_matmul_precision())]
-                torch.set_float32_matmul_precision("highest")
-        _calls += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _calls -= 1
-            for setting, value in _before if _calls == 0 else []:
-                if setting is None:
-                    torch.set_float32_matmul_precision(value)
-                    continue
-                setting.fp32_precision = "none"  # inherits from the settings above it, as torch.backends.fp32_precision
-                if setting.fp32_precision != value:
-                    setting.fp32_precision = value
