@@ -1,1 +1,1 @@
-"""The kernel of Smooth-AP; which form it takes is chosen in one place, sums.py."""
+"""The kernel of Smooth-AP. sums.py chooses its form; the other files compute one or two forms each."""

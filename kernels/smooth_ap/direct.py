@@ -1,12 +1,12 @@
 """Smooth-AP pair by pair: directly over all pairs, or over the sorted neighbours of each positive.
 
-The direct sums are the definition, in chunks of positives, and the reference of the faster ways. With u_i the share of
-positive i: dloss/ds_ij = u_i r_i / (r_i + n_i)^2 for a negative j, and -u_i n_i / (r_i + n_i)^2 for a positive j;
-ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i.
+The direct sums follow the definition, in chunks of positives, and are the reference for the other forms. With u_i the
+share of positive i: dloss/ds_ij = u_i r_i / (r_i + n_i)^2 for a negative j, and -u_i n_i / (r_i + n_i)^2 for a positive
+j; ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i.
 
-The sorted sums are for scores so thin that most bins would be empty. ``CUTOFF`` temperatures away from a positive a
-sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows in between are one slice for each positive, and
-the rows above it are a count: O(M log M + pairs within the cutoff) time.
+The sorted sums are for scores so far apart that most bins would be empty. ``CUTOFF`` temperatures away from a positive
+a sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows within the cutoff of a positive are one slice,
+and the rows above that slice only need a count: O(M log M + pairs within the cutoff) time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
         difference = (of_classes(scores, c) - scores[c, row][:, None]).div_(temperature)  # [p, M]
         if member is not None:
             difference.masked_fill_(~of_classes(member, c), -math.inf)
-        difference.scatter_(1, row[:, None], -math.inf)  # j = i does not count
+        difference.scatter_(1, row[:, None], -math.inf)  # a positive is not compared with itself
         sigmoid = difference.sigmoid()
         is_positive = of_classes(ones, c)
         among_positives = sigmoid * is_positive
@@ -61,8 +61,8 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
 def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M); all scores are finite.
 
-    If no two rows are within the cutoff of each other, the whole gradient is smaller than what the cutoff leaves out.
-    There are few such pairs, so they are summed as far as the dtype of the scores can hold their gradient.
+    If no two rows are within the cutoff of each other, the cutoff would drop the whole gradient. If there are few pairs
+    beyond it, they are summed too, as far as the dtype of the scores can represent their gradient.
     """
     scores, positive, member, class_of, row_of, share, temperature = problem
     num_classes, num_rows = scores.shape
@@ -101,7 +101,7 @@ def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
 def _window(ordered: Tensor, class_of: Tensor, x: Tensor, reach: float) -> tuple[Tensor, Tensor]:
     """Return the first row within ``reach`` of each positive, and the first beyond it, in sorted order, (P,) each."""
     low, high = torch.empty_like(class_of), torch.empty_like(class_of)
-    wide = ordered.double()
+    ordered = ordered.double()
     step = costs_of(x.device).searches_at_once
     for first in range(0, x.numel(), step):
         part = slice(first, first + step)
@@ -112,15 +112,15 @@ def _window(ordered: Tensor, class_of: Tensor, x: Tensor, reach: float) -> tuple
         slot = torch.arange(inverse.numel(), device=x.device) - (counts.cumsum(0) - counts)[inverse]
         table = x.new_zeros(present.numel(), width)
         table[inverse, slot] = x[part]
-        low[part] = torch.searchsorted(wide[present], table - reach)[inverse, slot]
-        high[part] = torch.searchsorted(wide[present], table + reach, right=True)[inverse, slot]
+        low[part] = torch.searchsorted(ordered[present], table - reach)[inverse, slot]
+        high[part] = torch.searchsorted(ordered[present], table + reach, right=True)[inverse, slot]
     return low, high
 
 
 def _pairs(start: Tensor, count: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield slices of positives; for each pair of a positive with a neighbour, its positive in the slice and its place.
+    """Yield slices of positives, and for each of their pairs the positive, as an index in the slice, and the place.
 
-    The neighbours of each positive are ``count`` (P,) places from ``start`` (P,) on.
+    Each positive has pairs with the ``count`` (P,) places from ``start`` (P,) on.
     """
     limit = chunk_size(start, 1)
     ends = count.cumsum(0)

@@ -1,16 +1,16 @@
 """Smooth-AP over all pairs of rows in plain operators of static shape, which a compiler can fuse.
 
 Nothing here depends on a value, so nothing waits for the device, and ``torch.compile`` and CUDA graphs see every
-operator. The price is time and memory for M^2 pairs instead of positives x M: for small pools on an accelerator, where
-launches and waits take longer than the sums.
+operator. It takes time and memory for M^2 pairs instead of positives x M, so it is for small pools on an accelerator,
+where launches and waits take longer than the sums.
 
-With u_i the share of positive i, r_i and n_i as in ``smooth_ap_sums``, s' the slope of the sigmoid, which is even, and
-A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, both 0 outside of the positives::
+Let u_i be the share of positive i, r_i and n_i as in ``smooth_ap_sums``, s' the slope of the sigmoid, which is even,
+and A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, both 0 for rows that are not positives::
 
     dloss/dx_j = sum_i s'_ij A_i                                                        for a negative j
     dloss/dx_j = sum_i s'_ij (-B_i + B_j for a positive i, -A_j for a negative i)       for a positive j
 
-What comes in pairs is one tensor (C, M, 2), with the sign of the negatives turned: (r, -n), and (A, -B).
+Each pair of quantities is one tensor (C, M, 2), the second one with its sign reversed: (r, -n) and (A, -B).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def smooth_ap_plain(
     return loss, valid
 
 
-def loss_and_gradient(
+def plain_loss_and_gradient(
     scores: Tensor,
     positive: Tensor,
     member: Tensor | None,
@@ -59,7 +59,7 @@ def loss_and_gradient(
     mass = marks[:, :, 0] if weight is None else marks[:, :, 0] * weight
     total_mass = numbers[:, :1] if weight is None else mass.sum(dim=1, keepdim=True)  # [C, 1]
     valid = total_mass[:, 0] * numbers[:, 1] < 0
-    # The maximum is NaN for a class with a NaN: there may be no positive whose sums would be NaN.
+    # This makes a class with a NaN score NaN, even without a positive whose sums would be NaN.
     tiny = torch.finfo(scores.dtype).tiny
     share = mass / torch.maximum(total_mass, scores.amax(dim=1, keepdim=True).clamp(tiny, tiny))
 
@@ -70,17 +70,17 @@ def loss_and_gradient(
         difference = torch.where(place == place[:, None], math.inf, difference)
     else:
         difference.diagonal(dim1=1, dim2=2).fill_(math.inf)
-    # Two negatives at one infinity have no difference, and need none.
+    # The difference of two negatives at the same infinity is NaN, so the sums of negatives are not used.
     sums = torch.where(positive[:, :, None], _product(torch.sigmoid(difference), groups), marks)  # (r, -n)
     minus_total = sums[:, :, 1] - sums[:, :, 0]
-    parts = sums * (share / minus_total)[:, :, None]  # of 1, the loss at the right
+    parts = sums * (share / minus_total)[:, :, None]  # [C, M, 2]: the second is the loss of each positive
     loss = parts[:, :, 1].sum(dim=1, dtype=torch.float64)
     if not with_grad:
         return loss, scores.new_empty(0), valid
 
     rates = parts / (minus_total * temperature)[:, :, None]  # (A, -B)
-    small = difference.copysign(-1.0).sigmoid()  # of both tails
-    slope = torch.addcmul(small, small, small, value=-1).nan_to_num(0.0)
+    e = difference.copysign(-1.0).sigmoid()  # s(-|d|)
+    slope = torch.addcmul(e, e, e, value=-1).nan_to_num(0.0)  # e - e^2, exact to rounding in both tails
     (by_a, by_b), (by_positives, by_negatives) = (_product(slope, pair).unbind(dim=2) for pair in (rates, groups))
     gradient = torch.where(positive, by_b, by_a).addcmul(rates[:, :, 0], by_negatives)
     gradient = gradient.addcmul(rates[:, :, 1], by_positives, value=-1)
@@ -92,8 +92,8 @@ def loss_and_gradient(
 def _product(matrix: Tensor, columns: Tensor) -> Tensor:
     """Return ``matrix @ columns``, (C, M, M) and (C, M, 2).
 
-    Compiled, it is sums, which the compiler fuses with what computes the matrix, so that no matrix is stored. It does
-    not fuse ``stack``.
+    In a compiled graph it consists of sums, which the compiler fuses with the computation of the matrix, so that no
+    matrix is stored. ``torch.where`` replaces ``stack``, which the compiler does not fuse.
     """
     if not torch.compiler.is_compiling():
         return matrix @ columns
@@ -102,11 +102,11 @@ def _product(matrix: Tensor, columns: Tensor) -> Tensor:
 
 
 class _PlainSmoothAP(torch.autograd.Function):
-    """Forward: (C,) loss and validity. Backward: the gradient, which the forward has computed, times the incoming."""
+    """Forward: (C,) loss and validity. Backward: the gradient that the forward has computed, times the incoming one."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        loss, gradient, valid = loss_and_gradient(scores, *args)
+        loss, gradient, valid = plain_loss_and_gradient(scores, *args)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(valid)
         return loss, valid

@@ -1,4 +1,17 @@
-"""The kernel of Smooth-AP: the loss of each class and its gradient, over pairs or bins, whichever suits the pool."""
+"""The kernel of Smooth-AP: the loss of each class and its gradient, in the form that is fastest for the pool.
+
+The forms differ only by rounding. :func:`smooth_ap_and_gradient` takes the first one that fits:
+
+1. All M^2 pairs in plain operators, for small pools on an accelerator: plain.py.
+2. The pairs of positives and rows in C, for few pairs on the host: native/pairs.inc.
+3. Bins in C, for many rows of one class with equal weights on the host: ``smooth_ap_in_c`` in binned.py.
+4. The pairs of positives and rows in torch, where they take less time than bins: ``smooth_ap_direct`` in direct.py.
+5. Sorted rows, where the scores are so far apart that most bins would be empty: ``smooth_ap_sorted`` in direct.py.
+6. Bins in torch: ``smooth_ap_binned`` in binned.py.
+
+costs.py says how many are few. The losses try :func:`smooth_ap_of_rows` first: for a small pool on the host, one call
+of C computes the temperature too.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +33,7 @@ from ..spread import MOST_SCORES
 from ..torch_private import are_numbers_in_memory
 from .binned import smooth_ap_binned, smooth_ap_in_c
 from .direct import smooth_ap_direct, smooth_ap_sorted
-from .plain import loss_and_gradient as of_all_pairs
-from .plain import plain_is_faster, smooth_ap_plain
+from .plain import plain_is_faster, plain_loss_and_gradient, smooth_ap_plain
 
 
 def smooth_ap_sums(
@@ -51,20 +63,19 @@ def smooth_ap_sums(
         method: ``"direct"`` sums pair by pair in O(positives x M) time. ``"binned"`` takes O(M) time, or
             O(M log M + interacting pairs) if the rows are so far apart that most bins would be empty. ``"plain"`` sums
             all M^2 pairs and reads no value. ``"auto"`` takes the fastest on the device.
-        num_positive: the number of positives if the host knows it, so that it does not wait for the device to count.
+        num_positive: the number of positives if the host knows it; otherwise the host may wait for the device.
 
     Returns:
         The loss, float64, and the validity, bool. A class is valid if it has a positive of positive weight and a
-        negative. A class that is not valid has a loss of 0 with zero gradient. A class with a NaN score is NaN, valid
-        or not.
+        negative. An invalid class has a loss of 0 with zero gradient. A class with a NaN score is NaN, valid or not.
 
     O(C M) memory. The gradient is linear in the incoming one, so the forward computes it together with the loss.
     """
     if torch.compiler.is_compiling() and (method == "plain" or (method == "auto" and plain_is_faster(scores))):
         return smooth_ap_plain(scores, positive, member, weight, temperature)
     with_grad = scores.requires_grad and torch.is_grad_enabled()
-    known = -1 if num_positive is None else num_positive
-    loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method, known)
+    number = -1 if num_positive is None else num_positive
+    loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method, number)
     return loss, valid
 
 
@@ -76,13 +87,15 @@ def smooth_ap_of_rows(
     temperature: float | None,
     multiple: float,
 ) -> tuple[Tensor, Tensor, float] | None:
-    """Return what :func:`smooth_ap_sums` does, and the temperature, for few ordinary rows in one call of C; else None.
+    """Return the results of :func:`smooth_ap_sums` and the temperature from one call of C; None if it does not apply.
+
+    It applies to few rows on the host whose scores are finite and whose targets are all classes, see native/sums.c.
 
     Args:
         rows: (M, C) scores.
         targets: (M,) int64, indices of the classes, or 0 and 1 for one class.
         weight: (M,) in the dtype of the scores; None for 1.
-        ignore_index: the target of rows to leave out, which are not ordinary.
+        ignore_index: the target of rows to leave out; with such a row the result is None.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         multiple: > 0.
     """
@@ -92,11 +105,12 @@ def smooth_ap_of_rows(
         return None
     with_grad = torch.is_grad_enabled() and rows.requires_grad
     most = costs_of(rows.device).most_native_pairs(rows.shape[1], rows.numel())
-    given = rows.detach(), targets, weight, ignore_index, temperature, multiple, with_grad, most
-    found = native.smooth_ap_of_rows(*given)
-    if found is None:
+    results = native.smooth_ap_of_rows(
+        rows.detach(), targets, weight, ignore_index, temperature, multiple, with_grad, most
+    )
+    if results is None:
         return None
-    loss, valid, gradient, width = found
+    loss, valid, gradient, width = results
     return loss if gradient is None else with_gradients("a ranking loss", loss, [gradient], rows), valid, width
 
 
@@ -112,41 +126,41 @@ def smooth_ap_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
     if method == "plain" or (method == "auto" and plain_is_faster(scores)):
-        return of_all_pairs(scores, positive, member, weight, temperature, with_grad)
+        return plain_loss_and_gradient(scores, positive, member, weight, temperature, with_grad)
     costs, num_rows = costs_of(scores.device), scores.shape[1]
-    number = int(numpy.count_nonzero(positive.numpy())) if scores.is_cpu else 0  # of the positives of all classes
-    few = method == "auto" and number * num_rows <= costs.most_native_pairs(len(scores), scores.numel())
-    if few or method == "direct":
-        found = native.smooth_ap(scores, positive, member, weight, temperature, with_grad)
-        if found is not None:
-            return found
+    count = int(numpy.count_nonzero(positive.numpy())) if scores.is_cpu else 0  # positives of all classes
+    few_for_c = method == "auto" and count * num_rows <= costs.most_native_pairs(len(scores), scores.numel())
+    if few_for_c or method == "direct":
+        results = native.smooth_ap(scores, positive, member, weight, temperature, with_grad)
+        if results is not None:
+            return results
 
-    def pairs_are_best(number: int, num_bins: int = 0) -> bool:
-        few = costs.pairs_are_faster(number * num_rows, scores.numel(), num_bins)
-        return method == "direct" or number * num_rows == 0 or (method == "auto" and few)
+    def pairs_are_best(count: int, num_bins: int = 0) -> bool:
+        few = costs.pairs_are_faster(count * num_rows, scores.numel(), num_bins)
+        return method == "direct" or count * num_rows == 0 or (method == "auto" and few)
 
-    is_simple = 0 < number < num_rows and len(scores) == 1 and member is None and weight is None
-    if is_simple and native.is_usable(scores) and not pairs_are_best(number):
-        (low, high), order = _edges(scores), order_for(scores, num_rows)
+    is_simple = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
+    if is_simple and native.is_usable(scores) and not pairs_are_best(count):
+        (low, high), order = _lowest_and_highest(scores), order_for(scores, num_rows)
         is_finite = bool(low.isfinite() & high.isfinite())
         bins = find_bins(scores, low, high, temperature, order.fine) if is_finite else None
-        if bins is not None and not pairs_are_best(number, bins.num_coarse):
-            sums = smooth_ap_in_c(scores, positive, number, bins, order, temperature, with_grad)
+        if bins is not None and not pairs_are_best(count, bins.num_coarse):
+            sums = smooth_ap_in_c(scores, positive, count, bins, order, temperature, with_grad)
             return *sums, positive.new_ones(1)
-    edges: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
+    ends: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
         problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
     else:
-        seen = Seen(num_positive, num_rows, 1.0, None)
+        known = _OneClass(num_positive, num_rows, 1.0, None)
         if num_positive < 0 or member is not None or weight is not None or not pairs_are_best(num_positive):
-            seen = _look(scores, positive, member, weight, num_positive)
-        problem, valid, all_valid = _list_in_order(scores, positive, member, weight, temperature, seen)
-        edges = seen.edges
+            known = _read_one_class(scores, positive, member, weight, num_positive)
+        problem, valid, all_valid = _list_positives_of_one_class(scores, positive, member, weight, temperature, known)
+        ends = known.ends
     undefined = None  # [C] bool: the classes that are NaN
     if pairs_are_best(problem.share.numel()):
         loss, gradient = smooth_ap_direct(problem, with_grad)
     else:
-        problem, low, high, undefined = _make_finite(problem, edges)
+        problem, low, high, undefined = _make_finite(problem, ends)
         order = order_for(scores, num_rows)
         bins = find_bins(problem.scores, low, high, temperature, order.fine)
         if bins is None:
@@ -169,8 +183,8 @@ def _list_positives(
 ) -> tuple[Problem, Tensor, bool]:
     """List the positives of the valid classes with their shares; return which classes are valid, (C,), and if all are.
 
-    The counts come from the list, because reducing a mask along a dimension takes as long as a pass over the bins. An
-    accelerator is not waited for once the list is made: it keeps the positives of other classes, with shares of 0.
+    The counts come from the list, because reducing a mask along a dimension takes as long as a pass over the bins.
+    Dropping the positives of invalid classes would wait for an accelerator, so there they stay with shares of 0.
     """
     num_classes = scores.shape[0]
     if positive.is_cpu and num_classes == 1:  # numpy takes a quarter of the time of torch
@@ -182,14 +196,14 @@ def _list_positives(
         share = class_of.new_full((1,), 1 / row_of.numel(), dtype=torch.float64).expand_as(class_of)
         return Problem(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
     count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
-    mixed = count < (scores.shape[1] if member is None else member.sum(dim=1))  # has negatives too
+    has_negatives = count < (scores.shape[1] if member is None else member.sum(dim=1))
     if weight is None:
-        valid = mixed & (count > 0)
+        valid = has_negatives & (count > 0)
         share = count.double().reciprocal()[class_of]
     else:
         mass = (weight[row_of] if weight.ndim == 1 else weight[class_of, row_of]).double()
         total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
-        valid = mixed & (total > 0)
+        valid = has_negatives & (total > 0)
         share = mass / total[class_of]
     if scores.device.type != "cpu":
         share = torch.where(valid[class_of], share, 0.0)
@@ -201,74 +215,76 @@ def _list_positives(
     return Problem(scores, positive, member, class_of, row_of, share, temperature), valid, all_valid
 
 
-class Seen(NamedTuple):
+class _OneClass(NamedTuple):
     """What the host knows of the only class of a pool."""
 
     num_positive: int
     num_member: int
-    mass: float  # of the weights of the positives
-    edges: tuple[Tensor, Tensor] | None  # the lowest and the highest score, (1,) each on the host
+    mass: float  # the sum of the weights of the positives
+    ends: tuple[Tensor, Tensor] | None  # the lowest and the highest score, (1,) each on the host
 
 
-def _look(scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, num_positive: int) -> Seen:
-    """Read what decides how the only class is computed; waits for the device once.
+def _read_one_class(
+    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, num_positive: int
+) -> _OneClass:
+    """Read what decides on the form for the only class; waits for the device once.
 
     A ``num_positive`` below 0 is not known.
     """
-    inside = scores, scores
-    if member is not None:
-        inside = torch.where(member, scores, math.inf), torch.where(member, scores, -math.inf)
-    values = [inside[0].amin(), inside[1].amax()]
+    low = scores if member is None else torch.where(member, scores, math.inf)
+    high = scores if member is None else torch.where(member, scores, -math.inf)
+    values = [low.amin(), high.amax()]
     if num_positive < 0:
         values.append(positive.sum(dtype=torch.float64))
     if member is not None:
         values.append(member.sum(dtype=torch.float64))
     if weight is not None:
         values.append(torch.where(positive, weight, 0.0).sum(dtype=torch.float64))
-    read = [*torch.stack([value.to(torch.float64) for value in values]).cpu()]
-    low, high = (read.pop(0).to(scores.dtype)[None] for _ in range(2))
-    num_positive = int(read.pop(0)) if num_positive < 0 else num_positive
-    num_member = scores.shape[1] if member is None else int(read.pop(0))
-    return Seen(num_positive, num_member, 1.0 if weight is None else float(read.pop()), (low, high))
+    numbers = [*torch.stack([value.to(torch.float64) for value in values]).cpu()]
+    low, high = (numbers.pop(0).to(scores.dtype)[None] for _ in range(2))
+    num_positive = int(numbers.pop(0)) if num_positive < 0 else num_positive
+    num_member = scores.shape[1] if member is None else int(numbers.pop(0))
+    return _OneClass(num_positive, num_member, 1.0 if weight is None else float(numbers.pop()), (low, high))
 
 
-def _list_in_order(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, seen: Seen
+def _list_positives_of_one_class(
+    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, known: _OneClass
 ) -> tuple[Problem, Tensor, bool]:
-    """Do the same as :func:`_list_positives` for one class, of which ``seen`` is known, without a wait."""
-    is_valid = 0 < seen.num_positive < seen.num_member and seen.mass > 0
-    row_of = torch.nonzero_static(positive[0], size=seen.num_positive if is_valid else 0)[:, 0]
+    """Return the same as :func:`_list_positives` for a single class without waiting for the device."""
+    is_valid = 0 < known.num_positive < known.num_member and known.mass > 0
+    row_of = torch.nonzero_static(positive[0], size=known.num_positive if is_valid else 0)[:, 0]
     if weight is None:
-        share = torch.full(row_of.shape, 1 / max(1, seen.num_positive), dtype=torch.float64, device=scores.device)
+        share = torch.full(row_of.shape, 1 / max(1, known.num_positive), dtype=torch.float64, device=scores.device)
     else:
         mass = weight.reshape(-1)[row_of].double()
-        share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)  # in the order of the rows
+        # index_add_ sums in the order of the rows, as in _list_positives.
+        share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)
     class_of = torch.zeros_like(row_of)
     problem = Problem(scores, positive, member, class_of, row_of, share, temperature)
     return problem, torch.full((1,), is_valid, device=scores.device), is_valid
 
 
-def _make_finite(
-    problem: Problem, edges: tuple[Tensor, Tensor] | None = None
-) -> tuple[Problem, Tensor, Tensor, Tensor | None]:
-    """Replace infinite scores by finite ones with the same effect; return the range too, and which classes are NaN.
+def _make_finite(problem: Problem, ends: tuple[Tensor, Tensor] | None) -> tuple[Problem, Tensor, Tensor, Tensor | None]:
+    """Replace infinite scores by finite ones with the same effect.
 
-    An infinite score moves beyond the reach of every finite one. Two equal infinities, one of them of a positive, have
-    no difference: by the definition their class is NaN, like a class with a NaN. Rows that take no part move to a
-    positive, so that they do not widen the range. None in place of the classes means that every score was finite.
+    An infinite score moves beyond the reach of every finite one. The difference of two equal infinities is undefined:
+    if one of them is a positive, the class is NaN by the definition, like a class with a NaN. Rows that take no part
+    move to a positive, so that they do not widen the range.
 
-    The range, (C,) each, is on the host. ``edges`` is that of the members, if it is known.
+    Returns:
+        The problem, the lowest and the highest scores, (C,) each on the host, and which classes are NaN, None if every
+        score was finite. ``ends`` are the lowest and the highest scores of the members, if they are known.
     """
     scores, positive, member, class_of, row_of, *_ = problem
     if member is not None:
         place = scores.new_zeros(scores.shape[0]).index_put_((class_of,), scores[class_of, row_of])
         scores = torch.where(member, scores, place[:, None])
-    low, high = _edges(scores) if edges is None else edges
+    low, high = _lowest_and_highest(scores) if ends is None else ends
     if bool((low.isfinite() & high.isfinite()).all()):
         return problem._replace(scores=scores), low, high, None
     undefined = scores.isnan().any(dim=1)
     scores, _, clashes = move_infinities(scores, positive, member, problem.temperature)
-    return problem._replace(scores=scores), *_edges(scores), undefined | clashes
+    return problem._replace(scores=scores), *_lowest_and_highest(scores), undefined | clashes
 
 
 def move_infinities(
@@ -279,7 +295,7 @@ def move_infinities(
     largest: Callable[[Tensor], Tensor] | None = None,
     add: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move infinite scores beyond the reach of every finite one, in one of several parts of the rows.
+    """Move infinite scores beyond the reach of every finite one. The rows may be one of several parts.
 
     Args:
         scores: (C, M). NaN becomes 0.
@@ -290,8 +306,8 @@ def move_infinities(
         add: returns the sums of numbers (4, C) float64 over the parts; None if there are no others.
 
     Returns:
-        The scores, the negated lowest and the highest of them over the parts (2, C) float64, and in which classes two
-        equal infinities, one of them of a positive, have no difference, (C,) bool.
+        The scores, the negated lowest and the highest of them over the parts (2, C) float64, and the classes with two
+        equal infinities of which one is a positive, (C,) bool.
     """
     ends = ends_of(scores, scores.isfinite())
     counts = ends.new_zeros(4, scores.shape[0])
@@ -304,8 +320,8 @@ def move_infinities(
     counts = counts if add is None else add(counts)
     ends = ends.nan_to_num(neginf=0.0)
     for k, (sign, infinite) in enumerate(zip((-1.0, 1.0), infinities)):
-        edge = ends[k].to(scores.dtype)
-        beyond = edge + (edge.abs() * 1e-3).clamp_min(64 * temperature)
+        end = ends[k].to(scores.dtype)
+        beyond = end + (end.abs() * 1e-3).clamp_min(64 * temperature)
         beyond = beyond.clamp_max(torch.finfo(scores.dtype).max)
         scores = torch.where(infinite, sign * beyond[:, None], scores)
         ends[k] = torch.where(counts[2 * k] > 0, beyond.double(), ends[k])
@@ -314,9 +330,9 @@ def move_infinities(
 
 
 def ends_of(scores: Tensor, inside: Tensor | None) -> Tensor:
-    """Return (2, C) float64: the negated lowest, and the highest, of the scores (C, M) that are ``inside``.
+    """Return (2, C) float64: the negated lowest and the highest of the scores (C, M) that are ``inside``.
 
-    Without one they are -inf; with a NaN among them they are NaN.
+    A class without such a score has -inf, and one with a NaN among them has NaN.
     """
     if scores.shape[1] == 0:
         return torch.full((2, scores.shape[0]), -math.inf, dtype=torch.float64, device=scores.device)
@@ -325,7 +341,7 @@ def ends_of(scores: Tensor, inside: Tensor | None) -> Tensor:
     return torch.stack([-low, high]).double()
 
 
-def _edges(scores: Tensor) -> tuple[Tensor, Tensor]:
+def _lowest_and_highest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest score of each class, (C,) each on the host; waits for the device once."""
     if scores.device.type == "cpu" and scores.shape[0] == 1:
         low, high = scores.aminmax()
