@@ -1,4 +1,4 @@
-"""Bins of equal width on the line of scores: which bin holds a row, what a bin sums, and how a row reads its bin.
+"""Bins of equal width on the line of scores: the bin of a row, the moments of a bin, the value of a bin at a row.
 
 The line is cut into coarse bins of width H, and each of these into F fine bins::
 
@@ -6,11 +6,12 @@ The line is cut into coarse bins of width H, and each of these into F fine bins:
     fine      | 0 | 1 | 2 | ...         | F-1 | 0 | 1 | ...
     a row         ^ at u in [-1, 1] of its fine bin
 
-H is a power of two, in units of the scores, between 2 and 4 temperatures. Dividing by a power of two is exact, so the
-position u inside a bin is exact too, even in float32 and however far the scores are from 0.
+H is a power of two between 2 and 4 temperatures, in units of the scores. Division by a power of two is exact, so the
+position u inside a bin is exact too, even in float32 and far from 0.
 
-An empty bin costs as much as a full one. If the scores spread over many more coarse bins than their rows can fill (one
-logit of 1e30, two clusters), a window of bins covers the bulk, and outside of it only occupied bins exist.
+An empty bin costs as much as a full one. If the scores of a single class spread over many more coarse bins than its
+rows can fill (one logit of 1e30, two clusters), a window of bins covers the bulk, and outside of it only occupied bins
+exist.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import Tensor
 from .costs import costs_of
 
 MOST_EMPTY = 4096  # coarse bins that a class may always have, however few rows there are per bin
-ROWS_PER_BIN = 64  # with more bins than that, there must be so many rows for each coarse bin
+ROWS_PER_BIN = 64  # rows for each coarse bin that a class with more than MOST_EMPTY bins must have
 MOST_EXACT = 2**24 // 64  # coarse bins, of 64 fine bins each, whose fine bins float32 numbers exactly
-FEWEST_ROWS = 4  # per coarse bin on average; with fewer, a row's own pair dominates what cancels, which costs digits
+FEWEST_ROWS = 4  # per coarse bin on average; with fewer, the pair of a row with itself dominates and costs digits
 
 
 class Outside(NamedTuple):
@@ -68,7 +69,7 @@ def find_bins(scores: Tensor, low: Tensor, high: Tensor, temperature: float, fin
 
     Args:
         scores: (C, M).
-        low: (C,) the lowest score of each class, on the device of the scores or on the host, which then does not wait.
+        low: (C,) the lowest score of each class, on the host or on the device of the scores, which is then waited for.
         high: (C,) the highest.
         temperature: > 0.
         fine: F, fine bins per coarse bin.
@@ -83,7 +84,7 @@ def cover(low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins:
     """Return bins that cover [low, high] of each class, (C,) each, with one window."""
     width = 2.0 ** math.floor(math.log2(4.0 * temperature))  # the power of two with 2 < width / temperature <= 4
     first, last = _coarse(_round(low, width, fine), fine), _coarse(_round(high, width, fine), fine)
-    # In float32 a score of 1e37 over a width of 0.03 is infinite. The difference is then NaN: more bins than allowed.
+    # In float32 1e37 over a width of 0.03 is infinite. The difference is then NaN, which counts as too many bins.
     most = 2.0**62
     window = int((last - first).max().nan_to_num(nan=most).clamp_max(most)) + 1 if first.numel() else 1
     return Bins(width, fine, first, window, None)
@@ -107,12 +108,12 @@ def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
         middle = cover(sample[sample.numel() // 2 :][:1], sample[sample.numel() // 2 :][:1], temperature, fine)
         window = min(MOST_EMPTY, most_bins(size))
         bins = middle._replace(first=middle.first - window // 2, window=window)
-    away: list[Tensor] = []  # the rows outside of the window
+    outside: list[Tensor] = []  # the rows outside of the window
     step = costs_of(scores.device).rows_at_once
     for first, part in zip(range(0, size, step), scores.split(step)):
         relative = _round(part, bins.width, fine).sub_(bins.first * fine)
-        away.append(_is_outside(relative, bins).nonzero()[:, 0] + first)
-    rows = torch.cat(away)
+        outside.append(_is_outside(relative, bins).nonzero()[:, 0] + first)
+    rows = torch.cat(outside)
     ids = _coarse(_round(scores[rows].double(), bins.width, fine), fine)  # float32: 1e38 / H is inf
     occupied = ids.unique()  # ascending
     if occupied.numel() > most_bins(size) or size - ids.numel() < FEWEST_ROWS * bins.window:
@@ -121,17 +122,17 @@ def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
 
 
 def compact_ids(bins: Bins, reach: int) -> Tensor | None:
-    """Return (B,) int64 numbers of the coarse bins, gaps cut to ``reach + 1``; None if the bins are contiguous.
+    """Return (B,) int64 numbers of the coarse bins with gaps of at most ``reach + 1``; None if they are contiguous.
 
-    Two bins are within ``reach`` of each other exactly if they were before the cut. The cut makes numbers small that
-    may be as large as 1e36, where float64 no longer holds every integer.
+    Shorter gaps do not change which bins are within ``reach`` of each other. The original numbers may be as large as
+    1e36, where float64 does not hold every integer.
     """
     if bins.outside is None:
         return None
     ids, left = bins.outside.ids, bins.outside.num_left
     window = bins.first.double() + torch.arange(bins.window, dtype=torch.float64, device=ids.device)
-    every = torch.cat([ids[:left], window, ids[left:]])
-    gaps = every.diff().clamp_max(reach + 1)
+    numbers = torch.cat([ids[:left], window, ids[left:]])
+    gaps = numbers.diff().clamp_max(reach + 1)
     return torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]).to(torch.int64)
 
 
@@ -155,23 +156,23 @@ def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
     relative = rounded.sub_((bins.first[classes] * bins.fine)[:, None])
     if bins.outside is None:
         return relative.to(torch.int64), u
-    # Count from the first of all bins, those left of the window included. Together they may be more than MOST_EXACT.
+    # In int64, because with the bins left of the window the numbers may exceed what float32 holds exactly.
     ids, left = bins.outside.ids, bins.outside.num_left
-    away = _is_outside(relative, bins)
-    placed = relative.to(torch.int64).add_(left * bins.fine)
-    if bool(away.any()):
-        scaled = scores[away].double() * (bins.fine / bins.width)
+    outside = _is_outside(relative, bins)
+    index = relative.to(torch.int64).add_(left * bins.fine)
+    if bool(outside.any()):
+        scaled = scores[outside].double() * (bins.fine / bins.width)
         rounded = scaled.round()
-        u[away] = ((scaled - rounded) * 2.0).to(u.dtype)
+        u[outside] = ((scaled - rounded) * 2.0).to(u.dtype)
         coarse = _coarse(rounded, bins.fine)
         position = torch.searchsorted(ids, coarse)
         position = position + (position >= left) * bins.window
-        placed[away] = position * bins.fine + (rounded - coarse * bins.fine).to(torch.int64)
-    return placed, u
+        index[outside] = position * bins.fine + (rounded - coarse * bins.fine).to(torch.int64)
+    return index, u
 
 
 def num_lanes(scores: Tensor, size: int) -> int:
-    """Return how many tables of ``size`` bins each class of ``scores`` (C, M) gets: one thread adds up one table."""
+    """Return how many tables of ``size`` bins each class of ``scores`` (C, M) gets. Each is summed by one thread."""
     lanes = costs_of(scores.device).lanes
     return lanes if scores.shape[0] == 1 and scores.shape[1] > lanes * size else 1
 
@@ -179,43 +180,46 @@ def num_lanes(scores: Tensor, size: int) -> int:
 def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
     """Add the powers of ``u`` (c, m), each times its ``weight``, to ``moments`` (p, c, bins) at ``index`` (c, m).
 
-    With more tables than classes there is one class. Its rows are added in equal parts, one to each table, or all to
-    the first table if they do not divide evenly. With ``Costs.interleaved`` only the remainder goes there. The sums are
-    float64: with ties a bin holds millions of equal numbers, and a float32 sum of those would stop growing.
+    If there are more tables than classes, there is one class, and each table takes an equal part of its rows. If the
+    rows do not divide evenly, the first table takes the remainder with ``Costs.interleaved``, and all of them without.
+    The sums are float64: with ties a bin may sum millions of equal numbers, and a float32 sum would stop growing.
     """
     lanes, takes_turns = moments.shape[1], costs_of(u.device).interleaved and index.shape[0] == 1
-    whole = index.shape[1] - (index.shape[1] % lanes if takes_turns else 0)
-    # Ones are written out: scatter_add_ of one expanded number takes twice as long.
-    wide = u.double()
-    power = torch.ones_like(wide) if weight is None else weight.double()
-    rest, index = index[:, whole:], _over_lanes(index[:, :whole], lanes, takes_turns)
-    ours = 2 if weight is None else 1  # from this degree on `power` is no input and may be overwritten
+    even = index.shape[1] - (index.shape[1] % lanes if takes_turns else 0)
+    u = u.double()
+    # scatter_add_ of a single expanded number takes twice as long as that of ones.
+    power = torch.ones_like(u) if weight is None else weight.double()
+    remainder, index = index[:, even:], _over_lanes(index[:, :even], lanes, takes_turns)
+    first_product = 2 if weight is None else 1  # from the next degree on `power` is no input and may be overwritten
     for degree in range(moments.shape[0]):
-        if degree > ours:
-            power.mul_(wide)
+        if degree > first_product:
+            power.mul_(u)
         elif degree:
-            power = power * wide if degree == ours else wide
-        moments[degree].scatter_add_(1, index, _over_lanes(power[:, :whole], lanes, takes_turns))
-        if rest.shape[1]:
-            moments[degree].scatter_add_(1, rest, power[:, whole:])
+            power = power * u if degree == first_product else u
+        moments[degree].scatter_add_(1, index, _over_lanes(power[:, :even], lanes, takes_turns))
+        if remainder.shape[1]:
+            moments[degree].scatter_add_(1, remainder, power[:, even:])
 
 
 def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Return the polynomial of each row's bin at the row: coefficients (p, c, bins), index, u and result (c, m)."""
+    """Return the polynomial of each row's bin at the row, (c, m), from ``coefficients`` (p, c, bins).
+
+    ``index`` and ``u``, (c, m) each, are the bins of the rows and the positions in them.
+    """
     costs = costs_of(u.device)
     lanes = costs.lanes if u.shape[0] == 1 and not costs.interleaved else u.shape[0]
-    index, place = _over_lanes(index, lanes), _over_lanes(u, lanes)
+    index, position = _over_lanes(index, lanes), _over_lanes(u, lanes)
     table = coefficients.expand(-1, lanes, -1)
     value = table[-1].gather(1, index)
     for degree in range(table.shape[0] - 2, -1, -1):
-        value = value.mul_(place).add_(table[degree].gather(1, index))
+        value = value.mul_(position).add_(table[degree].gather(1, index))
     return value.view_as(u)
 
 
 def _over_lanes(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
-    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; other rows as they are.
+    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; otherwise return them unchanged.
 
-    A lane takes a run of rows, or with ``takes_turns`` every ``lanes``-th row.
+    A lane is a run of rows, or with ``takes_turns`` every ``lanes``-th row.
     """
     if rows.shape[0] > 1 or rows.shape[1] % lanes:
         return rows
@@ -223,9 +227,9 @@ def _over_lanes(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
 
 
 def _is_outside(relative: Tensor, bins: Bins) -> Tensor:
-    """Return which fine bins, numbered from the first of the window in the dtype of the scores, are outside of it.
+    """Return which fine bins are outside of the window; they are numbered from its first bin.
 
-    The difference of two infinities is NaN, and outside.
+    The number is NaN for the difference of two infinities, and counts as outside.
     """
     return ~((relative >= 0) & (relative < bins.window * bins.fine))
 

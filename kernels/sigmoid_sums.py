@@ -1,4 +1,8 @@
-"""Weighted sums of sigmoids of score differences."""
+"""Weighted sums of sigmoids of score differences, pair by pair or by bins.
+
+:func:`sigmoid_sums` is public; two variants take checked arguments and a temperature for each class. Below them are the
+choice between pairs and bins, the forward and the backward, and the tables of bins.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from .registration import check_not_batched, register
 from .torch_private import func_transforms_are_active
 
 METHODS = ("auto", "direct", "binned")
-MOST_KERNELS = 64  # classes with a kernel of their own at a time, up to 430 KiB each
+MOST_KERNELS = 64  # classes whose kernels are in memory at a time, up to 430 KiB each
 
 
 def sigmoid_sums(
@@ -75,22 +79,22 @@ def sigmoid_sums(
         shapes = tuple(tuple(tensor.shape) for tensor in (queries, keys, weights))
         what = "shapes (Q,), (K,), (K, n) or (C, Q), (C, K), (C, K, n)"
         raise ValueError(expected("queries, keys, weights", what, shapes))
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    inputs = [tensor.to(wide) if batched else tensor.to(wide)[None] for tensor in (queries, keys, weights)]
-    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None, _is_variable(weights))[0].to(queries.dtype)
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    inputs = [tensor.to(dtype) if batched else tensor.to(dtype)[None] for tensor in (queries, keys, weights)]
+    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None, _may_need_grad(weights))[0].to(queries.dtype)
     return sums if batched else sums[0]
 
 
 def sigmoid_sums_of_checked(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float) -> Tensor:
-    """Return the sums (C, Q, n) of :func:`sigmoid_sums` for arguments that need no check, float32 or float64."""
-    sums: Tensor = _sigmoid_sums(queries, keys, weights, temperature, "auto", None, _is_variable(weights))[0]
+    """Return the sums (C, Q, n) of :func:`sigmoid_sums` for checked arguments, float32 or float64."""
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, temperature, "auto", None, _may_need_grad(weights))[0]
     return sums
 
 
 def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temperatures: Tensor) -> Tensor:
     """Return the sums (C, Q, n) of :func:`sigmoid_sums` with a temperature for each class.
 
-    Scores that were divided by their temperature first would be rounded where they are far from 0.
+    Dividing the scores by their temperatures beforehand would round those that are far from 0.
 
     Args:
         queries: (C, Q), float32 or float64.
@@ -99,17 +103,17 @@ def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temp
         temperatures: (C,), > 0, detached.
     """
     widths = temperatures.to(queries.dtype)
-    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", widths, _is_variable(weights))[0]
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", widths, _may_need_grad(weights))[0]
     return sums
 
 
-def _is_variable(weights: Tensor) -> bool:
-    """Return whether ``weights`` may need a gradient, which takes as long as that of the scores."""
+def _may_need_grad(weights: Tensor) -> bool:
+    """Return whether ``weights`` may need a gradient, which takes as long to compute as that of the scores."""
     return weights.requires_grad or func_transforms_are_active()
 
 
 class _Request(NamedTuple):
-    """The sums over the keys that are asked for at each query."""
+    """The arguments of a call, and the choice between pairs and bins."""
 
     queries: Tensor  # [C, Q]
     keys: Tensor  # [C, K]
@@ -119,12 +123,12 @@ class _Request(NamedTuple):
     temperatures: Tensor | None  # [C], instead of ``temperature``
 
     def sizes(self) -> tuple[int, int]:
-        """Return the number of pairs, and that of rows: queries and keys, once for each column of weights."""
+        """Return the number of pairs, and the number of queries and keys times the columns of weights."""
         num_queries, num_keys = self.queries.numel(), self.keys.numel()
         return num_queries * self.keys.shape[1], (num_queries + num_keys) * self.weights.shape[2]
 
     def is_direct(self) -> bool:
-        """Return whether the pairs are summed directly, wherever the scores are."""
+        """Return whether the pairs are summed directly whatever the values of the scores."""
         num_pairs, num_rows = self.sizes()
         if self.method != "auto":
             return self.method == "direct" or num_pairs == 0
@@ -133,7 +137,7 @@ class _Request(NamedTuple):
     def ends(self) -> Tensor | None:
         """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
 
-        None where the pairs are summed directly in any case. Waits for the device, once for all of them.
+        None if :meth:`is_direct`. Waits for the device once.
         """
         queries, keys = self.queries, self.keys
         if self.is_direct():
@@ -143,28 +147,27 @@ class _Request(NamedTuple):
         return torch.stack([low, high, torch.ones_like(low) if self.temperatures is None else self.temperatures]).cpu()
 
     def num_parts(self) -> int:
-        """Return into how many parts several classes are split; one part has its pairs summed directly.
+        """Return the number of parts of several classes for which bins are tried again; 1 sums the pairs directly.
 
-        Fewer classes may have bins where more have not: up to ``MOST_KERNELS`` may have a kernel each, and a single
-        class may have bins outside of its window.
+        Bins may suit a part if they do not suit all classes together: only up to ``MOST_KERNELS`` classes may have
+        kernels of their own, and only a single class may have bins outside of its window.
         """
         if self.method == "direct":
             return 1
         num_classes = self.queries.shape[0]
         costs, (num_pairs, num_rows) = costs_of(self.queries.device), self.sizes()
         if self.temperatures is not None and num_classes > MOST_KERNELS:
-            together = costs.pairs_are_faster(num_pairs, num_rows)
-            return 1 if together else math.ceil(num_classes / MOST_KERNELS)
+            return 1 if costs.pairs_are_faster(num_pairs, num_rows) else math.ceil(num_classes / MOST_KERNELS)
         return 1 if costs.pairs_are_faster(num_pairs // num_classes, num_rows // num_classes) else num_classes
 
     def difference(self, c: slice, q: slice) -> tuple[Tensor, float | Tensor]:
-        """Return the differences of the keys to some queries (c, q, K), in temperatures; and these."""
+        """Return (keys - queries) / temperature (c, q, K) for slices of classes and queries, and the temperature."""
         divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
         return (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
 
 
 def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield the classes of the tensors in ``parts`` parts; None stays None."""
+    """Split the classes of ``tensors`` into ``parts`` parts; yield the tensors of each part. None stays None."""
     size = math.ceil(next(len(tensor) for tensor in tensors if tensor is not None) / parts)
     return zip(*([None] * parts if tensor is None else tensor.split(size) for tensor in tensors))
 
@@ -178,15 +181,15 @@ def _sums(
     temperatures: Tensor | None,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (C, Q, n), and the ends of the scores on the host, (3, C), for the backward.
+    """Return the sums (C, Q, n), and :meth:`_Request.ends` for the backward, NaN if they were not read.
 
-    ``temperatures`` (C,) replace ``temperature`` where they are given. ``with_weights`` is for the backward alone.
+    ``temperatures`` (C,), if given, replace ``temperature``. Only the backward uses ``with_weights``.
     """
     request = _Request(queries, keys, weights, temperature, method, temperatures)
     ends = request.ends()
-    # Where nothing has been read, in a shape that the compiler knows.
-    nothing = torch.full((3, queries.shape[0]), math.nan, dtype=queries.dtype, device="cpu")
-    return _sums_of(request, ends), nothing if ends is None else ends
+    # The compiler must know the shape, so it is the same if nothing was read.
+    unknown = torch.full((3, queries.shape[0]), math.nan, dtype=queries.dtype, device="cpu")
+    return _sums_of(request, ends), unknown if ends is None else ends
 
 
 def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
@@ -196,17 +199,17 @@ def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
         return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
     parts = request.num_parts() if len(queries) > 1 else 1
     if parts > 1:
-        of_each = _split(parts, queries, keys, weights, request.temperatures)
-        some = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in of_each)
-        return torch.cat([_sums_of(part, part.ends()) for part in some])
+        tensors = _split(parts, queries, keys, weights, request.temperatures)
+        requests = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in tensors)
+        return torch.cat([_sums_of(part, part.ends()) for part in requests])
     sums = None
     for c, q in chunks_of_pairs(queries, keys):
         difference, _ = request.difference(c, q)
-        found = torch.sigmoid(difference) @ weights[c]
-        if found.shape[:2] == queries.shape:  # one chunk
-            return found
+        part = torch.sigmoid(difference) @ weights[c]
+        if part.shape[:2] == queries.shape:  # one chunk
+            return part
         sums = queries.new_empty(*queries.shape, weights.shape[-1]) if sums is None else sums
-        sums[c, q] = found
+        sums[c, q] = part
     return queries.new_zeros(*queries.shape, weights.shape[-1]) if sums is None else sums
 
 
@@ -221,9 +224,9 @@ def _gradients(
     method: str,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and weights. ``ends`` are those of the forward, NaN where not known.
+    """Return the gradients of queries, keys and weights; that of the weights is empty unless ``with_weights``.
 
-    That of the weights is empty unless ``with_weights``.
+    ``ends`` are those of the forward, NaN if they were not read.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
@@ -231,8 +234,8 @@ def _gradients(
     request = _Request(queries, keys, weights, temperature, method, temperatures)
     tables = None
     if not request.is_direct():
-        known = request.ends() if bool(ends.isnan().any()) else ends
-        tables = None if known is None else _tables_if_faster(request, known)
+        ends_or_none = request.ends() if bool(ends.isnan().any()) else ends
+        tables = None if ends_or_none is None else _tables_if_faster(request, ends_or_none)
     if tables is not None:
         of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
@@ -242,56 +245,53 @@ def _gradients(
         return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), tables.keys)
     parts = request.num_parts() if len(queries) > 1 else 1
     if parts > 1:
-        of_each = _split(parts, grad, queries, keys, weights, temperatures)
+        tensors = _split(parts, grad, queries, keys, weights, temperatures)
         unknown = ends.new_full((3, 1), math.nan)
-        found = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for g, q, k, w, t in of_each)
-        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*found))
+        grads = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for g, q, k, w, t in tensors)
+        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*grads))
         return grad_queries, grad_keys, grad_weights
-    nothing = weights.new_empty(0)
+    empty = weights.new_empty(0)
 
     def zeros() -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else nothing
+        return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else empty
 
-    grads = None
+    totals = None
     for c, q in chunks_of_pairs(queries, keys):
         difference, divisor = request.difference(c, q)
         if with_weights:
             sigmoid, slope = sigmoid_and_slope(difference)
-            some_of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
+            of_weights = sigmoid.transpose(1, 2) @ grad[c, q]
         else:
-            slope, some_of_weights = slope_of(difference), nothing
+            slope, of_weights = slope_of(difference), empty
         slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
-        some = -slope.sum(dim=2), slope.sum(dim=1), some_of_weights
-        if some[0].shape == queries.shape:  # one chunk
-            return some
-        grads = grads or zeros()
-        grads[0][c, q] = some[0]
-        grads[1][c] += some[1]
+        of_chunk = -slope.sum(dim=2), slope.sum(dim=1), of_weights
+        if of_chunk[0].shape == queries.shape:  # one chunk
+            return of_chunk
+        totals = totals or zeros()
+        totals[0][c, q] = of_chunk[0]
+        totals[1][c] += of_chunk[1]
         if with_weights:
-            grads[2][c] += some[2]
-    return grads or zeros()
-
-
-# Bins
+            totals[2][c] += of_chunk[2]
+    return totals or zeros()
 
 
 def _tables_if_faster(request: _Request, ends: Tensor) -> Tables | None:
-    """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs are to be summed directly.
+    """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs must be summed directly.
 
-    With a temperature for each of several classes, all classes have the same bins on a line of their own, on which the
-    scores are multiplied by a power of two, which is exact, so that the temperatures are between 1 and 2.
+    If several classes have a temperature each, the scores of each class are multiplied by a power of two, which is
+    exact, so that all temperatures are between 1 and 2 and the classes can share the width of their bins.
     """
     if not bool(ends[:2].isfinite().all()):
         return None
     queries, keys, weights, temperature, method, temperatures = request
-    low, high, widths = ends
+    low, high, temperatures_on_host = ends
     both, factors = torch.cat([queries, keys], dim=1), None
     if temperatures is not None and temperatures.numel() == 1:
-        temperature, temperatures = widths.item(), None
+        temperature, temperatures = temperatures_on_host.item(), None
     if temperatures is not None:
         if queries.shape[0] > MOST_KERNELS:
             return None
-        powers = torch.ldexp(torch.ones_like(low), 1 - torch.frexp(widths).exponent)  # [C]
+        powers = torch.ldexp(torch.ones_like(low), 1 - torch.frexp(temperatures_on_host).exponent)  # [C]
         low, high, temperature = low * powers, high * powers, 1.0
         if not bool((low.isfinite() & high.isfinite()).all()):
             return None
@@ -308,13 +308,10 @@ def _tables_if_faster(request: _Request, ends: Tensor) -> Tables | None:
     size = queries.shape[1]
     scores = (queries, keys) if factors is None else both.tensor_split([size], dim=1)
     places: Any = (None, None)
-    if both.numel() <= costs.rows_at_once:  # they are written and read in every call
-        places = zip(*(found.tensor_split([size], dim=1) for found in locate(bins, both, slice(None))))
+    if both.numel() <= costs.rows_at_once:  # few enough to keep: the tables use them several times
+        places = zip(*(values.tensor_split([size], dim=1) for values in locate(bins, both, slice(None))))
     lines = [Line(*line) for line in zip(scores, places)]
     return Tables(bins, order, temperature if temperatures is None else temperatures, factors, *lines)
-
-
-# The differentiable function
 
 
 _sigmoid_sums = register(
