@@ -1,4 +1,4 @@
-"""Rows of tokens that hold several documents: which tokens a causal loss may predict from the one before."""
+"""Rows of tokens with several documents: which tokens a causal loss may predict from the token before."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def same_document(name: str, document_ids: Any, labels: Tensor) -> Tensor:
         what = f"shape {tuple(labels.shape)}, that of the labels"
         raise ValueError(expected(name, what, ids, "Pass the document of each token."))
     if ids.device != labels.device:
-        given, fix = Words(f"one on {ids.device}"), f"Use {name}.to(labels.device)."
-        raise ValueError(expected(name, f"a tensor on {labels.device}, as labels", given, fix))
+        got, fix = Words(f"one on {ids.device}"), f"Use {name}.to(labels.device)."
+        raise ValueError(expected(name, f"a tensor on {labels.device}, as labels", got, fix))
     return ids[..., 1:] == ids[..., :-1]

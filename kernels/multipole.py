@@ -1,4 +1,4 @@
-"""Sums over keys at queries by bins: the fast multipole method of node_tables.py, for one call."""
+"""Sums over keys at queries by bins, with the fast multipole method of node_tables.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Line(NamedTuple):
     """Queries or keys on the line of the bins."""
 
     scores: Tensor  # [C, N], times the factors
-    places: tuple[Tensor, Tensor] | None  # what locate returns for all of them; None if they are too many to hold
+    places: tuple[Tensor, Tensor] | None  # what locate returns for all of them; None if they are too many to keep
 
 
 class Tables:
@@ -50,8 +50,8 @@ class Tables:
         num_classes, _, count = weights.shape
         layout = self.bins.num_coarse, self.bins.fine
         if self._reads_in_c(line) and count == 1 and bool((weights == 1).all()):
-            found = native.moments(line.scores, None, *self.bins.numbering, self.bins.num_fine, self.order.p)
-            return found[:, :, None, :-1].unflatten(-1, layout)
+            moments = native.moments(line.scores, None, *self.bins.numbering, self.bins.num_fine, self.order.p)
+            return moments[:, :, None, :-1].unflatten(-1, layout)
         lanes = num_lanes(line.scores, self.bins.num_fine)
         shape = self.order.p, num_classes * lanes, count, self.bins.num_fine
         table = torch.zeros(shape, dtype=torch.float64, device=weights.device)

@@ -66,7 +66,7 @@ def _chebyshev(count: int) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def constants(order: Order, device: torch.device) -> Constants:
     """Return the matrices of ``order`` on ``device``."""
-    if device.type != "cpu":  # a blocking copy, so that the matrices are there for calls in other streams
+    if device.type != "cpu":  # the copies block, so that calls in other streams can use the matrices
         *matrices, order = constants(order, torch.device("cpu"))
         to_weights, to_coarse, to_coefficients, lagrange, nodes = (matrix.to(device) for matrix in matrices)
         return Constants(to_weights, to_coarse, to_coefficients, lagrange, nodes, order)
@@ -103,7 +103,7 @@ def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) 
         reach = math.ceil(CUTOFF / 2)
         return _kernel(matrices.nodes, reach, width, temperature.double()[:, None, None, None])
     device = matrices.nodes.device
-    # What one stream has computed must not be read by another.
+    # Another stream could read a cached kernel before it is computed, so each stream has its own.
     stream = 0 if device.type in ("cpu", "mps") else torch.accelerator.current_stream(device).stream_id
     return _cached_kernel(matrices.order, device, stream, width, temperature)
 
@@ -154,8 +154,8 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
     """Return (..., B, o) the sum over bins within reach of ``sources`` (..., B, q) through ``kernel`` (2R + 1, q, o).
 
     A kernel (C, 2R + 1, q, o) for each class takes sources (C, n, B, q).
-    One row of a matrix holds a bin and its 2R neighbours, q numbers each. Its product with the kernel serves a block of
-    bins. ``ids`` (B,) numbers the bins if they are not contiguous.
+    A block of bins is one matrix product: each row of the matrix holds a bin and its 2R neighbours, q numbers each.
+    ``ids`` (B,) numbers the bins if they are not contiguous.
     """
     count, q = sources.shape[-2:]
     matrix = kernel.flatten(-3, -2)  # [(2R + 1) q, o]
@@ -172,14 +172,14 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
         return near.reshape(*near.shape[:-2], -1) @ matrix
     total = sources.new_empty(*sources.shape[:-1], kernel.shape[-1])
     for first in range(0, count, step):
-        some = slice(first, first + step)
+        part = slice(first, first + step)
         if ids is None:
-            block = near[..., some, :, :]
+            block = near[..., part, :, :]
         else:
-            wanted = ids[some, None] + offsets  # [b, 2R + 1]
+            wanted = ids[part, None] + offsets  # [b, 2R + 1]
             place = torch.searchsorted(ids, wanted).clamp_max_(count - 1)
             block = padded[..., torch.where(ids[place] == wanted, place, count), :]
-        total[..., some, :] = block.reshape(*block.shape[:-2], -1) @ matrix
+        total[..., part, :] = block.reshape(*block.shape[:-2], -1) @ matrix
     return total
 
 
@@ -199,8 +199,8 @@ _BLOCK = 256
 def _suffix_sums(values: Tensor) -> Tensor:
     """Return (..., n) the sum over each of ``values`` (..., n) and all to its right.
 
-    An accelerator has no deterministic cumsum of floating-point numbers, and torch.use_deterministic_algorithms makes
-    CUDA raise there. So it multiplies blocks by a triangle, which takes fewer kernels too.
+    CUDA has no deterministic cumsum of floating-point numbers and raises under torch.use_deterministic_algorithms. So
+    an accelerator multiplies blocks by a triangle instead, which also takes fewer kernels.
     """
     count = values.shape[-1]
     if values.device.type == "cpu":
@@ -215,5 +215,5 @@ def _suffix_sums(values: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _triangle(size: int, device: torch.device) -> Tensor:
-    # A blocking copy, as for the other constants.
+    # A blocking copy, as in :func:`constants`.
     return torch.ones(size, size, dtype=torch.float64, device="cpu").tril().to(device)

@@ -1,4 +1,4 @@
-"""Pairs of scores: what Smooth-AP sums, how many at a time, and the sigmoid of their difference."""
+"""Pairs of scores: the rows of a call of Smooth-AP, the sizes of chunks, and the sigmoid of a difference."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .costs import costs_of
 
 
 class Problem(NamedTuple):
-    """The rows of a call of Smooth-AP and what each positive weighs."""
+    """The rows of a call of Smooth-AP and the weights of the positives."""
 
     scores: Tensor  # [C, M]
     positive: Tensor  # [C, M] bool
     member: Tensor | None  # [C, M] bool: the rows that take part, None for all
     class_of: Tensor  # [P] int64, ascending: class of each positive of a valid class
     row_of: Tensor  # [P] int64: its row
-    share: Tensor  # [P] float64: its weight in the mean of its class; of one class without weights with a stride of 0
+    share: Tensor  # [P] float64: its weight in the mean of its class; may have a stride of 0
     temperature: float
 
 

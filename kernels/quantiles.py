@@ -49,7 +49,7 @@ class Levels(NamedTuple):
         return Levels(self.base[:, part], None if self.offset is None else self.offset[:, part])
 
     def where(self, kept: Tensor) -> Levels:
-        """Return the levels of the classes ``kept`` (C,), and 0 for the others."""
+        """Return the levels with 0 for the classes that are not ``kept`` (C,)."""
         keep = kept[:, None]
         zero = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
         offset = None if self.offset is None else torch.where(keep, self.offset, zero.double())
@@ -66,7 +66,7 @@ class Levels(NamedTuple):
         """Return which ``scores`` (C, M) are at or above, and which are at or below, the one level of their class."""
         if self.offset is None:
             return scores >= self.base, scores <= self.base
-        # Of two equal infinities there is no difference.
+        # The difference of two equal infinities is NaN.
         distance = torch.where(scores == self.base, 0.0, scores.double() - self.base.double())
         return distance >= self.offset, distance <= self.offset
 
@@ -115,14 +115,14 @@ def upper_levels(
         weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:
         last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
-        # Numbers of the host reach the device by copies that do not wait for it.
+        # A copy to the device does not wait for it.
         shares = _shares_above(fractions).to(scores.device, non_blocking=True)
         ranks, weight = ranks_of(last * shares, interpolation)
     if num_rows >= BRACKETED and _numpy_can_read(scores):
-        found = _bracketed(scores, member, ranks.tolist())
+        at_ranks = _select_by_brackets(scores, member, ranks.tolist())
     else:
-        found = _in_order(scores, member, ranks, last, fractions)
-    return blend(found, weight)
+        at_ranks = _select_by_sorting(scores, member, ranks, last, fractions)
+    return blend(at_ranks, weight)
 
 
 def _shares_above(fractions: Sequence[float]) -> Tensor:
@@ -138,7 +138,7 @@ def _ranks_on_host(
 
 
 def ranks_of(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
-    """Return the ranks that are read, int64, and the weights of the upper of two neighbours, float64, if there are two.
+    """Return the ranks to select, int64, and the weights of the upper of two neighbours, float64, if there are two.
 
     Args:
         rank: (c, L) float64, the ranks (1 - q)(n - 1).
@@ -161,20 +161,20 @@ def ranks_of(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
     return torch.cat([lower, upper], dim=1).to(torch.int64), weight
 
 
-def blend(found: Tensor, weight: Tensor | None) -> Levels:
-    """Return the quantiles from the scores ``found`` at the ranks of :func:`ranks_of`, and its weights."""
+def blend(scores: Tensor, weight: Tensor | None) -> Levels:
+    """Return the quantiles from the ``scores`` at the ranks of :func:`ranks_of`, and its weights."""
     if weight is None:
-        return Levels(found, None)
-    low, high = found.tensor_split(2, dim=1)
+        return Levels(scores, None)
+    low, high = scores.tensor_split(2, dim=1)
     # The difference of two equal infinities is NaN, so equal scores are not blended.
     between = (weight > 0) & (low != high)
     return Levels(low, torch.where(between, (high.double() - low.double()) * weight, 0.0))
 
 
-def _in_order(
+def _select_by_sorting(
     scores: Tensor, member: Tensor | None, ranks: Tensor, last: Tensor | int, fractions: Sequence[float]
 ) -> Tensor:
-    """Return the members' scores of the ``ranks`` (c, R) as (C, R): from one tail if it holds them all, else sorted.
+    """Return the members' scores of the ``ranks`` (c, R) as (C, R), from one tail if it holds them all.
 
     The ranks may be on the host, where arithmetic with them launches nothing.
     ``last`` is the largest rank, of each class (C, 1) or of all.
@@ -205,34 +205,34 @@ def _numpy_can_read(scores: Tensor) -> bool:
     return scores.is_cpu and scores.dtype in (torch.float32, torch.float64)
 
 
-def _bracketed(scores: Tensor, member: Tensor | None, ranks: list[list[int]]) -> Tensor:
+def _select_by_brackets(scores: Tensor, member: Tensor | None, ranks: list[list[int]]) -> Tensor:
     """Return the members' scores of the ``ranks``, lists for each class or one for all, as (C, R).
 
     A sample says between which scores a rank lies, and only the rows between them are ordered. numpy compares, counts
     and selects several times as fast as torch on one thread.
     """
     places = evenly_spaced(SAMPLE, scores.shape[1], scores.device).numpy()
-    found = torch.empty(scores.shape[0], len(ranks[0]), dtype=scores.dtype, device=scores.device)
-    for c, values in enumerate(found.numpy()):
+    at_ranks = torch.empty(scores.shape[0], len(ranks[0]), dtype=scores.dtype, device=scores.device)
+    for c, values in enumerate(at_ranks.numpy()):
         inside = None if member is None else member[c].numpy()
-        values[:] = _of_ranks(scores[c].numpy(), inside, ranks[c % len(ranks)], places)
-    return found
+        values[:] = _select_in_row(scores[c].numpy(), inside, ranks[c % len(ranks)], places)
+    return at_ranks
 
 
-def _of_ranks(row: Any, inside: Any, ranks: list[int], places: Any) -> list[float]:
+def _select_in_row(row: Any, inside: Any, ranks: list[int], places: Any) -> list[float]:
     """Return the scores of the ``ranks``, in any order, among the entries of ``row`` that are ``inside``; None for all.
 
     Args:
         row: (M,) array of scores.
         inside: (M,) array of bools, or None.
         ranks: counted from the lowest score.
-        places: where the sample is taken.
+        places: indices of the sample in the row.
     """
     count = row.size if inside is None else int(numpy.count_nonzero(inside))
     sample = row[places] if inside is None else row[places][inside[places]]
     sample.sort()
     size = sample.size
-    found: dict[int, float] = {}
+    score_of: dict[int, float] = {}
     waiting = sorted(set(ranks), reverse=True)
     usable = size > 0 and not numpy.isnan(row.max())
     while waiting:
@@ -248,8 +248,8 @@ def _of_ranks(row: Any, inside: Any, ranks: list[int], places: Any) -> list[floa
             part, below = (row if inside is None else row[inside]), 0  # undefined scores, or an unlucky sample
         if part.size:
             ordered = numpy.partition(part, [rank - below for rank in chosen])
-            found |= {rank: ordered[rank - below] for rank in chosen}
-    return [found.get(rank, 0.0) for rank in ranks]
+            score_of |= {rank: ordered[rank - below] for rank in chosen}
+    return [score_of.get(rank, 0.0) for rank in ranks]
 
 
 def _bracket(rank: int, count: int, size: int) -> tuple[int, int]:

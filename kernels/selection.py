@@ -1,8 +1,8 @@
 """Exact quantiles of scores in several parts, from counts that add up over the parts.
 
 The bits of a float, read as an integer whose order is that of the floats, are found digit by digit, the highest first:
-count the digits of all scores, and the counts say which digit the wanted score has and how many scores are below it.
-Then only the scores with that digit are counted. A digit has up to 11 bits, so float32 takes 3 rounds and float64 6.
+the counts of each digit over all scores give the digit of the wanted score and the number of scores below it. The next
+round counts only the scores with that digit. A digit has up to 11 bits, so float32 takes 3 rounds and float64 6.
 The quantiles of a class with a NaN are arbitrary.
 """
 
@@ -26,7 +26,7 @@ _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Selected(NamedTuple):
-    """Quantiles over all parts, the number of scores that they are quantiles of, and the other sums."""
+    """Quantiles over all parts, the number of scores they are taken of, and the other sums."""
 
     levels: Levels  # (C, L)
     members: Tensor  # [C] float64
@@ -52,13 +52,13 @@ def select_levels(
         fractions: the q of the (1 - q) quantiles.
         interpolation: see :func:`~fullrank.kernels.quantiles.upper_quantiles`.
         add: returns the sum of a float64 tensor (n,) over the parts.
-        extra: float64 (k,), numbers to be summed along.
+        extra: float64 (k,), further numbers to sum over the parts.
     """
     scores, num_classes = scores.detach(), scores.shape[0]
     wanted = len(fractions) * (2 if interpolation in BLENDED else 1)
-    bits = _plan(_WIDTH[scores.dtype], num_classes, wanted)
+    bits = _bits_of_rounds(_WIDTH[scores.dtype], num_classes, wanted)
     shift, size = _WIDTH[scores.dtype] - bits[0], 1 << bits[0]
-    # The first digit, of all scores, as its bits are: the highest is the sign, so that negative scores are in reverse.
+    # The first digit is counted by its raw bits. The highest is the sign, so negative scores are in reverse order.
     counts = torch.zeros(num_classes * size + extra.numel(), dtype=torch.float64, device=scores.device)
     for c, m in chunks(scores):
         digit = _bits_of_first(scores[c, m], shift, size, c)
@@ -75,7 +75,7 @@ def select_levels(
     digit, rest = _digit_of(cumulated[:, None].expand(-1, wanted, -1), ranks.double())
     prefix = digit - (size >> 1)  # [C, wanted]
 
-    # Ranks with the same digits so far share a slot, and only scores in a slot are looked at.
+    # Ranks with the same digits so far share a slot, and only scores in a slot are counted further.
     slot = _first_equal(prefix)
     if wanted == 1:  # two comparisons are faster than a table
         first, last = prefix << shift, (prefix << shift) + ((1 << shift) - 1)
@@ -91,12 +91,12 @@ def select_levels(
         if wanted == 1:
             inside = (part >= low[c]) & (part <= high[c])
         else:
-            found = table.take(_bits_of_first(part, shift, size, c))
-            inside = found >= 0
+            slots = table.take(_bits_of_first(part, shift, size, c))
+            inside = slots >= 0
         rows = (inside if member is None else inside & member[c, m]).reshape(-1).nonzero()[:, 0]
         keys.append(_sortable(part.reshape(-1)[rows]).to(torch.int64))
         group = (rows // max(1, part.shape[1]) + c.start) * wanted
-        groups.append(group if wanted == 1 else group + found.reshape(-1)[rows])
+        groups.append(group if wanted == 1 else group + slots.reshape(-1)[rows])
     key, group = torch.cat(keys), torch.cat(groups)
     for width in bits[1:]:
         shift, size = shift - width, 1 << width
@@ -111,23 +111,22 @@ def select_levels(
             slot = _first_equal(prefix)
             table = digit.new_full((num_classes * wanted * size,), -1)
             table.scatter_(0, place.view(-1), slot.reshape(-1))
-            found = table[digits]
-            inside = found >= 0
+            slots = table[digits]
+            inside = slots >= 0
             key = key[inside]
-            group = (group[inside] // wanted) * wanted + found[inside]
-    found = _floats(prefix, scores.dtype)
-    return Selected(blend(found, weight), count, extra)
+            group = (group[inside] // wanted) * wanted + slots[inside]
+    return Selected(blend(_floats(prefix, scores.dtype), weight), count, extra)
 
 
 def num_counts(dtype: torch.dtype, num_classes: int, num_fractions: int, interpolation: str) -> int:
     """Return how many numbers :func:`select_levels` adds up over the parts, without ``extra``."""
     wanted = num_fractions * (2 if interpolation in BLENDED else 1)
-    first, *later = _plan(_WIDTH[dtype], num_classes, wanted)
+    first, *later = _bits_of_rounds(_WIDTH[dtype], num_classes, wanted)
     return num_classes * ((1 << first) + wanted * sum(1 << width for width in later))
 
 
-def _plan(width: int, num_classes: int, wanted: int) -> list[int]:
-    """Return the bits of each round."""
+def _bits_of_rounds(width: int, num_classes: int, wanted: int) -> list[int]:
+    """Return how many bits the digit of each round has."""
     most = [MOST_COUNTS / max(1, num_classes), MOST_COUNTS / max(1, num_classes * wanted)]
     first, later = (max(MIN_BITS, min(MOST_BITS, int(math.log2(max(1.0, limit))))) for limit in most)
     rounds, left = math.ceil((width - first) / later), width - first
@@ -145,7 +144,7 @@ def _sortable(scores: Tensor) -> Tensor:
 
 
 def _floats(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scores of which ``keys`` are the integers of :func:`_sortable`."""
+    """Return the scores from the integers of :func:`_sortable`."""
     bits, most = keys.to(_INTEGER[dtype]), torch.iinfo(_INTEGER[dtype]).max
     return (bits ^ ((bits >> (_WIDTH[dtype] - 1)) & most)).view(dtype)
 
@@ -164,7 +163,7 @@ def _offsets(of_classes: Tensor, size: int) -> Tensor:
 
 
 def _first_equal(values: Tensor) -> Tensor:
-    """Return (C, n) the place of the first of each row's values that equals each."""
+    """Return (C, n): for each of a row's values, the place of the first value of the row that equals it."""
     return (values[:, :, None] == values[:, None, :]).to(torch.int64).argmax(dim=2)
 
 

@@ -9,8 +9,8 @@ A width at the level of the rounding of the scores counts as 0: a model that giv
 rounding must not get a temperature of 1e-9, and gradients of 1e9. Scores that are all numbers of half precision are
 judged by its rounding, whatever their dtype is now.
 
-A sample of about 4,096 scores decides. It depends on the shape alone, so that ranks which hold the same rows find the
-same spread.
+The spread is that of a sample of about 4,096 scores. The sample depends only on the shape, so that processes with the
+same rows get the same spread.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def spread_of(scores: Tensor, member: Tensor | None) -> float:
     """
     scores = scores.detach()
     sample = sample_of(scores, member)
-    found = _of_sample(sample)
-    if found == 0.0 and sample.numel() < scores.numel() <= MOST_IN_FULL:
-        found = _of_sample(_marked(scores, member))
+    spread = _spread_or_zero(sample)
+    if spread == 0.0 and sample.numel() < scores.numel() <= MOST_IN_FULL:
+        spread = _spread_or_zero(_nan_outside(scores, member))
     least, most = _LIMITS[scores.dtype]
-    return min(max(found or 1.0, least), most)
+    return min(max(spread or 1.0, least), most)
 
 
 def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
@@ -69,7 +69,7 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     if scores.numel() == 0:
         return scores
     classes, index = _index_of_sample(scores.shape[0], scores.shape[1], scores.device)
-    rows = _marked(scores.detach(), member)
+    rows = _nan_outside(scores.detach(), member)
     rows = rows if index is None else rows.index_select(1, index)
     values, count = _sorted(rows)  # [C, n], [C]
     center = values.gather(1, ((count - 1).clamp_min(0) // 2)[:, None])  # [C, 1]
@@ -77,7 +77,7 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     if index is None and classes is None:
         mean = _mean_of_positive(_widths(values, count, _rounding(rows)))
         spread = torch.where(mean > 0, mean, 1.0).clamp(*_LIMITS[scores.dtype])
-    else:  # whether the pool must be used whole is known in a call alone
+    else:  # only the values tell whether the pool must be used whole
         spread = _spread_in_a_call(scores.detach(), member)
     result = (scores - 2 * center.to(scores.dtype)) / spread.to(scores.dtype)
     return result if member is None else torch.where(member, result, 0.0)
@@ -100,7 +100,7 @@ def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
         if index is not None:
             scores = scores.index_select(dim, index)
             member = None if member is None else member.index_select(dim, index)
-    return scores if member is None else _marked(scores, member)
+    return scores if member is None else _nan_outside(scores, member)
 
 
 def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
@@ -133,22 +133,22 @@ def _index_of_sample(num_classes: int, num_rows: int, device: torch.device) -> t
 
 def spread_of_sample(sample: Tensor) -> float | None:
     """Return the spread of ``sample`` (c, n), NaN where there is no score; None if it has none."""
-    found = _of_sample(sample)
+    spread = _spread_or_zero(sample)
     least, most = _LIMITS[sample.dtype]
-    return min(max(found, least), most) if found else None
+    return min(max(spread, least), most) if spread else None
 
 
-def _marked(scores: Tensor, member: Tensor | None) -> Tensor:
+def _nan_outside(scores: Tensor, member: Tensor | None) -> Tensor:
     """Return the scores, NaN where a row is no member."""
     return scores if member is None else torch.where(member, scores, math.nan)
 
 
-def _of_sample(sample: Tensor) -> float:
+def _spread_or_zero(sample: Tensor) -> float:
     """Return the spread of ``sample`` (c, n), NaN where there is no score; 0 if it has none."""
     if sample.numel() == 0:
         return 0.0
-    # The common case first: finite scores whose range is neither rounding nor tight. numpy sorts five to ten times as
-    # fast as torch.
+    # The common case, finite scores whose range is neither rounding nor tight, is computed in numpy, which sorts five to
+    # ten times as fast as torch.
     last = sample.shape[1] - 1
     widths = []
     # Inside a transform a tensor is a wrapper that has no array.
@@ -180,8 +180,8 @@ def _widths(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     """Return the spread of each class (c,), 0 if it has none, from what :func:`_sorted` returned."""
     last = (count - 1).clamp_min(0)
     low, high = (values.gather(1, place[:, None])[:, 0] for place in (last // 4, last - last // 4))  # [c]
-    wide = high - low > 2 * rounding * torch.maximum(low.abs(), high.abs())  # not rounding alone
-    ranges = torch.where(wide, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
+    is_real = high - low > 2 * rounding * torch.maximum(low.abs(), high.abs())  # not rounding alone
+    ranges = torch.where(is_real, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
     deviations = _deviations(values, count, rounding)
     return torch.where(ranges >= TIGHT * deviations, ranges, deviations)
 
@@ -191,12 +191,12 @@ def _deviations(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     count = count[:, None]  # [c, 1]
     cut = (count // TRIMMED).clamp_min(1)
     place = torch.arange(values.shape[1], device=values.device)
-    kept = (place >= cut) & (place < count - cut)  # [c, n]
-    number = kept.sum(dim=1, keepdim=True).clamp_min(1)
-    largest = torch.where(kept, values.abs(), 0.0).amax(dim=1, keepdim=True)
+    inside = (place >= cut) & (place < count - cut)  # [c, n]
+    number = inside.sum(dim=1, keepdim=True).clamp_min(1)
+    largest = torch.where(inside, values.abs(), 0.0).amax(dim=1, keepdim=True)
     unit = torch.where(largest > 0, largest, 1.0)  # no square overflows or underflows in units of the largest score
-    scaled = torch.where(kept, values / unit, 0.0)
-    offset = torch.where(kept, scaled - scaled.sum(dim=1, keepdim=True) / number, 0.0)
+    scaled = torch.where(inside, values / unit, 0.0)
+    offset = torch.where(inside, scaled - scaled.sum(dim=1, keepdim=True) / number, 0.0)
     deviation = (offset.square().sum(dim=1, keepdim=True) / number).sqrt()
     return torch.where(deviation > rounding, 2 * (deviation * unit), 0.0)[:, 0]
 

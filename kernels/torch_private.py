@@ -1,4 +1,4 @@
-"""What the kernels and the checks in front of them ask torch about a running transform or backward: all private."""
+"""Private functions of torch that tell which transform or backward is running, for the kernels and their checks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def are_numbers_in_memory(*tensors: Tensor) -> bool:
-    """Return True for ordinary tensors of the host that hold their numbers, where nothing follows operations on them.
+    """Return True for ordinary tensors in the memory of the host, if nothing traces operations on them.
 
-    What follows them: the compiler, transforms, tangents, tracing, and modes such as that of fake tensors.
+    The compiler, transforms, forward-mode tangents, tracing, and modes such as that of fake tensors do.
     """
     if torch.compiler.is_compiling() or func_transforms_are_active() or forward_ad._current_level >= 0:
         return False

@@ -61,9 +61,9 @@ def smooth_ap_binned(
         bins: bins that hold all of them.
         order: the numbers of fine bins and of nodes.
         with_grad: compute the gradient too.
-        sums: the moments of all parts, see :func:`solve`; None if there are no others. Those of everyone are
+        sums: the moments of all parts, see :func:`solve`; None if there are no others. Those of all rows are
             overwritten.
-        factor: (C,) what the weights in ``sums`` are multiplied by.
+        factor: (C,) factors of the weights in ``sums``.
     """
     scores, positive, member, class_of, row_of, share, temperature = problem
     gradient = _memory_like(scores) if with_grad else scores.new_empty(0)
@@ -74,7 +74,7 @@ def smooth_ap_binned(
     stops = torch.arange(runs[0].stop, runs[-1].stop + 1, runs[0].stop, device=scores.device)
     ends = torch.searchsorted(class_of, stops).tolist()  # of the positives of each run
     for part, first, end in zip(runs, [0, *ends], ends):
-        some = Problem(
+        problem_of_run = Problem(
             scores[part],
             positive[part],
             None if member is None else member[part],
@@ -84,7 +84,7 @@ def smooth_ap_binned(
             temperature,
         )
         loss[part] = _sum_by_bins(
-            some,
+            problem_of_run,
             bins._replace(first=bins.first[part]),
             order,
             gradient[part] if with_grad else None,
@@ -95,7 +95,7 @@ def smooth_ap_binned(
 
 
 def runs_of_classes(bins: Bins) -> list[slice]:
-    """Return the classes in runs whose tables fit in the memory together."""
+    """Return runs of classes whose tables fit into memory together."""
     num_classes = bins.first.numel()
     step = max(1, costs_of(bins.first.device).tables_at_once // bins.num_coarse)
     return [slice(first, first + step) for first in range(0, max(1, num_classes), step)]
@@ -116,7 +116,10 @@ def _sum_by_bins(
 def smooth_ap_in_c(
     scores: Tensor, positive: Tensor, num_positive: int, bins: Bins, order: Order, temperature: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Do the same for one class of equal weights in C, without a list of the positives."""
+    """Return the result of :func:`smooth_ap_binned` for one class of equal weights, computed in C.
+
+    It does not list the positives.
+    """
     outside, numbering, num_fine = bins.outside, bins.numbering, bins.window * bins.fine
     groups = native.moments(scores, None, *numbering, num_fine, order.p, positive)  # [p, 2, B F + 1]
     window = slice(num_fine)
@@ -148,19 +151,16 @@ def _memory_like(scores: Tensor) -> Tensor:
     return torch.empty_like(scores)
 
 
-# Rows -> tables. The moments of a table add up over parts of the rows.
-
-
 class Places(NamedTuple):
     """Where the rows are in the bins, see :func:`locate`."""
 
-    rows: tuple[Tensor, Tensor] | None  # of all rows, (C, M) each; None if too many to be kept: each use locates again
+    rows: tuple[Tensor, Tensor] | None  # of all rows, (C, M) each; None if they are too many to keep
     bin_of: Tensor  # [1, P] int64: fine bin of each positive, in one table of all classes with B F + 1 bins each
     u: Tensor  # [1, P] float64: its position in the bin
 
 
 def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None = None) -> Places:
-    """Return the places of the rows, which are ``rows`` if these are known, and of the listed positives."""
+    """Return the places of the rows, ``rows`` if they are known, and of the listed positives."""
     scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
     if rows is None and len([*chunks(scores)]) <= 1 and not _reads_rows_in_c(scores, bins):
         rows = _locate_chunk(problem, bins, slice(None), slice(None))
@@ -169,36 +169,33 @@ def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None
     else:
         # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
         values = scores[class_of, row_of][:, None]
-        own = bins._replace(first=bins.first[class_of])
-        bin_of, u = (found.view(-1) for found in locate(own, values, slice(None)))
+        bins_of_positives = bins._replace(first=bins.first[class_of])
+        bin_of, u = (place.view(-1) for place in locate(bins_of_positives, values, slice(None)))
     if scores.shape[0] > 1:
         bin_of = bin_of + class_of * (bins.num_fine + 1)
     return Places(rows, bin_of[None], u.double()[None])
 
 
 def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> list[Tensor]:
-    """Return the moments of all rows, of the listed positives, and of each of these times its share.
+    """Return the moments of all rows, of the listed positives, and of the positives weighted by their shares.
 
     (p, C, B F + 1) float64 each; the last bin holds the rows that take no part.
     """
     scores, size = problem.scores, bins.num_fine + 1
     if places.rows is None and _reads_rows_in_c(scores, bins):
-        everyone = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p)
+        of_all = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p)
     else:
         lanes = num_lanes(scores, size)
-        everyone = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
+        of_all = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
         for c, m in chunks(scores):
             rows = places.rows or _locate_chunk(problem, bins, c, m)
-            add_moments(everyone[:, c] if lanes == 1 else everyone, *rows)
-        everyone = everyone if lanes == 1 else everyone.sum(dim=1, keepdim=True)
+            add_moments(of_all[:, c] if lanes == 1 else of_all, *rows)
+        of_all = of_all if lanes == 1 else of_all.sum(dim=1, keepdim=True)
     shape = scores.shape[0], size
     positives = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=scores.device)
     weights = torch.stack([torch.ones_like(problem.share), problem.share])
     add_moments(positives, places.bin_of.expand(2, -1), places.u.expand(2, -1), weights)
-    return [everyone, *positives.unflatten(-1, shape).unbind(dim=1)]
-
-
-# Tables -> the loss, and the gradient as a function of the score.
+    return [of_all, *positives.unflatten(-1, shape).unbind(dim=1)]
 
 
 class Grid(NamedTuple):
@@ -225,13 +222,13 @@ def solve(
     """Return the loss (C,) float64 and, ``with_grad``, its gradient as polynomials, see :func:`polynomials_of`.
 
     Args:
-        moments: (p, C, B F + 1) of all rows, which are overwritten, of the positives and, where they differ, of the
-            weights of these. The list is emptied: with many bins a table is as large as the rows, and none is kept for
-            longer than it is needed.
+        moments: (p, C, B F + 1) of all rows, which are overwritten, of the positives and, if they differ, of the
+            positives with their weights. The list is emptied to free the memory early: with many bins a table is as
+            large as the rows.
         bins: the bins.
         order: the numbers of fine bins and of nodes.
         temperature: > 0.
-        factor: (C,) what the weights are multiplied by, None for 1.
+        factor: (C,) factors of the weights, None for 1.
         with_grad: compute the polynomials too.
     """
     matrices = constants(order, moments[0].device)
@@ -268,16 +265,13 @@ def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
     sources = torch.stack([weights * r_p, weights * r_n]).div_(square)
     sources = coarse_weights(sources, grid.matrices)
     pulled = at_fine_nodes(interact(sources, grid.kernel.slope, grid.kernel.reach, grid.ids), grid.matrices)
-    own_slope = slope_n.mul_(r_p).sub_(slope_p.mul_(r_n)).div_(square)
+    slope_of_term = slope_n.mul_(r_p).sub_(slope_p.mul_(r_n)).div_(square)
     del square
-    tables = torch.stack([pulled[0], -pulled[1], own_slope])  # [3, C, B, F p]
+    tables = torch.stack([pulled[0], -pulled[1], slope_of_term])  # [3, C, B, F p]
     del pulled
     polynomials = coefficients(tables, grid.matrices, torch.float64)
     polynomials = polynomials.view(grid.order.p, 3, weights.shape[0], -1)
     return F.pad(polynomials, (0, 1))  # 0 for the rows that take no part
-
-
-# The gradient at rows.
 
 
 def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Places, gradient: Tensor) -> None:
@@ -290,13 +284,13 @@ def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Pla
         for c, m in chunks(problem.scores):
             gradient[c, m] = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
     # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
-    # either, so it is taken before the values are rounded to the dtype of the scores.
+    # either, so it is computed before rounding to the dtype of the scores.
     tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)]
-    for _, some in chunks(problem.share[None]):
-        at = places.bin_of[:, some].expand(2, -1), places.u[:, some].expand(2, -1)
-        pushed, own = evaluate(tables, *at)
-        value = (pushed + own * problem.share[some]).to(gradient.dtype)
-        gradient[problem.class_of[some], problem.row_of[some]] = value
+    for _, part in chunks(problem.share[None]):
+        at = places.bin_of[:, part].expand(2, -1), places.u[:, part].expand(2, -1)
+        from_others, from_term = evaluate(tables, *at)
+        value = (from_others + from_term * problem.share[part]).to(gradient.dtype)
+        gradient[problem.class_of[part], problem.row_of[part]] = value
 
 
 def _reads_rows_in_c(scores: Tensor, bins: Bins) -> bool:
