@@ -1,13 +1,14 @@
-"""A loss over a pool that no rank holds.
+"""A ranking loss over a pool whose rows stay on their ranks.
 
 What happens in a call over several ranks::
 
-    header     checks, what must be equal, number of rows and positives, range of the scores
-    1. part    this rank's rows, with what the header has shown of the others       _agree
-    2. sums    class-wise sums over the ranks, where they are less than the rows    _add_up
-    3. finish  reduction, counts for a logger, hints                                _finish
+    1. shard    the rows are checked, and the headers exchanged: the facts that must be
+                equal, number of rows and positives, range of the scores                    _agree
+    2. sums     sums over the rows of each class are added up over the ranks                _sum_over_ranks
+    3. reduce   the loss over the classes; counts for a logger, and hints                   _reduce
 
-Where the sums do not pay, or need all rows, step 2 returns None on every rank, and the wrapped loss gathers.
+If the sums are more bytes than the rows, or require all rows, step 2 returns None on every rank, and the wrapped loss
+gathers the rows.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from ..losses.base import compiled_where_local
 from ..losses.pooled.base import Given
 from ..losses.pooled.pool import LossWithClasses, PerClass, Pool, reduce_values
 from ..losses.rows import Batch, weight_unit
-from .part import Part, spread_of_parts, totals_of
-from .smooth_ap import smooth_ap_of_part
-from .thresholds import recall_of_part, trapezoid_of_part
+from .shard import Shard, spread_over_shards, totals_of
+from .smooth_ap import smooth_ap_of_shard
+from .thresholds import recall_of_shard, trapezoid_of_shard
 
 Shardable: TypeAlias = SmoothAPLoss | RecallAtQuantileLoss | PAUCAtBudgetLoss
 KINDS = SmoothAPLoss, RecallAtQuantileLoss, PAUCAtBudgetLoss
-CALL = "ShardedLoss"
+CALL = "ShardedLoss"  # in the header
 
 
 class ShardedLoss(nn.Module):
-    """A ranking loss over the rows of all ranks, of which each rank keeps its own.
+    """A ranking loss over the rows of all ranks, where each rank keeps its own rows.
 
     Equal to ``loss``, with the same gradient up to rounding. Sums over the rows of each class travel in place of the
-    rows, so the cost of a rank falls with their number. Where the rows are fewer bytes than the sums, ``loss`` gathers
-    them as it does alone; which of both happens depends on numbers that all ranks know. In one process, and with
-    ``gather_distributed=False``, the call is that of ``loss``.
+    rows, so the cost of each rank falls with the number of ranks. If the rows are fewer bytes than the sums, ``loss``
+    gathers them as it does without this wrapper. The choice depends only on numbers that are equal on all ranks. In one
+    process, and with ``gather_distributed=False``, the call is that of ``loss``.
 
     The settings are those of ``sharded.loss``. For diagnostics, and for a ranking per query (``indexes``), call
     ``sharded.loss`` itself, which gathers the rows.
@@ -129,18 +130,19 @@ class ShardedLoss(nn.Module):
 
         Args:
             logits, targets, iid_mask, sample_weight: the rows of this rank, as ``loss`` takes them.
-            return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also that of each class, if valid.
+            return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also the loss of each class, and
+                which classes are valid.
         """
-        group, part, per_class = self.loss._resolve_group(), None, None
+        group, shard, per_class = self.loss._resolve_group(), None, None
         if group is None:
             check_shardable(self.loss)
         else:
-            part, rows = self._agree(Given(logits, targets, iid_mask, sample_weight), group)
-            per_class = self._add_up(part)
-        if part is None or per_class is None:
+            shard, rows = self._agree(Given(logits, targets, iid_mask, sample_weight), group)
+            per_class = self._sum_over_ranks(shard)
+        if shard is None or per_class is None:
             gathered: Any = self.loss(logits, targets, iid_mask, return_per_class, sample_weight=sample_weight)
             return gathered
-        loss = self._finish(part, rows, per_class)
+        loss = self._reduce(shard, rows, per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -159,10 +161,10 @@ class ShardedLoss(nn.Module):
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return self.loss.fits_in_a_graph()
 
-    # The steps. They and `forward` alone use of the loss what is not public.
+    # The steps. Only they and `forward` use private attributes of the loss.
 
-    def _agree(self, given: Given, group: ProcessGroup) -> tuple[Part, Batch]:
-        """Check the rows of this rank, exchange headers, and return the rows with what is known of the others."""
+    def _agree(self, given: Given, group: ProcessGroup) -> tuple[Shard, Batch]:
+        """Check the rows of this rank, exchange the headers, and return the shard and the checked rows."""
         loss = self.loss
         refuse_in_backward(CALL)
 
@@ -171,7 +173,7 @@ class ShardedLoss(nn.Module):
             rows = loss._check(given, group)
             check_rows(rows.tensors)
             pool, weight = Pool(rows), rows.sample_weight
-            # Huge weights are divided by a unit, which must be that of all ranks.
+            # Huge weights are divided by a unit, which the ranks would have to share.
             is_huge = weight is not None and bool(weight_unit(weight) != 1)
             facts = loss._facts({"loss": type(loss).__name__})
             return Offer((pool, rows), facts, totals=(*totals_of(pool), is_huge), tensors=rows.tensors, stays=True)
@@ -180,41 +182,42 @@ class ShardedLoss(nn.Module):
         pool, rows = agreed.value
         needs_grad = torch.is_grad_enabled() and pool.scores.requires_grad
         scale = gradient_scale(loss.gradient_reduction, group, needs_grad=needs_grad)
-        return Part.of(pool, Exchange(CALL, group), scale, agreed), rows
+        return Shard.of(pool, Exchange(CALL, group), scale, agreed), rows
 
-    def _add_up(self, part: Part) -> PerClass | None:
+    def _sum_over_ranks(self, shard: Shard) -> PerClass | None:
         """Return the loss of each class from sums over the ranks; None if the rows are to be gathered.
 
-        The choice depends on what is equal on all ranks alone.
+        The choice depends only on numbers that are equal on all ranks.
         """
         loss = self.loss
-        if part.must_gather:
+        if shard.must_gather:
             return None
         if isinstance(loss, PAUCAtBudgetLoss):
-            per_class, flat_class = trapezoid_of_part(part, loss._area, loss.temperature)
+            per_class, flat_class = trapezoid_of_shard(shard, loss._area, loss.temperature)
             if flat_class is not None and loss.validate_args:
                 loss._warn_of_flat(flat_class)
             return per_class
         temperature = loss.temperature
         if temperature is None:
-            spread = spread_of_parts(part)
+            spread = spread_over_shards(shard)
             if spread is None:
                 return None
             temperature = loss._last_temperature = type(loss).spread_multiple * spread
         if isinstance(loss, SmoothAPLoss):
-            return smooth_ap_of_part(part, temperature)
+            return smooth_ap_of_shard(shard, temperature)
         threshold = loss.quantile, loss.quantile_interpolation, loss.threshold_gradient
-        return recall_of_part(part, temperature, *threshold)
+        return recall_of_shard(shard, temperature, *threshold)
 
-    def _finish(self, part: Part, rows: Batch, per_class: PerClass) -> Tensor:
-        """Return the loss. Count for a logger, and warn of a likely misuse."""
-        loss, pool = self.loss, part.pool
+    def _reduce(self, shard: Shard, rows: Batch, per_class: PerClass) -> Tensor:
+        """Return the loss over the valid classes. Count for loggers, and look for hints."""
+        loss, pool = self.loss, shard.pool
         if loss.training and loss.pool_counts is not None:
-            loss.pool_counts.add(sum(part.positives) / loss.num_classes, per_class)
+            loss.pool_counts.add(sum(shard.positives) / loss.num_classes, per_class)
         if loss.training and loss.validate_args and loss._hints.count_call(pool):
-            # A hint about the rows of some ranks would be given by these ranks alone, and could stop them alone.
+            # Without this rank's rows and gradient. A hint about them would be given on some ranks only, and where
+            # warnings are errors it would stop only these ranks.
             pool, rows = pool.with_scores(pool.scores.detach()), rows.take(rows.targets.new_zeros(0).long())
-            loss._hints.observe(loss._setting(part.num_rows), rows, pool, per_class)
+            loss._hints.observe(loss._setting(shard.num_rows), rows, pool, per_class)
         return note_kind(reduce_values(per_class, loss.reduction, pool.scores.dtype), over_ranks=True)
 
 
@@ -222,14 +225,16 @@ def check_shardable(loss: Any) -> Any:
     """Return ``loss``, or raise TypeError or ValueError when its pool cannot be sharded."""
     kind: Any = next((kind for kind in KINDS if isinstance(loss, kind)), None)
     if kind is None:
-        found = Words(f"a {type(loss).__name__}") if isinstance(loss, nn.Module) else loss
+        value = Words(f"a {type(loss).__name__}") if isinstance(loss, nn.Module) else loss
         names = ", ".join(kind.__name__ for kind in KINDS)
-        raise TypeError(expected("loss", f"one of {names}", found, "Without ShardedLoss it gathers the rows."))
+        raise TypeError(expected("loss", f"one of {names}", value, "Without ShardedLoss it gathers the rows."))
     if any(getattr(type(loss), name) is not getattr(kind, name) for name in ("forward", "compute_per_class")):
         fix = "Its sums are those of that formula. Without ShardedLoss it gathers the rows."
         raise TypeError(expected("loss", f"the formula of {kind.__name__}", Words(f"a {type(loss).__name__}"), fix))
-    needed = [("queue_size", 0), ("max_pool_size", None)]
-    for name, value in [*needed, ("surrogate", "trapezoid")] if kind is PAUCAtBudgetLoss else needed:
+    settings: list[tuple[str, object]] = [("queue_size", 0), ("max_pool_size", None)]
+    if kind is PAUCAtBudgetLoss:
+        settings.append(("surrogate", "trapezoid"))
+    for name, value in settings:
         if getattr(loss, name) != value:
             fix = "Construct the loss with it. Without ShardedLoss it gathers the rows."
             raise ValueError(expected(name, f"{value!r} in a ShardedLoss", getattr(loss, name), fix))

@@ -1,21 +1,22 @@
 """Smooth-AP of rows that stay on their ranks, in one of two forms; see :mod:`fullrank.kernels.smooth_ap.binned`.
 
 moments
-    Every quantity is a function of the score, known from the moments of bins, and moments add up. One all-reduce of the
-    tables, then every rank has the loss, and the gradient as polynomials, which it reads at its own rows::
+    Every quantity is a function of the score that follows from the moments of bins, and moments add up over the ranks.
+    After one all-reduce of the tables every rank has the loss, and the gradient as polynomials, which it evaluates at
+    its own rows::
 
         own rows -> moments ==all-reduce==> fields -> loss, polynomials -> gradient of own rows
 
 positives
-    Only the positives travel: their scores are gathered, and two sums for each are reduced. It needs no bins, so it is
-    for scores so far apart that most bins would be empty, and for many classes, where a row has one positive and C
-    scores. With R_N and R_P the sums over all negatives and positives at x_i, the loss is the weighted mean of
-    R_N / (R_N + R_P + 1/2), as R_P contains the pair of i with itself::
+    Only the positives travel: their scores are gathered, and two sums for each are reduced. This form requires no bins.
+    It is for scores so far apart that most bins would be empty, and for many classes, where a row has one positive and
+    C scores. With R_N and R_P the sums over all negatives and positives at x_i, the loss is the weighted mean of
+    R_N / (R_N + R_P + 1/2), because R_P contains the pair of i with itself::
 
         positives ==all-gather==> sums over own rows ==all-reduce==> loss, slopes -> gradient of own rows as keys
                                                                  gradient of the positives as queries ==all-reduce==>
 
-The form is the cheapest by ``COSTS``. Where gathering the rows is cheaper, they are gathered.
+The cheapest form by ``COSTS`` is used. Where gathering the rows is cheaper than both, they are gathered.
 """
 
 from __future__ import annotations
@@ -33,58 +34,58 @@ from ..kernels.sigmoid_sums import sigmoid_sums
 from ..kernels.smooth_ap.binned import find_places, moments_of, smooth_ap_binned
 from ..kernels.smooth_ap.sums import ends_of, move_infinities
 from ..losses.pooled.pool import PerClass
-from .part import Part, Positives
+from .shard import Positives, Shard
 
-# Of a byte in each form; the cheapest form is taken. That of the positives computes more, in float64.
+# The cost of a byte in each form. The form of the positives computes more, and in float64.
 COSTS = {"moments": 1.0, "positives": 16.0, "gather": 1.0}
 
 
-def smooth_ap_of_part(part: Part, temperature: float) -> PerClass | None:
+def smooth_ap_of_shard(shard: Shard, temperature: float) -> PerClass | None:
     """Return the loss of each class, or None if the rows are to be gathered; equal on all ranks."""
-    pool = part.pool
+    pool = shard.pool
     num_classes, size = pool.scores.shape[0], pool.scores.element_size()
-    scores, ends, undefined, clashes = _make_finite(part, temperature)
-    order = order_for(scores, part.num_rows)
+    scores, ends, undefined, clashes = _make_finite(shard, temperature)
+    order = order_for(scores, shard.num_rows)
     bins = cover(-ends[0].to(scores.dtype), ends[1].to(scores.dtype), temperature, order.fine)
     bytes_of = {
-        "gather": part.num_rows * (num_classes * size + 8.0),
-        "positives": sum(part.positives) * (size + 60.0),
+        "gather": shard.num_rows * (num_classes * size + 8.0),
+        "positives": sum(shard.positives) * (size + 60.0),
         "moments": math.inf,
     }
-    if bins.window <= most_bins(part.num_rows):
+    if bins.window <= most_bins(shard.num_rows):
         num_tables = 2.0 if pool.weight is None else 3.0
         bytes_of["moments"] = 16.0 * num_tables * order.p * num_classes * bins.num_fine
     form = min(COSTS, key=lambda name: COSTS[name] * bytes_of[name])
     if form == "gather":
         return None
     if form == "moments":
-        loss, gradient, valid = _by_moments(scores, part, temperature, bins, order)
+        loss, gradient, valid = _by_moments(scores, shard, temperature, bins, order)
     else:
-        loss, gradient, valid = _by_positives(scores, part, temperature)
+        loss, gradient, valid = _by_positives(scores, shard, temperature)
     undefined = undefined | (clashes & valid)
     loss = loss.masked_fill(undefined, math.nan)
     gradient = None if gradient is None else gradient.masked_fill_(undefined[:, None], math.nan)
-    return PerClass(part.attach(loss, gradient), valid)
+    return PerClass(shard.attach(loss, gradient), valid)
 
 
-def _make_finite(part: Part, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return this rank's scores, infinite ones replaced as in a gathered pool, and what is known of all ranks.
+def _make_finite(shard: Shard, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return this rank's scores with infinite ones replaced as in a gathered pool, and the ranges over all ranks.
 
     With one class the header has the range. Only infinite scores take two more exchanges.
 
     Returns:
-        The scores, the negated lowest and the highest of each class over all ranks (2, C) float64, 0 without a row, and
-        (C,) bool which classes have a NaN, and in which a positive and another row are at the same infinity.
+        The scores; the negated lowest and the highest of each class over all ranks (2, C) float64, 0 without a row; and
+        (C,) bool, which classes have a NaN, and in which a positive and another row are at the same infinity.
     """
-    scores, member, exchange = part.pool.scores.detach(), part.pool.member, part.exchange
+    scores, member, exchange = shard.pool.scores.detach(), shard.pool.member, shard.exchange
     if scores.shape[0] == 1:
-        ends = torch.tensor([[-part.low], [part.high]], dtype=torch.float64, device=scores.device)
+        ends = torch.tensor([[-shard.low], [shard.high]], dtype=torch.float64, device=scores.device)
         undefined = ends[0].isnan()
     else:
-        own = ends_of(scores, member)
-        has_nan = own.isnan().any(dim=0)
-        own = torch.cat([own.masked_fill(has_nan, -math.inf), has_nan[None]])  # some reductions drop a NaN
-        ends, undefined = exchange.largest(own, "the ranges of the classes").split([2, 1])
+        local = ends_of(scores, member)
+        has_nan = local.isnan().any(dim=0)
+        local = torch.cat([local.masked_fill(has_nan, -math.inf), has_nan[None]])  # some reductions drop a NaN
+        ends, undefined = exchange.largest(local, "the ranges of the classes").split([2, 1])
         undefined = undefined[0] > 0
     ends = ends.masked_fill((ends == -math.inf).all(dim=0) | undefined, 0.0)
     scores = scores.masked_fill(undefined[:, None], 0.0) if bool(undefined.any()) else scores
@@ -92,7 +93,7 @@ def _make_finite(part: Part, temperature: float) -> tuple[Tensor, Tensor, Tensor
         return scores, ends, undefined, torch.zeros_like(undefined)
     moved, ends, clashes = move_infinities(
         scores if member is None else scores.masked_fill(~member, math.nan),
-        part.pool.positive,
+        shard.pool.positive,
         None,
         temperature,
         lambda ends: exchange.largest(ends, "the ends of the finite scores"),
@@ -102,24 +103,24 @@ def _make_finite(part: Part, temperature: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def _shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors on the weights of positives, and which classes are valid, from sums over all ranks, (C,)."""
+    """Return the factors on the weights of positives and the valid classes, both (C,), from sums over all ranks."""
     valid = (total > 0) & (members > positives)
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
 
 
 @exact
 def _by_moments(
-    scores: Tensor, part: Part, temperature: float, bins: Bins, order: Order
+    scores: Tensor, shard: Shard, temperature: float, bins: Bins, order: Order
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the rows (C, N), and the validity (C,)."""
-    pool = part.pool
+    pool = shard.pool
     rows = Problem(scores, pool.positive, pool.member, *Positives.of(pool), temperature)
     moments = moments_of(rows, bins, order, find_places(rows, bins))
-    sums = part.exchange.sum(torch.stack(moments[: 2 if pool.weight is None else 3]), "the moments")
+    sums = shard.exchange.sum(torch.stack(moments[: 2 if pool.weight is None else 3]), "the moments")
     del moments
     members, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, -1))
     factor, valid = _shares_of(total, positives, members)
-    read = slice(None if part.needs_gradient else 0)  # the loss reads no row
+    read = slice(None if shard.needs_gradient else 0)  # the loss reads no row
     rows = Problem(
         scores[:, read],
         pool.positive[:, read],
@@ -129,18 +130,18 @@ def _by_moments(
         (rows.share * factor[rows.class_of])[read],
         temperature,
     )
-    loss, gradient = smooth_ap_binned(rows, bins, order, part.needs_gradient, sums, factor)
-    return loss, gradient if part.needs_gradient else None, valid
+    loss, gradient = smooth_ap_binned(rows, bins, order, shard.needs_gradient, sums, factor)
+    return loss, gradient if shard.needs_gradient else None, valid
 
 
 @exact
-def _by_positives(scores: Tensor, part: Part, temperature: float) -> tuple[Tensor, Tensor | None, Tensor]:
+def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the rows (C, N), and the validity (C,).
 
     In float64: the pair of a positive with itself has a slope in both of its terms, which cancel.
     """
-    pool, exchange, with_grad, num_classes = part.pool, part.exchange, part.needs_gradient, scores.shape[0]
-    rows, counts = Positives.of(pool), [int(count) for count in part.positives]
+    pool, exchange, with_grad, num_classes = shard.pool, shard.exchange, shard.needs_gradient, scores.shape[0]
+    rows, counts = Positives.of(pool), [int(count) for count in shard.positives]
     sent = [scores[rows.class_of, rows.row_of], rows.class_of.to(torch.int32)]
     x, class_of, *mass = exchange.rows(sent if pool.weight is None else [*sent, rows.mass], counts)
     x, class_of = x.double(), class_of.to(torch.int64)
@@ -159,9 +160,9 @@ def _by_positives(scores: Tensor, part: Part, temperature: float) -> tuple[Tenso
         with torch.set_grad_enabled(with_grad):
             queries.requires_grad_(with_grad)
             keys.requires_grad_(with_grad)
-            found = sigmoid_sums(queries, keys, kinds, temperature)  # [c, q, 2]
-        at_positives[place[real]] = found.detach()[real]
-        graphs.append((queries, keys, found))
+            class_sums = sigmoid_sums(queries, keys, kinds, temperature)  # [c, q, 2]
+        at_positives[place[real]] = class_sums.detach()[real]
+        graphs.append((queries, keys, class_sums))
     sums = exchange.sum(sums, "the sums at the positives")
     r_n, r_p = sums[: 2 * x.numel()].view(-1, 2).unbind(dim=1)
     r_p = r_p + 0.5
@@ -176,11 +177,11 @@ def _by_positives(scores: Tensor, part: Part, temperature: float) -> tuple[Tenso
     square = (r_n + r_p) ** 2
     slopes = torch.stack([share * r_p / square, -share * r_n / square], dim=1)  # [P, 2] dloss/dR
     gradient, of_queries = torch.zeros_like(scores, dtype=torch.float64), torch.zeros_like(x)
-    for (classes, place), (queries, keys, found) in zip(groups, graphs):
+    for (classes, place), (queries, keys, class_sums) in zip(groups, graphs):
         real = place >= 0
         upstream = torch.where(real[:, :, None], slopes[place.clamp_min(0)], 0.0)
-        found_queries, gradient[classes] = torch.autograd.grad(found, (queries, keys), upstream)
-        of_queries[place[real]] = found_queries[real]
+        grad_queries, gradient[classes] = torch.autograd.grad(class_sums, (queries, keys), upstream)
+        of_queries[place[real]] = grad_queries[real]
     of_queries = exchange.sum(of_queries, "the gradients of the positives")
     gradient[rows.class_of, rows.row_of] += of_queries.split(counts)[exchange.rank]
     return loss, gradient.to(scores.dtype), valid

@@ -152,10 +152,10 @@ def test_ranks_with_other_losses_raise(rank: int, what: str) -> None:
 def forms_taken() -> Iterator[list[str]]:
     """Let the block know the form of each call: "gather", "positives", or "sums" for all others."""
     taken: list[str] = []
-    add_up, by_positives = ShardedLoss._add_up, smooth_ap._by_positives
+    sum_over_ranks, by_positives = ShardedLoss._sum_over_ranks, smooth_ap._by_positives
 
-    def noted(self: ShardedLoss, part: Any) -> Any:
-        before, per_class = len(taken), add_up(self, part)
+    def noted(self: ShardedLoss, shard: Any) -> Any:
+        before, per_class = len(taken), sum_over_ranks(self, shard)
         if len(taken) == before:
             taken.append("gather" if per_class is None else "sums")
         return per_class
@@ -164,7 +164,8 @@ def forms_taken() -> Iterator[list[str]]:
         taken.append("positives")
         return by_positives(*given)
 
-    with mock.patch.object(ShardedLoss, "_add_up", noted), mock.patch.object(smooth_ap, "_by_positives", travelling):
+    of_step = mock.patch.object(ShardedLoss, "_sum_over_ranks", noted)
+    with of_step, mock.patch.object(smooth_ap, "_by_positives", travelling):
         yield taken
 
 

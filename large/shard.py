@@ -1,4 +1,4 @@
-"""One rank's part of a pool that no rank holds, and what every rank knows of all parts."""
+"""One rank's shard of a pool, and the numbers about all shards that every rank has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
 from ..losses.pooled.pool import Pool
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """The rows of this rank, and what is equal on all ranks: everything but ``pool`` and the rank of ``exchange``."""
 
     pool: Pool  # with sample weights on all ranks or on none
@@ -26,14 +26,14 @@ class Part(NamedTuple):
     positives: tuple[float, ...]  # of all classes together, of each rank
     low: float  # the lowest score of all ranks, NaN if one is NaN; inf without rows
     high: float
-    must_gather: bool  # a rank has rows of which no sums are known
+    must_gather: bool  # a rank has rows for which there is no form by sums
 
     @staticmethod
-    def of(pool: Pool, exchange: Exchange, scale: int, agreed: Agreement[Any]) -> Part:
-        """Return the part with what the header says: :func:`totals_of`, and whether the rows must be gathered."""
+    def of(pool: Pool, exchange: Exchange, scale: int, agreed: Agreement[Any]) -> Shard:
+        """Return the shard with the totals of the header: :func:`totals_of`, and whether the rows must be gathered."""
         positives, low, high, must_gather = numpy.array(agreed.totals).T
         ends = float(low.min()), float(high.max())  # NaN if one is
-        return Part(pool, exchange, scale, agreed.rows, tuple(positives.tolist()), *ends, bool(must_gather.any()))
+        return Shard(pool, exchange, scale, agreed.rows, tuple(positives.tolist()), *ends, bool(must_gather.any()))
 
     @property
     def num_rows(self) -> int:
@@ -46,7 +46,7 @@ class Part(NamedTuple):
         return self.pool.scores.requires_grad and torch.is_grad_enabled()
 
     def attach(self, values: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return ``values`` (C,) with ``gradient`` (C, N) of the scores of this rank; None is no gradient."""
+        """Return ``values`` (C,) with the ``gradient`` (C, N) of this rank's scores, or without one if it is None."""
         if gradient is None or not self.needs_gradient:
             return values
         return with_gradients(self.exchange.call, values, [gradient.mul_(self.scale).t()], self.pool.scores.t())
@@ -61,7 +61,7 @@ class Positives(NamedTuple):
 
     @staticmethod
     def of(pool: Pool) -> Positives:
-        """Return those of ``pool``."""
+        """Return the positives of ``pool``."""
         class_of, row_of = pool.positive.nonzero(as_tuple=True)
         mass = pool.scores.new_ones(row_of.shape, dtype=torch.float64)
         return Positives(class_of, row_of, mass if pool.weight is None else pool.weight[row_of].double())
@@ -69,30 +69,30 @@ class Positives(NamedTuple):
 
 @torch.no_grad()
 def totals_of(pool: Pool) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
-    """Return what the header carries of a part: positives, lowest and highest score."""
+    """Return the totals of a shard for the header: number of positives, lowest and highest score."""
     if not pool.scores.numel():
         return 0.0, math.inf, -math.inf
-    least, most = pool.scores, pool.scores
+    for_low, for_high = pool.scores, pool.scores
     if pool.member is not None:
-        least, most = (pool.scores.masked_fill(~pool.member, end) for end in (math.inf, -math.inf))
-    return pool.positive.sum(), least.amin(), most.amax()  # NaN if one is
+        for_low, for_high = (pool.scores.masked_fill(~pool.member, end) for end in (math.inf, -math.inf))
+    return pool.positive.sum(), for_low.amin(), for_high.amax()  # NaN if a score is NaN
 
 
-def spread_of_parts(part: Part) -> float | None:
-    """Return the spread of the scores of the whole pool, from the sample that a gathered pool is judged by.
+def spread_over_shards(shard: Shard) -> float | None:
+    """Return the spread of the scores of the whole pool, from the same sample as for a gathered pool.
 
-    Returns None if the sample has no spread and the pool is small enough to be looked at as a whole.
+    Returns None if the sample has no spread, and the pool is small enough to use all its scores: then gather the rows.
     """
-    scores, member = part.pool.scores.detach(), part.pool.member
+    scores, member = shard.pool.scores.detach(), shard.pool.member
     num_classes, num_rows = scores.shape
-    classes, rows = sampled_places(num_classes, part.num_rows, scores.device)
+    classes, rows = sampled_places(num_classes, shard.num_rows, scores.device)
     sample = scores.new_zeros(classes.numel(), rows.numel())
-    row = rows - sum(part.rows[: part.exchange.rank])
-    own = ((row >= 0) & (row < num_rows)).nonzero()[:, 0]
-    at = classes[:, None], row[own][None]
-    sample[:, own] = scores[at] if member is None else torch.where(member[at], scores[at], math.nan)
-    sample = part.exchange.sum(sample, "the sample of the scores")
+    row = rows - sum(shard.rows[: shard.exchange.rank])
+    local = ((row >= 0) & (row < num_rows)).nonzero()[:, 0]
+    at = classes[:, None], row[local][None]
+    sample[:, local] = scores[at] if member is None else torch.where(member[at], scores[at], math.nan)
+    sample = shard.exchange.sum(sample, "the sample of the scores")
     spread = spread_of_sample(sample)
-    if spread is None and sample.numel() < num_classes * part.num_rows <= MOST_IN_FULL:
+    if spread is None and sample.numel() < num_classes * shard.num_rows <= MOST_IN_FULL:
         return None
     return 1.0 if spread is None else spread
