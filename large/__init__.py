@@ -1,6 +1,6 @@
-"""Losses over pools that no rank holds: each rank keeps its rows, and class-wise sums travel in their place.
+"""Losses over pools that are not gathered: each rank keeps its rows, and sums over the rows of each class travel.
 
-:class:`ShardedLoss` wraps a loss of :mod:`fullrank.losses`, which knows nothing of it.
+:class:`ShardedLoss` wraps a loss of :mod:`fullrank.losses`, which does not depend on it.
 """
 
 from .sharded_loss import ShardedLoss

@@ -171,7 +171,7 @@ def _at_levels(
 def _slopes(scores: Tensor, rule: _Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Return slopes of this rank's reference rows (L, C, N), their sums and a distance for each, (C, L) float64.
 
-    The slopes are divided by ``exp(-distance / tau)``, so that their sum does not underflow. The distance is that of the
+    The slopes are divided by ``exp(-distance / tau)``, so that their sum does not underflow. The distance is from the
     nearest reference row of this rank, or 0 if the level is the score of a reference row; see threshold_gradient.py.
     """
     levels, _, taus, reference, _ = rule
