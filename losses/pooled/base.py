@@ -1,9 +1,11 @@
-"""The base of the losses over a pool. Every one of them makes the same step, :meth:`RankingLoss.forward`::
+"""The base of the losses over a pool.
 
-check and gather      the rows of this rank are checked, and those of all ranks gathered    _check_and_gather
-make the pool         queued rows are appended, and at most max_pool_size rows drawn        _make_pool
-formula               the loss of each class; the only step of a subclass                   compute_per_class
-reduce and enqueue    the loss over the classes; the live rows enter the queue              _reduce_and_enqueue
+All of them make the same step, :meth:`RankingLoss.forward`::
+
+    1. check and gather      this rank's rows are checked, and the rows of all ranks gathered      _check_and_gather
+    2. make the pool         queued rows are appended, and at most max_pool_size rows drawn        _make_pool
+    3. formula               the loss of each class: what a subclass adds                          compute_per_class
+    4. reduce and enqueue    the loss over the classes; the live rows enter the queue              _reduce_and_enqueue
 """
 
 from __future__ import annotations
@@ -221,6 +223,7 @@ class RankingLoss(HoldsQueue):
         return Batch.of_all(agreed.tensors, agreed.totals, self._rule)
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
+        """Return the rows of this rank, checked."""
         if group is not None:
             self._check_not_gathered(group, logits=given.logits, targets=given.targets)
         self._check_settings()
@@ -256,7 +259,7 @@ class RankingLoss(HoldsQueue):
                 index = draw_rows(rows, limit, self._num_draws)
             else:  # on the meta device any rows have the right shape
                 index = torch.arange(limit, device=rows.logits.device)
-            # Only training steps count: rank 0 may validate alone, and must still draw the same rows as other ranks.
+            # Only training steps count: after rank 0 has validated alone, it still draws the same rows as the others.
             self._num_draws += self.training
             rows, is_live = rows.take(index), None if is_live is None else is_live[index]
         pool = Pool(rows, is_live, self.queue_keep)

@@ -1,7 +1,7 @@
 """The pool that a ranking loss is computed over, and what every formula does with it.
 
-:class:`Pool` is the rows as one binary problem per class; :func:`local_pool` makes that of a pure function. Then the
-steps that formulas share, up to the reduction of a :class:`PerClass` to a loss, and what a call returns.
+:class:`Pool` has the rows as one binary problem per class, and :func:`local_pool` makes it from the arguments of a pure
+function. Then follow the steps that formulas share, up to the reduction of :class:`PerClass`, and what a call returns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pool:
         iid: (M,) bool, None for all True.
         indexes: (M,) int64, the query of each row, with C = 1; None for one query.
         num_positive: of a single class; None if the host does not know.
-        is_observed: True if :class:`~fullrank.losses.pooled.hints.Hints` looks at this call.
+        is_observed: True if hints are looked for in this call.
     """
 
     def __init__(self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all") -> None:
