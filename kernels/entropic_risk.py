@@ -4,7 +4,7 @@ r"""The entropic risk of logistic pair losses: for each query, a soft maximum ov
           \ell_{qk} = \log(1 + e^{d_{qk}}), \quad d_{qk} = \frac{x_k - x_q}{s}
 
 With the weights p_k = softmax of l_qk / lambda over the keys: dy/dx_k = p_k s(d_qk) / s = -(its part of) dy/dx_q.
-The lambda of a class is given, or :func:`tilts_of_budget` finds it from the number of keys that are to count.
+The caller passes the lambda of a class, or :func:`tilts_of_budget` finds it from the number of keys that must count.
 
 If 1 / lambda is a whole number m, exp(l / lambda) = (1 + e^d)^m is a sum of powers of e^d, all positive, and the mean
 over the keys factors. With z = (x - c) / s and L_n = log mean_k e^(n z_k):
@@ -28,8 +28,8 @@ from .pairs import chunk_size, chunks_of_pairs
 from .registration import register
 
 MOST_POWERS = 100
-# The 1 / lambda among which :func:`tilts_of_budget` chooses. Scores stay close together in a training with a small
-# budget, and harder maxima would leave little but the top negative there.
+# The values of 1 / lambda for :func:`tilts_of_budget`. With a small budget scores stay close together in training, and
+# a larger value would leave little but the top negative.
 MULTIPLES = range(1, 13)
 _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be tied, and then it has a limit
 POWER = 10_000  # pairs that take as long as one power of a few rows
@@ -81,16 +81,16 @@ def tilts_of_budget(
     parts = multiples[:, None, None].split(chunk_size(keys, below.numel()))
     sums = torch.cat([torch.einsum("mck,cks->mcs", (part * below).exp_(), columns) for part in parts])
     exponent, total = sums.unbind(dim=2)
-    # By how much the logarithm of the perplexity is too large: (m, C), it falls with m.
-    far = total.log() - multiples[:, None] * exponent / total - goal
-    number = (far > _ROUNDING).sum(dim=0)
+    # (m, C): by how much the logarithm of the perplexity is too large, falling with m
+    excess = total.log() - multiples[:, None] * exponent / total - goal
+    number = (excess > _ROUNDING).sum(dim=0)
     ends = torch.stack([number - 1, number]).clamp(0, len(MULTIPLES) - 1)  # too many keys count, and the next
-    last, following = far.abs().gather(0, ends)
+    last, following = excess.abs().gather(0, ends)
     return multiples[torch.where(following < last, ends[1], ends[0])].reciprocal()
 
 
 def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
-    """Return m = 1 / lambda of each class if the powers are the faster way, and nothing for a sum over pairs."""
+    """Return m = 1 / lambda of each class if the powers are faster than a sum over pairs; otherwise an empty list."""
     powers = []
     for value in tilts.tolist():
         m = round(min(1 / value, MOST_POWERS + 1.0))
@@ -103,8 +103,8 @@ def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
 
 def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the risks, and the tilts on the host, so that the backward does not wait for them again."""
-    of_host = tilts.to("cpu", copy=True)
-    return _risks_at(queries, keys, inside, scales, of_host), of_host
+    on_host = tilts.to("cpu", copy=True)
+    return _risks_at(queries, keys, inside, scales, on_host), on_host
 
 
 def _risks_at(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _gradients(
         degrees = _degrees(len(terms), z_keys)
         flow = parts.mul_(grad * of_class[:, None] * (most + total.log()).sigmoid() / total).mul_(degrees)
         of_queries, flows, of_keys = -flow.sum(dim=0), flow.sum(dim=2, keepdim=True), torch.zeros_like(z_keys)
-        for n in _some_at_once(len(terms), z_keys):
+        for n in _chunks_of_powers(len(terms), z_keys):
             of_keys += (_softmax(degrees[n] * z_keys) * flows[n]).sum(dim=0)
         return of_queries.to(queries.dtype), of_keys.to(keys.dtype)
     grads = torch.zeros_like(grad), torch.zeros(keys.shape, dtype=torch.float64, device=keys.device)
@@ -186,7 +186,7 @@ def _powers(
     z_queries = z_queries.masked_fill(lowest & (z_queries == -math.inf), math.nan)
     count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
     degrees, log_means = _degrees(max(powers), z_keys), []
-    for n in _some_at_once(max(powers), z_keys):
+    for n in _chunks_of_powers(max(powers), z_keys):
         parts, highest = _exponentials(degrees[n] * z_keys)
         log_means.append(parts.sum(dim=-1, keepdim=True).log() + highest - count.log())  # L_n [n, C, 1]
     logs = [[math.log(math.comb(m, n)) if n <= m else -math.inf for m in powers] for n in range(1, max(powers) + 1)]
@@ -202,7 +202,7 @@ def _degrees(m: int, like: Tensor) -> Tensor:
     return torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None, None]
 
 
-def _some_at_once(m: int, keys: Tensor) -> list[slice]:
+def _chunks_of_powers(m: int, keys: Tensor) -> list[slice]:
     """Return the numbers below m in parts whose powers of ``keys`` (C, K) make one chunk."""
     step, parts = chunk_size(keys, keys.numel()), []
     for first in range(0, m, step):

@@ -147,8 +147,8 @@ def _spread_or_zero(sample: Tensor) -> float:
     """Return the spread of ``sample`` (c, n), NaN where there is no score; 0 if it has none."""
     if sample.numel() == 0:
         return 0.0
-    # The common case, finite scores whose range is neither rounding nor tight, is computed in numpy, which sorts five to
-    # ten times as fast as torch.
+    # The common case is finite scores whose range is neither rounding nor tight. numpy sorts them five to ten times as
+    # fast as torch.
     last = sample.shape[1] - 1
     widths = []
     # Inside a transform a tensor is a wrapper that has no array.

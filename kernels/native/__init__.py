@@ -1,4 +1,4 @@
-"""The passes over rows and pairs of Smooth-AP in C, where the library was built; everywhere else torch computes.
+"""The passes over rows and pairs of Smooth-AP in C. Without the library, torch computes them.
 
 ``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
-# From which parts are worth a thread: those of torch keep their cores busy for milliseconds after an operation.
+# Rows from which threads pay: those of torch keep their cores busy for milliseconds after an operation.
 _MANY_ROWS = 4_000_000
 _ABI = 7  # as in sums.c, which counts changes of its arguments
 
@@ -78,8 +78,8 @@ def smooth_ap(
     if not is_usable(scores) or scores.numel() == 0:
         return None
     num_classes, num_rows = scores.shape
-    given = scores.detach()
-    scores, positive = given.contiguous(), positive.contiguous()
+    original = scores.detach()
+    scores, positive = original.contiguous(), positive.contiguous()
     member = None if member is None else member.contiguous()
     weight = None if weight is None else weight.detach().to(scores.dtype).contiguous()
     # Like the scores, because the default device may be another one.
@@ -87,13 +87,13 @@ def smooth_ap(
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
     stride = 0 if weight is None or weight.ndim == 1 else num_rows
-    pool = scores.data_ptr(), positive.data_ptr(), _place(member), _place(weight), stride, num_classes, num_rows
+    pool = scores.data_ptr(), positive.data_ptr(), _address(member), _address(weight), stride, num_classes, num_rows
     out = loss.data_ptr(), valid.data_ptr(), gradient.data_ptr() if with_grad else None
-    found = FUNCTIONS[scores.dtype]["smooth_ap"](*pool, temperature, *out)
-    if not found:
+    is_computed = FUNCTIONS[scores.dtype]["smooth_ap"](*pool, temperature, *out)
+    if not is_computed:
         return None
-    if with_grad and not given.is_contiguous():  # the compiler relies on the strides of the scores
-        gradient = torch.empty_like(given).copy_(gradient)
+    if with_grad and not original.is_contiguous():  # the compiler relies on the strides of the scores
+        gradient = torch.empty_like(original).copy_(gradient)
     return loss, gradient, valid
 
 
@@ -117,17 +117,17 @@ def smooth_ap_of_rows(
         weight: (M,) in the dtype of the scores, contiguous; None for 1.
         ignore_index: the target of rows to leave out.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
-        most: pairs of a positive and a row.
+        most: pairs of a positive and a row up to which C computes the loss.
     """
     num_rows, num_classes = scores.shape
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
-    rows = scores.data_ptr(), targets.data_ptr(), _place(weight), num_rows, num_classes, ignore_index
+    rows = scores.data_ptr(), targets.data_ptr(), _address(weight), num_rows, num_classes, ignore_index
     out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
     scale = 0.0 if temperature is not None else multiple
-    found = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*rows, ctypes.byref(width), scale, most, *out)
-    return (loss, valid, gradient, width.value) if found else None
+    is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*rows, ctypes.byref(width), scale, most, *out)
+    return (loss, valid, gradient, width.value) if is_computed else None
 
 
 def moments(
@@ -157,9 +157,9 @@ def moments(
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        own = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
+        masks_of_part = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(scores[c, start:stop].data_ptr(), *own, *numbers, tables[part].data_ptr())
+        function(scores[c, start:stop].data_ptr(), *masks_of_part, *numbers, tables[part].data_ptr())
 
     _in_parts(run, num_classes, num_rows, lanes)
     sums = tables.view(num_classes, lanes, groups, num_bins + 1, p).sum(dim=1)
@@ -191,10 +191,10 @@ def evaluate(
     num_bins, p = tables.shape[1] - 1, tables.shape[2]
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        own = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
+        masks_of_part = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        ends = tables[c].data_ptr(), _place(exact), out[c, start:].data_ptr()
-        function(scores[c, start:stop].data_ptr(), *own, *numbers, *ends)
+        ends = tables[c].data_ptr(), _address(exact), out[c, start:].data_ptr()
+        function(scores[c, start:stop].data_ptr(), *masks_of_part, *numbers, *ends)
 
     _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 and num_rows >= _MANY_ROWS else 1)
 
@@ -212,9 +212,9 @@ def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_r
             run(*part)
         return
     with ThreadPoolExecutor(threads) as pool:  # the library does not hold Python's lock
-        for done in [pool.submit(run, *part) for part in parts]:
-            done.result()
+        for future in [pool.submit(run, *part) for part in parts]:
+            future.result()
 
 
-def _place(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -5,9 +5,9 @@
 //   weight                    (rows) with stride 0, (classes, rows) with stride `rows`, or NULL
 //   loss, valid               (classes), written; loss is 0 where the class is not valid
 //   gradient                  (classes, rows), written; NULL for the loss alone
-//   returns 1, or 0 for what is left to torch: scores that are not finite, a temperature below LEAST
+//   returns 1, or 0 if torch must compute it: scores that are not finite, a temperature below LEAST
 //
-// smooth_ap_of_rows: the same of an ordinary pool, as it is given
+// smooth_ap_of_rows: the same for an ordinary pool in the layout of the loss
 //   scores                    (rows, classes)
 //   targets                   (rows), indices of classes, or 0 and 1 for one class
 //   weight                    (rows); NULL for 1
@@ -15,8 +15,8 @@
 //   most                      with more pairs nothing is computed
 //   loss, valid               (classes), written
 //   gradient                  (rows, classes), written; NULL for the loss alone
-//   returns 1, or 0 for what is left to others: other targets, scores that are not finite or whose spread is not usual,
-//   too many pairs
+//   returns 1, or 0 if the caller must compute it: other targets, scores that are not finite or whose spread is not
+//   usual, too many pairs
 //
 // moments, evaluate: see bins.inc and kernels/bins.py. A call is one thread.
 #include <math.h>
